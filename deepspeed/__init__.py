@@ -28,6 +28,7 @@ _LAZY = {
     "DeepSpeedDataLoader": "deepspeed.data.loader:",
     "DeepSpeedEngine": "deepspeed.engine:",
     "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
+    "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",
     "OnDevice": "deepspeed.device:",
     "PipelineEngine": "deepspeed.pipe.engine:",

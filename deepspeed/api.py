@@ -31,8 +31,8 @@ from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
-from deepspeed.pipe.engine import PipelineEngine, follow_config
-from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
+from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
@@ -197,6 +197,7 @@ def _assemble(
         if isinstance(base, GroupStep):
             base.load_kernels()
     kind: type[DeepSpeedEngine] = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
     return engine

@@ -2,6 +2,7 @@
 
 ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
 ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
+ds_bench load       what getting its part of a model from safetensors files costs each rank
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
 Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from deepspeed.observe.program import BAD_INPUT, guarded
 
-_MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "cpu-adam": "cpu_adam"}
+_MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "load": "load", "cpu-adam": "cpu_adam"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -337,6 +337,10 @@ class PipelineEngine(DeepSpeedEngine):
         self.forward()
 
 
+class DualPipeVEngine(PipelineEngine):
+    """Made by ``deepspeed.initialize`` for a DualPipeVModule; only its class tells it from others."""
+
+
 def _checksum(labels: Any) -> int:
     """Of the tensors in ``labels`` that are in host memory."""
     total = 0

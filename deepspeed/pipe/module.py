@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from deepspeed.activation.checkpointing import non_reentrant_checkpoint
 from deepspeed.attrs import recursive_getattr
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
 from deepspeed.device import get_accelerator
-from deepspeed.errors import NotYetError, UsageError
+from deepspeed.errors import NotYetError, PipelineError, UsageError
 from deepspeed.mesh.groups import Mesh, plain_mesh, with_group
 from deepspeed.observe.log import log_dist
 from deepspeed.pipe.orders import Micro, homes_of
@@ -119,6 +119,7 @@ class PipelineModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.schedule = "1f1b"  # of the configuration; set by ``initialize``
         self.falling: AxisGroup | None = None  # for messages to a lower stage, where the two directions need two groups
+        self._on_stages: list[tuple[nn.Parameter, Any]] = []
         self._now = 0
         self.recut(chunks_per_stage, chunk_style)
 
@@ -329,6 +330,22 @@ class PipelineModule(nn.Module):
     def get_additional_losses(self) -> None:
         """Further losses to report; a subclass may have some."""
 
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """What several stages hold, this one among them, each with the process group of these; after ``initialize``."""
+        return list(self._on_stages)
+
+    def allreduce_tied_weight_gradients(self) -> NoReturn:
+        """Raises PipelineError: the engine sums them, and twice would be wrong."""
+        raise PipelineError("the engine sums the gradients of tied layers over their stages; delete this call")
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> NoReturn:
+        """Raises PipelineError: there is no such file."""
+        raise PipelineError(
+            f"layer {local_layer_idx}: checkpoints have no file for each layer; engine.save_checkpoint and "
+            f"load_checkpoint write and read all of {ckpt_dir}, at any number of stages, and ds_checkpoint export "
+            "writes weights alone"
+        )
+
     def join(self, mesh: Mesh, facts: UnitFacts) -> tuple[Mesh, Callable[[str, nn.Parameter], UnitFacts]]:
         """Make the groups of what several stages share, give its parameters equal values, and say what they are.
 
@@ -350,6 +367,7 @@ class PipelineModule(nn.Module):
                     broadcast(values, groups[ranks])
                     local_of(param).detach().copy_(values)
                     tied[name] = replace(facts, mesh=wide, tie=name)
+                    self._on_stages.append((param, groups[ranks].pg))
         self._grid = PipelineParallelGrid(self._topo, self.global_rank, mesh)
         plain = replace(facts, mesh=mesh)
         return mesh, lambda name, _: tied.get(name, plain)

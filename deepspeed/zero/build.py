@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
+from deepspeed.zero.client.mapped import agreed_files, say_full_load, values_from_files
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
@@ -92,6 +94,7 @@ def build(
     """
     mesh = facts.mesh
     check_same_model(model, mesh)
+    files = agreed_files(model, mesh)
     if rules.device.type == "cpu":
         hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
@@ -99,7 +102,10 @@ def build(
     facts_of = facts_of or (lambda *_: facts)
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
     layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
-    fitted = _fitted(model, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
+    if plan.regular.param.sharded or mesh.tp.size > 1:
+        say_full_load(model, files, partial(log_dist, level=logging.WARNING))
+    placed = [p for p in model.parameters() if p not in files]
+    fitted = _fitted(placed, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
         # on every rank, or an error on every rank, as the others would wait
@@ -111,7 +117,9 @@ def build(
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
         unit = _bare_unit(index, spec, layout, row)
-        unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
+        values = values_from_files(unit, rules.device, files, mesh=mesh)
+        values = _values(unit, rules.device) if values is None else values
+        unit.adopt(values, spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             plain = not plan.regular.param.sharded
             mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=plain)
@@ -126,7 +134,11 @@ def build(
 
 
 def _fitted(
-    model: nn.Module, units: list[tuple[UnitSpec, FlatLayout]], plan: ZeroPlan, mesh: Mesh, rules: BuildRules
+    params: list[nn.Parameter],
+    units: list[tuple[UnitSpec, FlatLayout]],
+    plan: ZeroPlan,
+    mesh: Mesh,
+    rules: BuildRules,
 ) -> Fitted:
     """The rows of the units, within the limits of the plan and, where something is offloaded, of the fullest host."""
     sizes: list[UnitSize] = []
@@ -143,8 +155,8 @@ def _fitted(
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
-    on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _bytes_of(model, on_host=False))
-    ranks = memory_of_ranks(mesh, device=on_device, replaced=_bytes_of(model, on_host=True))
+    on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _bytes_of(params, on_host=False))
+    ranks = memory_of_ranks(mesh, device=on_device, replaced=_bytes_of(params, on_host=True))
     limits, present = limits_of(plan.offload, ranks), limits_present(ranks)
     if not limits.host and any(_offload_tiers(s.row) - {Tier.DEVICE} for s in sizes):
         limits = replace(present, device=limits.device, device_used=limits.device_used)
@@ -161,9 +173,9 @@ def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[R
     return collectives.gather_objects(RankMemory(rss - short, device, short, tuple(hostmem.memory_pools())), mesh.job)
 
 
-def _bytes_of(model: nn.Module, *, on_host: bool) -> int:
-    """Bytes of the model's parameters, which are about to find new places."""
-    units = ((p, getattr(p, "_ds_unit", None)) for p in model.parameters())
+def _bytes_of(params: list[nn.Parameter], *, on_host: bool) -> int:
+    """Bytes of parameters, which are about to find new places."""
+    units = ((p, getattr(p, "_ds_unit", None)) for p in params)
     tensors = [local_of(p) if unit is None else unit.shard for p, unit in units]
     storages = [t.untyped_storage() for t in tensors if (t.device.type == "cpu") is on_host]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -23,6 +23,7 @@ TOP_LEVEL = _words("""
 initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedOptimizer
 DeepSpeedDataLoader OnDevice log_dist logger get_accelerator dist zero checkpointing pipe moe ops utils comm runtime
 accelerator module_inject checkpoint init_inference tp_model_init load_ds_config PipelineModule PipelineEngine
+DualPipeVModule DualPipeVEngine
 __version__ __version_major__
 __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_version_info
 """)

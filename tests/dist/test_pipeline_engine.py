@@ -92,6 +92,25 @@ def test_sources_of_data(pool2: RankPool, how: str) -> None:
         assert losses[1] != losses[0]
 
 
+def _surface() -> list[Any]:
+    module = _module()
+    before = module.get_tied_weights_and_groups()
+    engine = pipes.start(module, pipes.config(1, 4))
+    ((weight, group),) = module.get_tied_weights_and_groups()
+    facts = [before, weight is module.tied_modules["embed"].weight, dist.get_process_group_ranks(group)]
+    calls = module.allreduce_tied_weight_gradients, lambda: module.ckpt_layer_path("saved", 3)
+    facts += [outcome(call) for call in calls]
+    engine.destroy()
+    return facts
+
+
+def test_what_stages_share_is_listed_and_what_is_not_there_is_refused(pool2: RankPool) -> None:
+    for before, same, ranks, reduce, path in pool2.run(_surface):
+        assert before == [] and same and ranks == [0, 1]
+        assert reduce.startswith("PipelineError") and "delete this call" in reduce
+        assert "checkpoints have no file for each layer" in path and "saved" in path
+
+
 def _batch_size_changes() -> list[float]:
     engine = pipes.start(_module(), pipes.config(2, 4, gradient_clipping=0.0))
     losses = []

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from tests.harness import pipes
 from tests.harness.pool import RankPool
@@ -202,19 +203,19 @@ def test_sixteen_bits_train_as_without_a_pipeline(pool2: RankPool, dtype: str) -
         assert piped == pytest.approx(plain, rel=2e-2) and piped[0] != piped[-1]
 
 
-def _v_module() -> tuple[str, list[int], float]:
+def _v_module() -> tuple[str, list[int], float, bool]:
     engine = pipes.start(
         DualPipeVModule(pipes.layers(6), num_stages=2, loss_fn=pipes.cross_entropy), pipes.config(1, 4)
     )
     loss = float(engine.train_batch(pipes.batches(0, micros=4)))
-    name, homes = engine.module.schedule, list(engine.module.homes)
+    name, homes, known = engine.module.schedule, list(engine.module.homes), type(engine) is deepspeed.DualPipeVEngine
     engine.destroy()
-    return name, homes, loss
+    return name, homes, loss, known
 
 
 def test_a_v_shaped_module_runs_dualpipev(pool2: RankPool) -> None:
-    (name, homes, first), (_, _, second) = pool2.run(_v_module)
-    assert name == "dualpipev" and homes == [0, 1, 1, 0] and first == second
+    (name, homes, first, known), (_, _, second, _) = pool2.run(_v_module)
+    assert known and name == "dualpipev" and homes == [0, 1, 1, 0] and first == second
 
 
 def _weight_gradients_apart() -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""``ds_bench ckpt`` and ``ds_bench cpu-adam``: they measure, say what is wrong, and leave nothing behind."""
+"""``ds_bench ckpt``, ``load`` and ``cpu-adam``: they measure, say what is wrong, and leave nothing behind."""
 
 import argparse
 import contextlib
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from deepspeed.bench import cli, common, cpu_adam
+from deepspeed.bench import cli, common, cpu_adam, load
 from deepspeed.errors import BuildError
 from deepspeed.observe import program
 from deepspeed.observe.program import INTERRUPTED
@@ -206,3 +207,50 @@ def test_a_reader_that_left_ends_a_command_with_closed_errors_quietly(monkeypatc
     monkeypatch.setattr(sys, "stderr", None)
     assert program.guarded("ds_io", left) == program.BROKEN_PIPE
     sys.stderr.close()  # the stream that stands for the closed one
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two safetensors files of a model."""
+    folder = tmp_path_factory.mktemp("model")
+    for number in range(2):
+        values = {f"layers.{number}.{name}.weight": torch.randn(256, 256) for name in ("up", "down")}
+        save_file(values, folder / f"model-{number}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_load_is_measured(capsys: pytest.CaptureFixture[str], model_folder: Path, level: int) -> None:
+    words = ["load", "--model", str(model_folder), "--ranks", "2", "--zero", str(level), "--json"]
+    assert cli.main(words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    total = 4 * 256 * 256 * 4
+    assert facts["part_bytes"] == (total / 2 if level == 3 else total) and facts["largest_bytes"] == total / 4
+    assert all(total / 2 <= read <= total / 2 + (1 << 20) for read in facts["read_bytes"]), facts["read_bytes"]
+    assert 0 < max(facts["grew_bytes"]) <= facts["bound_bytes"] and facts["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "{}/none"], "has no *.safetensors files"),
+        (["--model", "{}", "--zero", "0", "--transformers"], "leave --zero out"),
+        (["--model", "{}", "--max-rss", "much"], "no multiple of a shard"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], model_folder: Path, words: list[str], said: str
+) -> None:
+    try:
+        status = cli.main(["load", *(word.format(model_folder) for word in words)])
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
+    assert status == 2 and said in capsys.readouterr().err
+
+
+def test_a_load_above_its_bound_fails(
+    capsys: pytest.CaptureFixture[str], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_SLACK_BYTES", -(1 << 40))
+    assert cli.main(["load", "--model", str(model_folder)]) == 2
+    assert "above the bound by" in capsys.readouterr().err

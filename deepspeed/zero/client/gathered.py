@@ -13,6 +13,7 @@ from deepspeed.comm import collectives
 from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
+from deepspeed.zero.client.incoming import incoming_of
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import local_of, part_of, point, whole_of
 from deepspeed.zero.plan import StateKind
@@ -62,7 +63,9 @@ class GatheredParameters:
         elif isinstance(params, torch.Tensor):
             params = [cast(nn.Parameter, params)]
         sharded = [p for p in params if isinstance(p, nn.Parameter) and _is_cut(p)] if enabled else []
-        self._params = [p for p in dict.fromkeys(sharded) if getattr(p, "_ds_unit", None) is not None]
+        # In one order on all ranks: clients pass sets, too.
+        ours = [p for p in dict.fromkeys(sharded) if getattr(p, "_ds_unit", None) is not None]
+        self._params = sorted(ours, key=lambda p: (p._ds_unit.index, p._ds_position))  # type: ignore[attr-defined]
         self._modifier = modifier_rank
         self._units: list[Unit] = []
         self._pinned = ExitStack()
@@ -70,12 +73,16 @@ class GatheredParameters:
         self._marks: dict[Unit, tuple[int, torch.Tensor]] = {}  # version and sums of the values as a reader got them
         self._saving: saved_tensors_hooks | None = None
         self._whole: set[nn.Parameter] = set()  # that show what tensor-parallel ranks have together
+        self._incoming = incoming_of(self._params) if modifier_rank is not None else None
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
         with ExitStack() as pinned:  # also when a later gather fails
             for unit in sorted(units.values(), key=lambda u: u.index):
-                unit.pin(lend=True)
+                if self._incoming is not None:
+                    self._incoming.open(unit)
+                else:
+                    unit.pin(lend=True)
                 pinned.callback(unit.unpin)
                 self._units.append(unit)
             self._pinned = pinned.pop_all()
@@ -114,8 +121,11 @@ class GatheredParameters:
                     raise UsageError(
                         f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}"
                     )
-                for param in self._params if self._modifier is not None else ():
-                    self._write_back(param)
+                if self._incoming is not None and self._modifier is not None:
+                    self._incoming.close(self._params, self._modifier, self._write_back)
+                else:
+                    for param in self._params if self._modifier is not None else ():
+                        self._write_back(param)
             elif isinstance(raised, Exception) and not self._inside_forward:  # not what ends a process or a generator
                 with suppress(Exception):  # what was raised inside says more
                     self._failures(raised)

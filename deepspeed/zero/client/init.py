@@ -29,6 +29,7 @@ from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.zero.build import memory_of_ranks
+from deepspeed.zero.client.incoming import Incoming, follow_transformers
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present
 from deepspeed.zero.memory.tiers import Tiers
@@ -108,14 +109,14 @@ class Init:
         group = sequence_data_parallel_group or data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
+        self.mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
         source = config_dict_or_path if config_dict_or_path is not None else config
-        cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
+        cfg = load_config(source, world_size=self.mesh.data.size, lenient=True) if source else None
         self.dtype = dtype or (DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32)
         self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
-        self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
+        self._tier, offload = _rest_tier(remote_device, cfg, self.mesh.zero.size)
         if self._tier is Tier.NVME and not offload.host_limit:
-            present = limits_present(memory_of_ranks(self._mesh))
+            present = limits_present(memory_of_ranks(self.mesh))
             # No more than half of what there is waits in memory: initialize needs some too.
             room = (present.host - present.host_used) // 2 // self.dtype.itemsize
             if present.host:
@@ -124,6 +125,7 @@ class Init:
         if self.device.type == "cpu":
             hostmem.return_large_blocks()
         self._heap = hostmem.HeapTrimmer()
+        self.incoming: Incoming | None = None
         self._open: dict[int, nn.Module] = {}
         self._dirty: list[Unit] = []
         self._undo: list[Callable[[], None]] = []  # what the context in force has changed outside
@@ -136,6 +138,7 @@ class Init:
         if self._enabled and Init._active is None:
             Init._active = self
             self._start()
+            follow_transformers()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -216,15 +219,15 @@ class Init:
 
     def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
         """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
-        layout = build_layout([(name, tuple(param.shape), 0)], self._mesh.zero.size, Granularity.ELEMENT)
+        layout = build_layout([(name, tuple(param.shape), 0)], self.mesh.zero.size, Granularity.ELEMENT)
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
         plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
-        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=UnitFacts(self._mesh))
+        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=UnitFacts(self.mesh))
         with torch.no_grad():
             values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
             Unit.view(values, layout.segments[0]).copy_(param)
-            collectives.broadcast(values, self._mesh.zero)
+            collectives.broadcast(values, self.mesh.zero)
             unit.adopt(values, dtype, keep_master=False, tiers=self._tiers)
         if self.device.type == "cpu":
             self._heap.passed(2 * values.nbytes)
@@ -252,7 +255,7 @@ class Init:
             unit.drop_user()
             if unit.params and unit.idle and unit.state is UnitState.READY:
                 with torch.no_grad():
-                    collectives.broadcast(unit.full, self._mesh.zero)
+                    collectives.broadcast(unit.full, self.mesh.zero)
                     unit.absorb(0)
                 unit.release()
 

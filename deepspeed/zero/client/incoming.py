@@ -1,0 +1,172 @@
+"""Weights that transformers loads into a model born in shards: each rank reads its own from the file.
+
+transformers hands all weights to the first rank, which copies them into gathered parameters, one module after the
+other, to be sent to all (``GatheredParameters(modifier_rank=0)``). While it does, nothing is gathered here; the first
+rank notes what is copied from where in which file, and all ranks read that. What comes from nowhere in a file, as it
+was converted on the way, is sent.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import log_dist
+from deepspeed.tier.transfer import ARRIVED
+from deepspeed.zero.client.mapped import FilePart, MappedFiles, identity_of, read_segment
+from deepspeed.zero.partition import UnitState
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+
+_LOADER = "_load_state_dict_into_zero3_model"  # of transformers.modeling_utils
+
+
+class TensorOfFile(torch.Tensor):
+    """A whole tensor of a state dict, of which ``copy_`` into a parameter that waits for it takes note alone."""
+
+    _ds_file: FilePart
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and isinstance(args[1], TensorOfFile) and args[0].shape == args[1].shape:
+            incoming = incoming_of([args[0]])
+            if incoming is not None and incoming.note(args[0], args[1]):
+                return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def incoming_of(params: Iterable[torch.Tensor]) -> "Incoming | None":
+    """The load that is under way into the shards of all of ``params``."""
+    loads = {id(i): i for p in params for i in (getattr(_keeper(p), "incoming", None),)}
+    return next(iter(loads.values())) if len(loads) == 1 else None
+
+
+def _keeper(param: torch.Tensor) -> Any:
+    return getattr(getattr(param, "_ds_unit", None), "keeper", None)
+
+
+class Incoming:
+    """One load: what is copied from where, and what was sent instead."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._open: dict[Unit, int] = {}  # that have memory without values, with the version of the parameter
+        self._noted: dict[Unit, FilePart] = {}
+        self.read_bytes = self.sent_bytes = 0
+
+    def wrap(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with its tensors as such of files, where every rank sees these. Collective."""
+        files = MappedFiles()
+        tensors = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.is_meta}
+        parts = {name: part for name, t in tensors.items() if (part := files.part_of(t)) is not None}
+        wanted = {part.path: part.identity for part in parts.values()}
+        first, *_ = collectives.gather_objects(wanted, self._mesh.zero)
+        unseen = collectives.gather_objects([path for path in first if not _sees(path, first[path])], self._mesh.zero)
+        nbytes, blind = sum(t.nbytes for t in tensors.values()), [rank for rank, paths in enumerate(unseen) if paths]
+        if blind:
+            _say(nbytes, f"rank {self._mesh.zero.ranks[blind[0]]} sees no such file as {unseen[blind[0]][0]}")
+            return state
+        if len(parts) < len(tensors):
+            name = next(name for name in tensors if name not in parts)
+            _say(nbytes - sum(p.nbytes for p in parts.values()), f"{name} (and others) is not mapped from a file")
+        made = copy.copy(state)
+        for name, part in parts.items():
+            made[name] = tensors[name].as_subclass(TensorOfFile)
+            made[name]._ds_file = part
+        return made
+
+    def open(self, unit: Unit) -> None:
+        """Pin ``unit``, whose values will be written, without gathering them."""
+        if unit.state is UnitState.ABSENT and len(unit.params) == 1:
+            unit.fetch(lambda _: ARRIVED)
+            unit.arrive()
+            self._open[unit] = unit.params[0]._version
+        unit.pin()
+
+    def note(self, param: torch.Tensor, values: TensorOfFile) -> bool:
+        """``values`` are to be those of ``param``; False where they have to be copied now."""
+        unit: Unit = param._ds_unit  # type: ignore[attr-defined]
+        if unit not in self._open or not any(param is p for p in unit.params):
+            return False
+        self._noted[unit] = values._ds_file
+        return True
+
+    def close(self, params: list[nn.Parameter], modifier: int, send: Callable[[nn.Parameter], None]) -> None:
+        """Bring ``params`` what the rank ``modifier`` was given: by reading, or with ``send``. Collective."""
+        group = self._mesh.zero
+        chosen = collectives.gather_objects([self._way(p) for p in params], group)[group.ranks.index(modifier)]
+        fault: Exception | None = None
+        for param, way in zip(params, chosen, strict=True):
+            if way == "sent":
+                send(param)
+                self.sent_bytes += param.nbytes
+            elif isinstance(way, FilePart) and fault is None:
+                try:
+                    self._read(param._ds_unit, way)  # type: ignore[attr-defined]
+                except (OSError, UsageError) as error:
+                    fault = error
+        for param in params:
+            self._open.pop(param._ds_unit, None)  # type: ignore[attr-defined]
+            self._noted.pop(param._ds_unit, None)  # type: ignore[attr-defined]
+        if faults := collectives.failures(fault, group):
+            rank, text = next(iter(faults.items()))
+            raise UsageError(f"rank {rank} cannot read its part of the weights: {text}") from fault
+
+    def _way(self, param: nn.Parameter) -> "FilePart | str":
+        unit: Unit = param._ds_unit  # type: ignore[attr-defined]
+        if unit in self._noted:
+            return self._noted[unit]
+        same = param.data_ptr() == unit.full.data_ptr() and self._open.get(unit) == param._version
+        return "kept" if same else "sent"
+
+    def _read(self, unit: Unit, part: FilePart) -> None:
+        (segment,), (lo, hi) = unit.layout.segments, unit.range_of(StateKind.PARAM)
+        with unit.values(StateKind.PARAM, write=True) as resting:
+            read_segment(part, segment, resting, lo=lo, hi=hi, base=lo)
+        unit.new_version()
+        self.read_bytes += max(0, min(hi, segment.stop) - max(lo, segment.offset)) * part.dtype.itemsize
+
+
+def _sees(path: str, identity: tuple[Any, ...]) -> bool:
+    try:
+        return identity_of(path) == identity
+    except OSError:
+        return False
+
+
+def _say(nbytes: int, why: str) -> None:
+    log_dist(f"the first rank is about to read {nbytes / 1e9:.2f} GB of weights whole and send them to all: {why}")
+
+
+def follow_transformers() -> None:
+    """Have the next load of transformers into a model born in shards go by ``Incoming``, if it loads as is known."""
+    client = sys.modules.get("transformers.modeling_utils")
+    plain = getattr(client, _LOADER, None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def load(model: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        setattr(client, _LOADER, plain)
+        keepers = {id(k): k for p in model.parameters() for k in (_keeper(p),)}
+        keeper = next(iter(keepers.values())) if len(keepers) == 1 else None
+        if keeper is None or not hasattr(keeper, "incoming"):
+            return plain(model, state, *args, **kwargs)
+        with ExitStack() as after:
+            keeper.incoming = incoming = Incoming(keeper.mesh)
+            after.callback(setattr, keeper, "incoming", None)
+            result = plain(model, incoming.wrap(state), *args, **kwargs)
+        text = f"each rank read its own shards ({incoming.read_bytes / 1e6:.1f} MB on rank 0)"
+        log_dist(text + (f"; {incoming.sent_bytes / 1e6:.1f} MB were sent whole" if incoming.sent_bytes else ""))
+        return result
+
+    setattr(client, _LOADER, load)

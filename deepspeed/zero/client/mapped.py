@@ -1,0 +1,271 @@
+"""Parameters whose values are still in a file: each rank reads what it keeps, and nothing else is ever in memory.
+
+safetensors, ``torch.load(mmap=True)`` and, over them, transformers give tensors whose memory is a private mapping of
+the file: it costs nothing until it is touched. ``/proc/self/smaps`` tells which file, and whether a page is written.
+"""
+
+import bisect
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.format.boxes import Region, Span, runs
+from deepspeed.comm import collectives
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.zero.layout import Place, Segment
+from deepspeed.zero.param import expose
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+
+_MAPS, _SMAPS = "/proc/self/maps", "/proc/self/smaps"
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ (\d+) +(/.*)")
+_CONTENT = re.compile(r"[0-9a-f]{40,64}")  # files of Hugging Face's cache are named by what is in them
+_WINDOW_BYTES, _CLOSE_BYTES = 4 << 20, 4096  # read at once; what lies between is read too
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Where a tensor's elements (row-major, of ``dtype``) lie: from byte ``at`` of the file at ``path``.
+
+    ``identity``: equal where it is the same file, on any machine.
+    """
+
+    path: str
+    identity: tuple[Any, ...]
+    at: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal on ranks that would read the same values."""
+        return self.identity, self.at, str(self.dtype), self.shape
+
+    def read(self, out: torch.Tensor, lo: int, place: Place | None = None) -> None:
+        """Fill ``out`` (flat, any dtype and device) with the elements from ``lo`` on of the part at ``place``, its
+        boxes one after the other (None: of the whole). Raises OSError, UsageError for a file that ends early.
+        """
+        boxes = place.boxes if place is not None else (((0,) * len(self.shape), self.shape),)
+        file, base = os.open(self.path, os.O_RDONLY), 0
+        try:
+            for start, shape in boxes:
+                numel = prod(shape)
+                first, last = max(lo, base) - base, min(lo + out.numel(), base + numel) - base
+                if first < last:
+                    span = Span(first, last, Region(start, shape))
+                    common = runs(self.shape, Span(0, prod(self.shape)), span)
+                    for window in _windows(common, self.dtype.itemsize):
+                        self._read(file, window, out, base - lo)
+                base += numel
+        finally:
+            os.close(file)
+
+    def _read(self, file: int, window: list[tuple[int, int, int]], out: torch.Tensor, shift: int) -> None:
+        begin, (last, _, count) = window[0][0], window[-1]
+        values = torch.empty(last + count - begin, dtype=self.dtype)
+        room, done = values.view(torch.uint8).numpy().data, 0
+        while done < len(room):
+            got = os.preadv(file, [room[done:]], self.at + begin * self.dtype.itemsize + done)
+            if not got:
+                raise UsageError(f"{self.path} ends early: it has become shorter since the model was loaded from it")
+            done += got
+        for where, at, numel in window:
+            out[at + shift : at + shift + numel].copy_(values[where - begin : where - begin + numel])
+
+
+def _windows(common: Iterable[tuple[int, int, int]], width: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Runs (where in the file, where in the part, length) in groups that are read at once; long ones in pieces."""
+    most, window = _WINDOW_BYTES // width, list[tuple[int, int, int]]()
+    for begin, to, length in common:
+        for skip in range(0, length, most):
+            piece = (begin + skip, to + skip, min(most, length - skip))
+            if window:
+                end = window[-1][0] + window[-1][2]
+                if (piece[0] - end) * width > _CLOSE_BYTES or piece[0] + piece[2] - window[0][0] > most:
+                    yield window
+                    window = []
+            window.append(piece)
+    if window:
+        yield window
+
+
+class _Mapping(NamedTuple):
+    start: int
+    stop: int
+    offset: int
+    path: str
+    inode: int
+
+
+def identity_of(path: str) -> tuple[Any, ...]:
+    """The size of a file, and what else tells it from others. Raises OSError."""
+    facts, name = os.stat(path), os.path.basename(os.path.realpath(path))
+    return (facts.st_size, name) if _CONTENT.fullmatch(name) else (facts.st_size, facts.st_ino, facts.st_mtime_ns)
+
+
+class MappedFiles:
+    """The private mappings of files of this process that nothing was written to, as they are now."""
+
+    def __init__(self) -> None:
+        self._identities: dict[tuple[str, int], tuple[Any, ...] | None] = {}
+
+    @cached_property
+    def _mapped(self) -> list[_Mapping]:
+        return list(_private(_MAPS))
+
+    @cached_property
+    def _clean(self) -> set[int]:
+        """Where those begin that have no page of their own."""
+        clean, start = set[int](), -1
+        for line in _lines(_SMAPS):
+            if "-" in line.partition(" ")[0]:
+                start = int(line.partition("-")[0], 16)
+                clean.add(start)
+            elif line.startswith(("Anonymous:", "Swap:")) and line.split()[1] != "0":
+                clean.discard(start)
+        return clean
+
+    def part_of(self, tensor: torch.Tensor) -> FilePart | None:
+        """Where the values of ``tensor`` are in a file; None: in memory of their own."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        at = bisect.bisect_right(self._mapped, address, key=lambda each: each.start) - 1
+        if at < 0 or not tensor.is_contiguous():
+            return None
+        mapping = self._mapped[at]
+        if address + tensor.nbytes > mapping.stop or mapping.start not in self._clean:
+            return None
+        identity = self._identity(mapping.path, mapping.inode)
+        where = address - mapping.start + mapping.offset
+        if identity is None:
+            return None
+        return FilePart(mapping.path, identity, where, tensor.dtype, tuple(tensor.shape))
+
+    def _identity(self, path: str, inode: int) -> tuple[Any, ...] | None:
+        """None when there is another file of that name by now."""
+        if (path, inode) not in self._identities:
+            try:
+                same = os.stat(path).st_ino == inode
+                self._identities[path, inode] = identity_of(path) if same else None
+            except OSError:
+                self._identities[path, inode] = None
+        return self._identities[path, inode]
+
+
+def _lines(path: str) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            yield from (line.rstrip("\n") for line in file)
+    except OSError:  # a system without it: everything counts as memory of its own
+        return
+
+
+def _private(path: str) -> Iterator[_Mapping]:
+    for line in _lines(path):
+        if (row := _LINE.fullmatch(line)) and row[3].endswith("p"):
+            yield _Mapping(int(row[1], 16), int(row[2], 16), int(row[4], 16), row[6], int(row[5]))
+
+
+def agreed_files(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, FilePart]:
+    """Parameters of ``model`` that all ranks that share them have in the same file. Collective."""
+    files = MappedFiles()
+    plain = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not hasattr(p, "_ds_unit")}
+    mine = {name: part for name, p in plain.items() if (part := files.part_of(p.detach())) is not None}
+    for group in (mesh.zero, mesh.tp):
+        mine = _on_all(mine, group)
+    return {plain[name]: part for name, part in mine.items()}
+
+
+def _on_all(mine: dict[str, FilePart], group: AxisGroup) -> dict[str, FilePart]:
+    """What every rank of ``group`` has in the same place. Collective."""
+    keys = {name: part.key for name, part in mine.items()}
+    digests = collectives.gather_objects(hashlib.sha256(repr(sorted(keys.items())).encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        return mine
+    everyone = collectives.gather_objects(keys, group)
+    return {name: part for name, part in mine.items() if all(each.get(name) == part.key for each in everyone)}
+
+
+def values_from_files(
+    unit: Unit, device: torch.device, files: Mapping[nn.Parameter, FilePart], *, mesh: Mesh
+) -> torch.Tensor | None:
+    """What ``unit`` takes over, of the flat values of its layout: this rank's ranges of a sharded one, all of another.
+
+    None unless all of it is in files. Of what stays whole each rank reads a share, and they exchange them. Collective.
+    """
+    segments = unit.layout.segments
+    parts = [files.get(p) for p in unit.params]
+    shapes = [part.shape if part is not None else None for part in parts]
+    if not parts or unit.mesh is not mesh or shapes != [s.whole_shape for s in segments]:
+        return None
+    group, numel = unit.mesh.zero, unit.layout.numel
+    values = torch.empty(numel, dtype=unit.params[0].dtype, device=device)
+    ranges = {(0, numel)}
+    if unit.movable:
+        ranges = {unit.range_of(kind) for kind in (StateKind.PARAM, StateKind.OPTIM) if _has(unit, kind)}
+    elif numel % group.size == 0:
+        ranges = {(group.index * numel // group.size, (group.index + 1) * numel // group.size)}
+    with torch.no_grad():
+        for lo, hi in ranges:
+            _zero_gaps(unit, values, lo, hi)
+            for part, segment in zip(parts, segments, strict=True):
+                assert part is not None
+                read_segment(part, segment, values, lo=lo, hi=hi)
+        if not unit.movable and ranges != {(0, numel)}:
+            (lo, hi), *_ = ranges
+            collectives.all_gather(values, values[lo:hi].clone(), group).wait()
+    for param in unit.params:
+        if hasattr(param, "tp_place"):
+            param.tp_was_whole = param.tp_place  # type: ignore[attr-defined]
+        expose(param, torch.empty(0, dtype=param.dtype, device=device))
+        param.grad = None
+    return values
+
+
+def _has(unit: Unit, kind: StateKind) -> bool:
+    return kind is StateKind.PARAM or unit.plan.optim is not None
+
+
+def _zero_gaps(unit: Unit, values: torch.Tensor, lo: int, hi: int) -> None:
+    for start, stop in unit.layout.gaps:
+        values[max(lo, start) : max(lo, min(hi, stop))].zero_()
+
+
+def read_segment(part: FilePart, segment: Segment, flat: torch.Tensor, *, lo: int, hi: int, base: int = 0) -> None:
+    """Read what of ``segment`` lies in the flat range [``lo``, ``hi``) to its place in ``flat``, which begins at flat
+    index ``base``.
+    """
+    first, last = max(lo, segment.offset), min(hi, segment.stop)
+    if first < last:
+        part.read(flat[first - base : last - base], first - segment.offset, segment.place)
+
+
+def say_full_load(model: nn.Module, files: Mapping[nn.Parameter, FilePart], say: Callable[[str], None]) -> None:
+    """Say that ``model``, which ranks will share, was whole on each, and why, where that is a lot."""
+    whole = [(n, p) for n, p in model.named_parameters() if not hasattr(p, "_ds_unit") and p not in files]
+    nbytes = sum(p.nbytes for _, p in whole if not p.is_meta)
+    if nbytes >= _MUCH_BYTES:
+        say(
+            f"{nbytes / 1e9:.1f} GB of weights ({whole[0][0]}, ...) are whole in the memory of every rank before they "
+            "are shared out, as they are no longer those of a file: built, cast or changed. To have shards alone, load "
+            "them in the dtype of their files, or build the model under deepspeed.zero.Init; transformers does so when "
+            "an HfDeepSpeedConfig (or TrainingArguments) with stage 3 exists before from_pretrained"
+        )
+
+
+_MUCH_BYTES = 1 << 30
