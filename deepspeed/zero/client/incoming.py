@@ -3,7 +3,7 @@
 transformers hands all weights to the first rank, which copies them into gathered parameters, one module after the
 other, to be sent to all (``GatheredParameters(modifier_rank=0)``). While it does, nothing is gathered here; the first
 rank notes what is copied from where in which file, and all ranks read that. What comes from nowhere in a file, as it
-was converted on the way, is sent.
+was converted on the way, is sent. Private torch name used here: ``torch._C.DisableTorchFunctionSubclass``.
 """
 
 import copy
