@@ -132,7 +132,7 @@ def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
     """Architectures of the devices that this process may use, lowest first; empty where there is none. The driver is
     asked, as torch is not there when a package is installed.
     """
-    found, number, value = set[int](), ctypes.c_int(), ctypes.c_int()
+    architectures, number, value = set[int](), ctypes.c_int(), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         cuda = ctypes.CDLL(driver)
         count = range(number.value) if not cuda.cuInit(0) and not cuda.cuDeviceGetCount(ctypes.byref(number)) else ()
@@ -141,8 +141,8 @@ def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
             for what in (_MAJOR, _MINOR):
                 failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), what, device)
                 parts.append(0 if failed else value.value)
-            found.add(10 * parts[0] + parts[1])
-    return tuple(map(str, sorted(found - {0})))
+            architectures.add(10 * parts[0] + parts[1])
+    return tuple(map(str, sorted(architectures - {0})))
 
 
 def wanted_targets() -> tuple[str, ...]:
