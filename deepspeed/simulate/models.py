@@ -194,7 +194,9 @@ def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool
         return _users(name)
     try:
         config = json.loads(Path(name).read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise UsageError(f"{name} is no Hugging Face configuration: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{name} is no Hugging Face configuration: it holds no object")

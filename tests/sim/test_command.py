@@ -152,7 +152,7 @@ def test_a_measured_cpu_is_a_device(ended: dict[str, Ended]) -> None:
 
 WRONG = {
     "no config file": (["--config", "nowhere.json"], "'nowhere.json' does not exist"),
-    "no model file": (["--model", "nowhere.json"], "nowhere.json is no Hugging Face configuration"),
+    "no model file": (["--model", "nowhere.json"], "nowhere.json cannot be read: No such file"),
     "no such module": (["--model", "nowhere:build"], "cannot import 'nowhere'"),
     "no function": (["--model", "nowhere"], "write it as module:function"),
     "no decoder": (["--model", "config.json"], "describes no decoder: hidden_size, num_hidden_layers"),

@@ -56,12 +56,11 @@ def test_who_waits_for_a_rank_that_is_gone_is_told(tmp_path: Path) -> None:
     assert failure.value.types == {0: "RuntimeError", 1: "died"}
 
 
-def test_a_message_that_meets_one_of_another_step_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_a_message_that_meets_one_of_another_step_is_an_error_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     """The simulated program never waits for its collectives: it takes the step that the other rank leaves out."""
-    with RankPool(2, time_limit=LIMIT_S) as ranks:
-        for rank in ranks.run(rank_of, "one more backward", "stage3", str(tmp_path / "store")):
-            assert f"rank 0 has reached the end of the backward after {HABIT + 1} steps" in rank["error"]
-            assert f"rank 1 needs 'first' after {HABIT} steps" in rank["error"]
+    for rank in pool.run(rank_of, "one more backward", "stage3", str(tmp_path / "store")):
+        assert f"rank 0 has reached the end of the backward after {HABIT + 1} steps" in rank["error"]
+        assert f"rank 1 needs 'first' after {HABIT} steps" in rank["error"]
 
 
 @pytest.mark.exhaustive
