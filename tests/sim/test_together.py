@@ -1,5 +1,6 @@
 """Ranks that differ, each simulated in a process of its own: fake device and data, real agreement over gloo."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,13 @@ def pool() -> Iterator[RankPool]:
 
 def check_order(facts: list[dict[str, Any]]) -> None:
     """All ranks gave every communicator the same collectives in the same order, and none raced."""
+    for first, second in itertools.pairwise(
+        sorted((group, n) for n, rank in enumerate(facts) for group in rank["issued"])
+    ):
+        if first[0] == second[0]:
+            assert facts[first[1]]["issued"][first[0]] == facts[second[1]]["issued"][first[0]], first[0]
     for rank in facts:
-        assert rank["issued"] == facts[0]["issued"] and sum(map(len, rank["issued"].values())) > 100
+        assert sum(map(len, rank["issued"].values())) > 50
         assert rank["messages"] == facts[0]["messages"] and len(rank["messages"]) == STEPS
         assert not rank["error"] and not rank["unordered"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.api import initialize
-from deepspeed.errors import DivergenceError
+from deepspeed.errors import DivergenceError, RankFailedError
 from deepspeed.simulate.control import talking
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import NAME
@@ -67,9 +67,9 @@ class Loop:
         if surprise and self.scenario == "one more evaluation":
             with torch.no_grad():
                 self.forward(ALL)
-        if surprise and self.scenario == "raises and tries again":
-            with contextlib.suppress(ArithmeticError):
-                self.forward((0, 1, None))
+        if number == HABIT and self.scenario == "raises and tries again":  # one alone fails, all give the batch up
+            with contextlib.suppress(ArithmeticError, RankFailedError):
+                self.engine.backward(self.forward((0, 1, None) if self.differs else ALL))
         if surprise and self.scenario == "dies":
             os._exit(3)
         self.engine.backward(self.forward(route))
