@@ -9,7 +9,7 @@ from torch import nn
 from deepspeed.config import load_config
 from deepspeed.verify.models import Stack, Tied
 from deepspeed.zero.client.leaf import set_z3_leaf_modules
-from deepspeed.zero.partition import Partition, find_blocks, partition
+from deepspeed.zero.partition import Partition, find_blocks, partition, square_sum
 from deepspeed.zero.plan import make_plan
 from tests.harness.cases import all_cases
 
@@ -106,3 +106,11 @@ def test_what_is_only_reduced_is_cut_so_that_reductions_overlap_with_the_backwar
             max(u.numel for u in _parts(model, stage, reduce_bucket_size=10_000_000).units if len(u.params) > 1)
             <= 10_000_000
         )
+
+
+def test_the_square_of_many_elements_is_right_to_fp32() -> None:
+    """torch's norm of them at once is wrong by 1e-4 on the CPU, as it adds up in a few lanes."""
+    values = torch.rand(1 << 23, generator=torch.Generator().manual_seed(0)) + 0.5
+    exact = sum(float(piece.double().square().sum()) for piece in values.split(1 << 16))
+    assert abs(float(square_sum(values)) / exact - 1.0) < 1e-6
+    assert float(square_sum(values[:0])) == 0.0
