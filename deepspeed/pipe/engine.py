@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from deepspeed.comm.collectives import gather_objects
+from deepspeed.comm.collectives import failures, gather_objects, sum_in_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import map_tensors
@@ -75,6 +75,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._orders: dict[int, Program] = {}
+        self._kinds: list[str] | None = None  # of the last batch, on every rank
         cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
         log_dist(f"pipeline: {module.schedule}, {cut}")
 
@@ -194,19 +195,18 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _agree(self, outcome: PassResult) -> torch.Tensor:
         """The mean loss over all ranks, if none has failed."""
-        mean = float(torch.stack([x.double() for x in outcome.losses.values()]).mean()) if outcome.losses else None
-        fault = None if outcome.fault is None else str(outcome.fault)
+        mean = float(torch.stack([x.double() for x in outcome.losses.values()]).mean()) if outcome.losses else 0.0
         try:
-            everyone = gather_objects((fault, mean), self.mesh.talk)
+            failed, ranks, total = self._sum([outcome.fault is not None, bool(outcome.losses), mean], torch.float64)
+            faults = failures(outcome.fault, self.mesh.talk) if failed else {}
         except BaseException as error:
             self._give_up(error)
             raise
-        if faults := [(rank, text) for rank, (text, _) in zip(self.mesh.job.ranks, everyone, strict=True) if text]:
-            failure = PipelineError("; ".join(f"{self.mesh.title(r)}: {text}" for r, text in faults[:3]))
-            self._give_up(failure, known=True)
+        if faults:
+            text = "; ".join(f"{self.mesh.title(r)}: {text}" for r, text in [*faults.items()][:3])
+            self._give_up(failure := PipelineError(text), known=True)
             raise failure from outcome.fault
-        means = [mean for _, mean in everyone if mean is not None]
-        return torch.tensor(sum(means) / len(means) if means else 0.0, dtype=torch.float32, device=self.device)
+        return torch.tensor(total / max(ranks, 1.0), dtype=torch.float32, device=self.device)
 
     # -- what Pass asks of the model (run.Chunks) -----------------------------------------------------------------
     def compute(self, chunk: int, value: Any, batch: Micro) -> Any:
@@ -230,7 +230,7 @@ class PipelineEngine(DeepSpeedEngine):
         """``count`` micro-batches on this rank's device (empty ones where it reads none), and the kinds of all."""
         batch: list[Micro] = []
         read = None
-        if self.module.reads_data:
+        if self.stage_id in self.module.readers:
             source = data_iter if data_iter is not None else self._iterator
             if source is None and self.training_dataloader is not None:
                 source = self._iterator = iter(RepeatingLoader(self.training_dataloader))
@@ -250,11 +250,29 @@ class PipelineEngine(DeepSpeedEngine):
             except Exception as error:
                 fault = f"reading micro-batch {len(batch)}: {type(error).__name__}: {error}"
             read = _Read(kinds, labels, fault)
-        everyone = dict(zip(self.mesh.job.ranks, gather_objects(read, self.mesh.talk), strict=True))
-        kinds = self._compare(everyone, count)
+        if not self._as_before(read):
+            everyone = dict(zip(self.mesh.job.ranks, gather_objects(read, self.mesh.talk), strict=True))
+            self._kinds = None
+            self._kinds = self._compare(everyone, count)
+        kinds = self._kinds or []
         if self._config.fp16.auto_cast and self.fp16_enabled():
             batch = [map_tensors(one, lambda t: t.half() if t.is_floating_point() else t) for one in batch]
         return batch or [Micro(None, None)] * count, kinds
+
+    def _as_before(self, read: _Read | None) -> bool:
+        """Whether all have read micro-batches of the kinds of the last batch, and those of a column the same labels."""
+        odd = self._kinds is None or (read is not None and (read.fault is not None or read.kinds != self._kinds))
+        # The first reader of a column counts as often as its others, and against them: the sum is zero where all agree.
+        readers, labels = self.module.readers, read.labels if read is not None else []
+        weight = len(readers) - 1 if self.stage_id == readers[0] else -1 if read is not None else 0
+        digest = weight * zlib.crc32(repr((self.mesh.pp.ranks, labels)).encode())
+        return not any(self._sum([int(odd), digest], torch.int64))
+
+    def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
+        """Over all ranks."""
+        device = "cpu" if self.mesh.talk.backend in ("gloo", "none") else self.device
+        values: list[Any] = sum_in_place(torch.tensor(numbers, dtype=dtype, device=device), self.mesh.talk).tolist()
+        return values
 
     def _micro_batch(self, item: Any) -> Micro:
         item = self._batch_fn(item) if self._batch_fn is not None else item

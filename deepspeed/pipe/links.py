@@ -19,8 +19,6 @@ from deepspeed.errors import PipelineError, UsageError
 from deepspeed.pipe.orders import Message, Program
 from deepspeed.tier.transfer import Transfer
 
-_EARLY = 2  # messages that a receiver may be ready for before it needs them
-
 
 class Part(NamedTuple):
     """One tensor of an activation; ``grad``: it needs a gradient."""
@@ -168,6 +166,18 @@ class Links:
             raise self._trouble("sends" if sending else "waits for", message, peer, error) from error
 
     # -- receiving ------------------------------------------------------------------------------------------------
+    def get_ready(self) -> None:
+        """Post the first receive from each rank. A batch keeps one posted that nobody needs yet: what comes to a
+        receive that waits travels at once, while this rank computes.
+        """
+        for source, queue in self._queues.items():
+            self._post_early(queue, source)
+
+    def _post_early(self, queue: deque[Message], source: int) -> None:
+        if queue and self._foreseen(queue[0]):
+            first = queue.popleft()
+            self._incoming[first] = self._post(first, source)
+
     def receive(self, message: Message, source: int) -> tuple[Signature, list[torch.Tensor | None]] | None:
         """Wait for a message; None for one that was lost. Gradients come for the parts that need one."""
         self._taken.add(message)
@@ -175,9 +185,7 @@ class Links:
         while message not in self._incoming:
             first = queue.popleft()
             self._incoming[first] = self._post(first, source)
-        while queue and len(self._incoming) <= _EARLY and self._foreseen(queue[0]):
-            first = queue.popleft()
-            self._incoming[first] = self._post(first, source)
+        self._post_early(queue, source)
         incoming = self._incoming.pop(message)
         if incoming is None:
             return None

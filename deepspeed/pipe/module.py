@@ -276,9 +276,9 @@ class PipelineModule(nn.Module):
         return list(dict.fromkeys(p for m in owners if isinstance(m, nn.Module) for p in m.parameters()))
 
     @property
-    def reads_data(self) -> bool:
-        """Whether this rank needs batches: the inputs, or the labels."""
-        return self.rank_of_pipe in (self.homes[0], self.homes[-1])
+    def readers(self) -> tuple[int, ...]:
+        """The pipeline ranks that need batches: for the inputs, for the labels."""
+        return tuple(dict.fromkeys((self.homes[0], self.homes[-1])))
 
     def micro_batch(self, item: Any) -> Micro:
         """What the data iterator yields, as inputs and labels. UsageError if it is no pair."""

@@ -98,9 +98,9 @@ class PlainPipeline(PipelineModule):
             model.config.use_cache = False
 
     @property
-    def reads_data(self) -> bool:
-        """True: every stage computes masks and positions from the inputs."""
-        return True
+    def readers(self) -> tuple[int, ...]:
+        """All: every stage computes masks and positions from the inputs."""
+        return tuple(range(self.num_stages))
 
     def micro_batch(self, item: Any) -> Micro:
         """A dict of the model's arguments, or (inputs, labels)."""

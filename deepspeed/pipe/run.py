@@ -90,6 +90,7 @@ class Pass:
     def run(self) -> PassResult:
         """Execute this rank's program. Raises BrokenLinkError where a neighbour has died."""
         lost = self.outcome.fault is not None
+        self._links.get_ready()
         steps = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
         for action in self._order.actions[self._links.rank]:
             try:
