@@ -60,8 +60,10 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the client has compiled the module: a copy of it, its call, or its forward."""
-    calls = (getattr(module, "_compiled_call_impl", None), getattr(module.forward, "_torchdynamo_orig_callable", None))
-    return hasattr(module, "_orig_mod") or any(call is not None for call in calls)
+    own = vars(module)
+    forward = own.get("forward")
+    whole = "_orig_mod" in module._modules or own.get("_compiled_call_impl") is not None
+    return whole or (forward is not None and hasattr(forward, "_torchdynamo_orig_callable"))
 
 
 def _drop_gradient(param: nn.Parameter) -> None:
@@ -108,7 +110,7 @@ class ModuleHooks:
         self._roots = roots
         self._inside = {m: root for root in roots for m in root.modules() if m is not root}
         self._running: Counter[nn.Module | None] = Counter()  # roots whose forward is under way
-        self._compiled = False
+        self._compiled, self._modules = False, [*model.modules()]
         self._warned: set[nn.Module] = set()
         self._checked_at = -1
         self._armed = False
@@ -134,7 +136,7 @@ class ModuleHooks:
         """Register every hook (idempotent)."""
         self.remove()
         units = self._runtime.units
-        self._compiled = self._compiled or any(map(_is_compiled, self._model.modules()))
+        self._compiled = self._compiled or any(map(_is_compiled, self._modules))
         for module, indices in self._touches.items():
             movable = [units[i] for i in indices if units[i].movable]
             if module is self._model or (movable and not (self._compiled and module in self._inside)):
@@ -236,14 +238,15 @@ class ModuleHooks:
             if module is self._model and sys.exc_info()[0] is None:
                 runtime.meet(passing=True)
 
-        if "torch._dynamo" in sys.modules:  # which every optimizer of torch imports, in seconds
+        # Else without, as it costs microseconds a call; that of the model sees when it is needed.
+        if self._compiled or (module is self._model and "torch._dynamo" in sys.modules):
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))
 
     def _check_parameters(self) -> None:
         """Once a step: refuse parameters replaced or moved after ``initialize``; say once which train in vain."""
-        if self._checked_at < 0 and not self._compiled and any(map(_is_compiled, self._model.modules())):
+        if not self._compiled and any(map(_is_compiled, self._modules)):
             self.install()
         for unit in self._runtime.units:
             unit.check_views()
@@ -306,8 +309,9 @@ class ModuleHooks:
             torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     def disarm(self) -> None:
-        """Forget an armed callback that an error in backward has lost."""
+        """Forget an armed callback that an error in backward has lost, and what it has cut short."""
         self._armed = False
+        self._running.clear()
 
     def _gradient_ready(self, unit: Unit, position: int, _: nn.Parameter) -> None:
         self._arm()

@@ -147,6 +147,11 @@ def _compile_model(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend=BACKEND)
 
 
+def _compile_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend=BACKEND)
+    return model
+
+
 def _compile_blocks(model: nn.Module) -> nn.Module:
     for layer in model.layers:
         layer.compile(backend=BACKEND)
@@ -189,8 +194,11 @@ def test_blocks_that_the_client_compiles_stay_whole(
         assert graphs == 1 and not more, "three equal blocks are one graph"
 
 
-def test_a_model_that_the_client_compiles_trains_right(pool2: RankPool) -> None:
-    for error, worst, _, more in pool2.run(clients_own, _compile_model, late=False):
+@pytest.mark.parametrize(("how", "late"), [(_compile_model, False), (_compile_in_place, True)])
+def test_a_model_that_the_client_compiles_trains_right(
+    pool2: RankPool, how: Callable[[nn.Module], nn.Module], late: bool
+) -> None:
+    for error, worst, _, more in pool2.run(clients_own, how, late=late):
         assert error <= TOLERANCE, worst
         assert not more
 
