@@ -206,7 +206,8 @@ class PipelineEngine(DeepSpeedEngine):
             text = "; ".join(f"{self.mesh.title(r)}: {text}" for r, text in [*faults.items()][:3])
             self._give_up(failure := PipelineError(text), known=True)
             raise failure from outcome.fault
-        return torch.tensor(total / max(ranks, 1.0), dtype=torch.float32, device=self.device)
+        mean = total / max(ranks, 1.0)
+        return torch.full((), mean, dtype=torch.float32, device=self.device)  # without a wait for the device
 
     # -- what Pass asks of the model (run.Chunks) -----------------------------------------------------------------
     def compute(self, chunk: int, value: Any, batch: Micro) -> Any:

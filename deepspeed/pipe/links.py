@@ -77,6 +77,7 @@ class Links:
         self._order, self._keys = order, keys
         self._shapes: dict[tuple[int, int], Signature | None] = {}
         self._outgoing: dict[Message, list[Transfer]] = {}
+        self._places: dict[int, dict[Message, int]] = {}
         self._sent: set[Message] = set()
         self._taken: set[Message] = set()
         self._incoming: dict[Message, _Incoming | None] = {}
@@ -190,9 +191,19 @@ class Links:
         if incoming is None:
             return None
         self._wait(incoming.transfers, message)
-        if message.op == "B":  # whoever made it has received the activation
-            self._wait(self._outgoing.pop(Message("F", message.chunk - 1, message.micro), ()), message)
+        self._let_go(message, source)
         return incoming.shape, incoming.tensors
+
+    def _let_go(self, message: Message, source: int) -> None:
+        """Whoever made ``message`` has received all that its program wanted before: that need not be kept any more."""
+        assert self._order is not None
+        if source not in self._places:
+            self._places[source] = self._order.places(source)
+        places, made = self._places[source], self._places[source][message]
+        for sent in list(self._outgoing):
+            wanted = Message(sent.op, sent.chunk + (1 if sent.op == "F" else -1), sent.micro)
+            if places.get(wanted, made) < made:
+                self._wait(self._outgoing.pop(sent), sent, sending=True)
 
     def skip(self, message: Message, source: int) -> None:
         """Receive a message that nobody needs any more, unless it was received."""

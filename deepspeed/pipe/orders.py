@@ -92,6 +92,11 @@ class Program:
         made = (action for action in self.actions[source] if self.sends(action) == target)
         return [Message("F" if op == "F" else "B", chunk, micro) for op, chunk, micro in made]
 
+    def places(self, rank: int) -> dict[Message, int]:
+        """The how many-th action of ``rank`` makes what it makes, whoever needs it."""
+        made = enumerate(self.actions[rank])
+        return {Message("F" if op == "F" else "B", chunk, micro): at for at, (op, chunk, micro) in made if op != "W"}
+
 
 def homes_of(ranks: int, chunks_per_rank: int, *, style: str) -> tuple[int, ...]:
     """The rank of each chunk: "loop" goes round and round, "v" comes back on the way it went."""

@@ -31,6 +31,25 @@ class _Exit(nn.Module):
         raise _LeaveError(args[0] if args else next(iter(kwargs.values())))
 
 
+class _Entry(nn.Module):
+    """In the place of ``block``, the first of a chunk: it is given ``value``, whatever the model computed before it.
+
+    Also when its activations are recomputed in the backward: what it is given belongs to the forward, not to the time.
+    """
+
+    def __init__(self, block: nn.Module, value: Any) -> None:
+        super().__init__()
+        self.__dict__.update(_block=block, _value=value, training=block.training)  # no child: its parameters have names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return self._block(self._value, *args[1:], **kwargs)
+        return self._block(**kwargs | {next(iter(kwargs)): self._value})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
+
+
 class _Absent(nn.Module):
     """A module of the last stage, on another one."""
 
@@ -92,7 +111,7 @@ class PlainPipeline(PipelineModule):
             for name, param in list(module._parameters.items()):
                 if not (self.rank_of_pipe == self.homes[-1] and id(param) in early & late):
                     module._parameters[name] = None
-            module.forward = _shape_of(module)
+            module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
         self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in behind]
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
@@ -128,21 +147,14 @@ class PlainPipeline(PipelineModule):
         everything = self._list._modules
         self._now = start
         self._list._modules = {str(i): self._whole[i] for i in range(start, stop)}
+        if chunk:
+            self._list._modules[str(start)] = _Entry(self._whole[start], value)
         if chunk + 1 < len(self.homes):
             self._list._modules["exit"] = _Exit()
-
-        def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if args:
-                return (value, *args[1:]), kwargs
-            return args, kwargs | {next(iter(kwargs)): value}
-
-        handle = self._whole[start].register_forward_pre_hook(enter, with_kwargs=True, prepend=True) if chunk else None
         try:
             yield
         finally:
             self._list._modules = everything
-            if handle is not None:
-                handle.remove()
 
     def loss(self, output: Any, batch: Micro) -> torch.Tensor:
         """That of ``loss_fn``, or the model's own: ``output.loss``, ``output["loss"]`` or the first of a tuple."""
@@ -171,12 +183,15 @@ class PlainPipeline(PipelineModule):
             raise UsageError("a model cut by its blocks recomputes them itself: model.gradient_checkpointing_enable()")
 
 
-def _shape_of(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """Instead of what runs before the blocks: an embedding adds a dimension, others keep the input's shape."""
+def _shape_of(module: nn.Module, param: nn.Parameter) -> Callable[..., torch.Tensor]:
+    """Instead of what runs before the blocks: an embedding adds a dimension, others keep the input's shape.
+
+    In the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
+    """
     width = getattr(module, "embedding_dim", None)
 
     def forward(value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        dtype = torch.get_default_dtype() if not value.is_floating_point() else value.dtype
+        dtype = value.dtype if value.is_floating_point() else param.dtype
         return torch.zeros(*value.shape, *(() if width is None else (width,)), dtype=dtype, device=value.device)
 
     return forward

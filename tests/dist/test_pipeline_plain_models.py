@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.pipe import cut_model
 from deepspeed.verify.grads import full_parameters
@@ -40,6 +41,8 @@ class DecoderBlock(nn.Module):
 
 
 class Body(nn.Module):
+    recompute = False
+
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(pipes.VOCABULARY, pipes.WIDTH)
@@ -51,9 +54,12 @@ class Body(nn.Module):
         places = torch.arange(input_ids.shape[1])
         hidden = self.embed_tokens(input_ids) + self.embed_positions(places)
         mask = (places[:, None] >= places[None, :]).unsqueeze(0)
-        rotary = torch.sin(places[:, None] * torch.ones(3 * pipes.WIDTH))
+        rotary = torch.sin(places[:, None] * torch.ones(3 * pipes.WIDTH)).to(hidden.dtype)
         for layer in self.layers[: len(self.layers)]:
-            hidden = layer(hidden, attention_mask=mask, positions=rotary)[0]
+            if self.recompute and self.training:
+                hidden = checkpoint(layer, hidden, mask, rotary, use_reentrant=False)[0]
+            else:
+                hidden = layer(hidden, attention_mask=mask, positions=rotary)[0]
         return self.norm(hidden)
 
 
@@ -125,6 +131,41 @@ def test_a_decoder_is_cut_by_its_blocks(pool2: RankPool, level: int, schedule: s
 
 def test_on_four_ranks(pool4: RankPool) -> None:
     assert max(error for error, _ in pool4.run(_cut, 3, "zbv", 2, True, 2)) <= 1e-6
+
+
+def _recomputed(schedule: str, chunks: int) -> float:
+    Body.recompute = True
+    try:
+        return _cut(3, schedule, chunks, False, 2)[0]
+    finally:
+        Body.recompute = False
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_blocks_that_are_recomputed_are_given_what_their_forward_was(
+    pool2: RankPool, schedule: str, chunks: int
+) -> None:
+    """The first block of a chunk is given what the stage before has sent, in its recomputation too."""
+    assert max(pool2.run(_recomputed, schedule, chunks)) <= 1e-6
+
+
+def _sixteen_bits() -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+    module = cut_model(Decoder(tied=False), 2)
+    for block in module.model.layers:
+        block.register_forward_pre_hook(lambda _, __, given: seen.append(given["positions"].dtype), with_kwargs=True)
+    engine = pipes.start(module, pipes.config(0, 4, bf16={"enabled": True}))
+    data = (pipes.micro_batch(0, micro, 0) for micro in range(4))
+    loss = engine.train_batch({"input_ids": tokens, "labels": labels} for tokens, labels in data)
+    assert bool(torch.isfinite(loss))
+    engine.destroy()
+    return seen
+
+
+def test_what_a_model_makes_in_its_activations_dtype_has_it_on_every_stage(pool2: RankPool) -> None:
+    """Positions are made from an embedding, of which later stages have the shape alone, in the dtype of the weights."""
+    for seen in pool2.run(_sixteen_bits):
+        assert seen and set(seen) == {torch.bfloat16}
 
 
 def _refused() -> list[str]:
