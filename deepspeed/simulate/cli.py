@@ -7,17 +7,20 @@ data and without a device, and every operation is recorded.
     deepspeed --no_python ds_simulate --calibrate FILE              this machine's constants, for --device
 
 Out come the memory of one rank by category, the time of a step with what is exposed of its transfers, and every place
-where the program waits for the device. Times rest on the constants of --device; docs/simulator.md says how far they can
-be trusted. --calibrate measures them once, on as many ranks as it is started on (by itself: one; with deepspeed
---no_python or torchrun --no-python: theirs), and writes FILE: products, memory, kernels, launches, copies, collectives,
-the optimizer on the host, and with --drive FOLDER the drive of that folder. Where there is no accelerator that is the
-machine of CPU ranks.
+where the program waits for the device. A configuration with pipeline.stages simulates one rank of each stage: the model
+is cut by its blocks, unless build() returns a PipelineModule, and report and trace have a row for each stage.
+
+Times rest on the constants of --device; docs/simulator.md says how far they can be trusted. --calibrate measures them
+once, on as many ranks as it is started on (by itself: one; with deepspeed --no_python or torchrun --no-python: theirs),
+and writes FILE: products, memory, kernels, launches, copies, collectives, the optimizer on the host, and with --drive
+FOLDER the drive of that folder. Where there is no accelerator that is the machine of CPU ranks.
 
 Exit code: 0 all is well, 1 an access without order or a limit that is passed, 2 the command or its files are wrong or
 the model does not fit, 130 after Ctrl-C.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -25,13 +28,16 @@ from pathlib import Path
 
 from deepspeed.bench.common import size_of
 from deepspeed.config import load_config
+from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.observe.program import CommandLine, count_of, guarded, say
 from deepspeed.simulate import report
 from deepspeed.simulate.calibrate.run import calibrate
-from deepspeed.simulate.costs import Machine, load_machine, machines
+from deepspeed.simulate.costs import load_machine, machines
 from deepspeed.simulate.models import subject_of
-from deepspeed.simulate.run import Outcome, simulate
+from deepspeed.simulate.pipeline import report as drawn
+from deepspeed.simulate.pipeline.run import simulate_pipeline, ways_of
+from deepspeed.simulate.run import Outcome, RankJob, run_job
 
 
 def _share_of(text: str) -> float:
@@ -70,7 +76,7 @@ def _parser() -> CommandLine:
     return parser
 
 
-def _failures(outcome: Outcome, options: argparse.Namespace, machine: Machine) -> list[str]:
+def _failures(outcome: Outcome, options: argparse.Namespace, who: str = "") -> list[str]:
     """What of the limits is passed, a sentence each."""
     share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
     texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
@@ -80,10 +86,11 @@ def _failures(outcome: Outcome, options: argparse.Namespace, machine: Machine) -
         texts.append(f"--max-exposed: {share:.1%} of the step are exposed transfers, not {options.max_exposed:.1%}")
     if options.no_sync and waits:
         texts.append(f"--no-sync: the program waits for the device {waits} times in a step")
-    return texts
+    return [who + text for text in texts]
 
 
-def _run(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> None:
+    """Raise UsageError for options that do not go together."""
     if not 0 <= options.rank < options.gpus:
         raise UsageError(f"--rank {options.rank} is not one of {options.gpus} ranks, 0 to {options.gpus - 1}")
     if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
@@ -92,25 +99,37 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--trace {options.trace}: this is a folder; name a file")
     if not options.model.endswith(".json") and (options.sequence is not None or options.recompute):
         raise UsageError("--sequence and --recompute are for a config.json; build() of your own model decides there")
-    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus)
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    ways = ways_of(read_config_source(options.config), options.gpus)
+    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // ways)
     samples = config.train_micro_batch_size_per_gpu
-    subject = subject_of(options.model, samples=samples, sequence=options.sequence, recompute=options.recompute)
-    outcome = simulate(
-        subject, config.source, machine, world=options.gpus, rank=options.rank, keep=options.trace is not None,
-        sharded_init=False if options.no_init else None, steps=options.steps,
-    )  # fmt: skip
-    if options.trace is not None:
-        report.write_trace(outcome, options.trace)
-    title = (
-        f"{subject.name}, {outcome.parameters:,} parameters, rank {options.rank} of {options.gpus} on {machine.name}"
+    make = functools.partial(
+        subject_of, options.model, samples=samples, sequence=options.sequence, recompute=options.recompute
     )
-    say(json.dumps(report.facts(outcome), indent=1) if options.json else report.text(outcome, machine, title))
-    failures = _failures(outcome, options, machine)
+    sharded = False if options.no_init else None
+    job = RankJob(config.source, machine, options.gpus, options.rank, options.trace is not None, sharded, options.steps)
+    subject = make()
+    if ways > 1:
+        whole = simulate_pipeline(make, job)
+        text, facts, outcomes = drawn.text(whole, machine, subject.name), drawn.facts(whole), whole.steps
+        names = [f"stage {place}: " for place in range(ways)]
+    else:
+        outcome = run_job(job, subject)
+        where = f"rank {options.rank} of {options.gpus} on {machine.name}"
+        title = f"{subject.name}, {outcome.parameters:,} parameters, {where}"
+        text, facts, outcomes, names = report.text(outcome, machine, title), report.facts(outcome), [outcome], [""]
+    if options.trace is not None:
+        report.write_trace(outcomes, names if ways > 1 else ["one rank"], options.trace)
+    say(json.dumps(facts, indent=1) if options.json else text)
+    failures = [text for outcome, who in zip(outcomes, names, strict=True) for text in _failures(outcome, options, who)]
     for failure in failures:
         sys.stderr.write(f"ds_simulate: {failure}\n")
     if failures:
         return 1
-    if (over := outcome.reserved - machine["device_bytes"]) <= 0:
+    if (over := max(outcome.reserved for outcome in outcomes) - machine["device_bytes"]) <= 0:
         return 0
     if options.json:
         sys.stderr.write(f"ds_simulate: the model does not fit: {over:,.0f} bytes more than the device has\n")

@@ -2,24 +2,30 @@
 
 Where one rank is simulated, all others are taken to say what it says. Where each is simulated in a process of its own
 (``peers``), messages are gloo's, as on a real machine, and carry the processes' simulated time along: who has waited
-for a message goes on when the last rank has sent it.
+for a message goes on when the last rank has sent it. Of a pipeline one rank of each stage is (``column``): each speaks
+for the ranks of its stage, and how long they wait for each other is found when their events are put together.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed.comm import collectives
+from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh import groups
+from deepspeed.mesh.topology import Axis
+from deepspeed.simulate.events import Talk
 from deepspeed.simulate.install import replaced
 from deepspeed.simulate.record import Recorder
+from deepspeed.tensor.apply import FirstBatch
 from deepspeed.zero import agreement
 
 _PICOSECONDS = 1e12
+_HOST = "host"
 
 
 class Control:
@@ -28,7 +34,7 @@ class Control:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self._timeline = recorder.timeline
+        self._recorder, self._timeline = recorder, recorder.timeline
         self.restart()
 
     def restart(self) -> None:
@@ -40,15 +46,66 @@ class Control:
         """In the place of ``collectives.merge``."""
         seconds, now = self._timeline.machine.agreement(group.size), self._timeline.now
         (*largest, latest), union = collectives.merge([*largest, int(now * _PICOSECONDS)], union, group)
-        seconds += max(0.0, latest / _PICOSECONDS - now)
-        self._timeline.host_work(seconds, "agreement")
-        self.messages, self.seconds = self.messages + 1, self.seconds + seconds
+        self.take(seconds + max(0.0, latest / _PICOSECONDS - now))
         return largest, union
+
+    def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
+        """In the place of ``dist.all_gather_object``: all others say the same."""
+        everyone[:] = [value] * len(everyone)
+        self.take(self._timeline.machine.gather(len(everyone)))
+
+    def take(self, seconds: float, ranks: Sequence[int] = (), channel: str = "") -> None:
+        """A message takes so long; with a ``channel``, once all ``ranks`` have come to it."""
+        self._recorder.emit(Talk(seconds, tuple(ranks), channel))
+        self.messages, self.seconds = self.messages + 1, self.seconds + seconds
+
+
+class _Column:
+    """What is said between pipeline stages, of each of which one rank is simulated, ``ranks`` by stage."""
+
+    def __init__(self, recorder: Recorder, control: Control, ranks: Sequence[int]) -> None:
+        self._machine, self._control, self._ranks = recorder.timeline.machine, control, tuple(ranks)
+        self._make, self._gather = groups._new_group, dist.all_gather_object
+        self._send, self._receive = point_to_point.send_object, point_to_point.receive_object
+        axis = Axis("pp", len(self._ranks), self._ranks.index(dist.get_rank()), self._ranks)
+        self._peers = self._make("simulated", axis, "gloo")
+
+    def new_group(self, name: str, axis: Any, backend: str) -> AxisGroup:
+        """In the place of ``groups._new_group``: the group on the host is one whose members differ."""
+        made = self._make(name, axis, backend)
+        return replace(made, backend=_HOST) if name.endswith("/host") else made
+
+    def _place(self, rank: int) -> int:
+        return rank * len(self._ranks) // dist.get_world_size()
+
+    def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
+        """In the place of ``dist.all_gather_object``: each rank says what that of its stage does."""
+        ranks = dist.get_process_group_ranks(group)
+        if not set(ranks).issuperset(self._ranks):  # of one stage
+            self._control.gather(everyone, value)
+            return
+        heard: list[Any] = [None] * len(self._ranks)
+        with _disable_current_modes():
+            self._gather(heard, value, group=self._peers.pg)
+        everyone[:] = [heard[self._place(rank)] for rank in ranks]
+        self._control.take(self._machine.gather(len(ranks)), ranks, "programs")
+
+    def send_object(self, value: object, peer: int, group: AxisGroup) -> Any:
+        """In the place of ``point_to_point.send_object``."""
+        with _disable_current_modes():
+            return self._send(value, self._place(group.ranks[peer]), self._peers)
+
+    def receive_object(self, peer: int, group: AxisGroup) -> Any:
+        """In the place of ``point_to_point.receive_object``."""
+        with _disable_current_modes():
+            return self._receive(self._place(group.ranks[peer]), self._peers)
 
 
 @contextlib.contextmanager
-def talking(recorder: Recorder, *, peers: bool = False) -> Iterator[Control]:
-    """Inside, messages take their time. ``peers``: they are sent, to the processes that share the job's store."""
+def talking(recorder: Recorder, *, peers: bool = False, column: Sequence[int] = ()) -> Iterator[Control]:
+    """Inside, messages take their time. ``peers``: they are sent, to the processes that share the job's store;
+    ``column``: to those of these ranks, one of each pipeline stage.
+    """
     control = Control(recorder)
     make, gather = groups._new_group, dist.all_gather_object
     count = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
@@ -64,11 +121,20 @@ def talking(recorder: Recorder, *, peers: bool = False) -> Iterator[Control]:
         """Torch's process group without peers counts nothing, which would look like somebody else's collectives."""
         return recorder.collectives if "fake" in dist.get_backend(group) else count(group)
 
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (agreement, "merge", control.merge),
+        (dist.ProcessGroup, "_get_sequence_number_for_group", collectives_of),
+        (FirstBatch, "__call__", lambda *_: None),  # there are no values to be compared
+    ]
+    if column:
+        among = _Column(recorder, control, column)
+        places += [(groups, "_new_group", among.new_group), (dist, "all_gather_object", among.gather)]
+        places += [(point_to_point, name, getattr(among, name)) for name in ("send_object", "receive_object")]
+    elif peers:
+        places += [(groups, "_new_group", new_group), (dist, "all_gather_object", gather_objects)]
+    else:
+        places += [(dist, "all_gather_object", control.gather)]
     with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (agreement, "merge", control.merge),
-            (dist.ProcessGroup, "_get_sequence_number_for_group", collectives_of),
-            *(((groups, "_new_group", new_group), (dist, "all_gather_object", gather_objects)) if peers else ()),
-        ):
+        for owner, name, value in places:
             stack.enter_context(replaced(owner, name, value))
         yield control

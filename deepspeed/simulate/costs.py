@@ -44,6 +44,8 @@ CONSTANTS = {
 
 # What the ranks of a node share, each in equal parts.
 SHARED = ("host_rate", "adam_rate", "drive_read_rate", "drive_write_rate")
+# From the first of two ranks to the second.
+MESSAGES = ("send", "recv")
 _FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
 
 
@@ -94,6 +96,7 @@ class Machine:
 
         Ring: a piece takes all links but one, each with its latency, and (n - 1)/n of the bytes take the narrowest;
         twice for an all-reduce. Tree: 2 log2(n) steps.
+        A message ("send", "recv") takes one link, and all bytes go over it.
         Between nodes the bytes take ``1 + network_crowding log2(nodes / 2)`` times as long as between two: paths of a
         large network meet in its switches.
         """
@@ -103,6 +106,10 @@ class Machine:
         members = _members(ranks, int(self["gpus_per_node"]))
         hop, rate = self["node_hop_s"], self["node_rate"]
         latency = (size - 1) * hop
+        if name in MESSAGES:
+            far = len(members) > 1
+            hop, rate = (self["network_hop_s"], min(rate, self["network_rate"])) if far else (hop, rate)
+            return self["kernel_s"] + hop + nbytes / rate
         if len(members) > 1:
             # all bytes pass through every node: the one with the fewest ranks, and their ways out, is the narrowest
             crowd = 1 + self["network_crowding"] * math.log2(len(members) / 2)
@@ -111,6 +118,11 @@ class Machine:
         ring = _FLAT.get(name, 1) * (latency + nbytes * (size - 1) / size / rate)
         tree = 2 * math.ceil(math.log2(size)) * hop + 2 * nbytes / rate
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
+
+    def gather(self, ranks: int) -> float:
+        """Small objects of all ``ranks`` to all, over gloo: a ring for their sizes, and one for what they are."""
+        hop = self["agreement_hop_s"] if ranks > self["gpus_per_node"] else 0.0
+        return 2 * (ranks - 1) * (self["agreement_s"] + hop)
 
     def agreement(self, ranks: int) -> float:
         """One message by which the programs of ``ranks`` ranks agree, ``collectives.merge``: see ``_dissemination``."""

@@ -37,6 +37,8 @@ class Work(NamedTuple):
     ``kind``: "kernel", "matmul", "attention", "up" (host to device), "down", "collective", "host", "adam", "read",
     "write".
     ``nbytes`` of a collective is the size of the whole tensor. ``shape``: rows, columns and depth of a product.
+    ``channel``: what all ``ranks`` take part in one after the other: a process group, or of one that from the first
+    to the second rank.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Work(NamedTuple):
     shape: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     pinned: bool = True
+    channel: str = ""
 
 
 class Launch(NamedTuple):
@@ -117,10 +120,20 @@ class Free(NamedTuple):
     site: Site = ()
 
 
+class Talk(NamedTuple):
+    """The program tells those of ``ranks`` something, hears what they say, and takes ``seconds`` for it. With a
+    ``channel`` it waits until all have come so far.
+    """
+
+    seconds: float
+    ranks: tuple[int, ...] = ()
+    channel: str = ""
+
+
 class Phase(NamedTuple):
     """From here on the program is in ``name``."""
 
     name: str
 
 
-Event = Launch | Record | Wait | HostWait | Seen | Allocate | Free | Phase
+Event = Launch | Record | Wait | HostWait | Seen | Allocate | Free | Talk | Phase

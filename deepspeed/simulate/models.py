@@ -105,42 +105,56 @@ def _refuse_others(config: dict[str, Any], name: str) -> None:
         )
 
 
+class Attention(nn.Module):
+    """Queries, keys, values, and the way out; tensor parallelism leaves some of the heads."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.gqa = shape.heads, shape.channels, shape.key_heads != shape.heads
+        bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
+        self.query = nn.Linear(shape.width, wide, bias=bias)
+        self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
+        self.out = nn.Linear(wide, shape.width, bias=bias)
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        layers = (self.query, self.key, self.value)
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in layers)
+        if angles is not None:
+            query, key = _rotated(query, *angles), _rotated(key, *angles)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.gqa)
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two products, or three with a gate."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        bias = not shape.gated
+        self.up = nn.Linear(shape.width, shape.inner, bias=bias)
+        self.gate = nn.Linear(shape.width, shape.inner, bias=bias) if shape.gated else None
+        self.down = nn.Linear(shape.inner, shape.width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = functional.gelu(self.up(x)) if self.gate is None else functional.silu(self.gate(x)) * self.up(x)
+        out: torch.Tensor = self.down(inner)
+        return out
+
+
 class Layer(nn.Module):
     """Attention and feed-forward with norms before them."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape = shape
-        bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
         norm = nn.RMSNorm if shape.gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(shape.width), norm(shape.width)
-        self.query = nn.Linear(shape.width, wide, bias=bias)
-        self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
-        self.out = nn.Linear(wide, shape.width, bias=bias)
-        self.up = nn.Linear(shape.width, shape.inner, bias=bias)
-        self.gate = nn.Linear(shape.width, shape.inner, bias=bias) if shape.gated else None
-        self.down = nn.Linear(shape.inner, shape.width, bias=bias)
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        normed = self.norm1(x)
-        heads = [
-            layer(normed).unflatten(-1, (count, -1)).transpose(1, 2)
-            for layer, count in (
-                (self.query, self.shape.heads),
-                (self.key, self.shape.key_heads),
-                (self.value, self.shape.key_heads),
-            )
-        ]
-        query, key, value = heads
-        if angles is not None:
-            query, key = _rotated(query, *angles), _rotated(key, *angles)
-        gqa = self.shape.key_heads != self.shape.heads
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        normed = self.norm2(x)
-        if self.gate is not None:
-            return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
-        return x + self.down(functional.gelu(self.up(normed)))
+        x = x + self.attention(self.norm1(x), angles)
+        out: torch.Tensor = x + self.feed_forward(self.norm2(x))
+        return out
 
 
 def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deepspeed.device import DTYPES
+from deepspeed.simulate.costs import MESSAGES
 from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.events import (
     BEHIND,
@@ -144,11 +145,12 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fake, self.timeline = fake, timeline
         self.order, self.usage = OrderCheck(), Memory(timeline.machine["device_bytes"])
-        self.silent = Timeline(timeline.machine)  # as if the ranks had not to agree on anything
+        self.silent = Timeline(timeline.machine, talks=False)  # as if the ranks had not to agree on anything
         self.collectives = 0
         # what each group of ranks was given, in order: (collective, bytes)
         self.issued = defaultdict[tuple[int, ...], list[tuple[str, int]]](list)
         self.phase = "build"
+        self.action = ""  # of a pipeline: what it computes now, which kernels are done for
         self.host = HOST  # who does what is done on the host
         self.early = False  # threads do their work when they start, not when they are waited for
         self.stores = Stores(self.emit, lambda: self.phase)
@@ -157,7 +159,7 @@ class Recorder(TorchDispatchMode):
         self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", 0: "compute"}
         self._listing = False  # the elements of one list come in one copy, which has been waited for
         self._events = itertools.count(1)
-        self._communicators: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._communicators: dict[str, int] = {}
         self._works: dict[int, tuple[Any, int, list[torch.Tensor]]] = {}  # torch holds the tensors until the wait
 
     def emit(self, event: Event) -> None:
@@ -372,7 +374,7 @@ class Recorder(TorchDispatchMode):
             self._by_host(writes=touches[1])
 
     def _launch(self, stream: int, name: str, reads: Sequence[Touch], writes: Sequence[Touch], work: Work) -> None:
-        label = self._unit() if work.kind in ("collective", "up", "down") else self.phase
+        label = self._unit() if work.kind in ("collective", "up", "down") else self.action or self.phase
         site = self.stores.site(_SITE_DEPTH)
         self.emit(Launch(stream, name, tuple(reads), tuple(writes), work, site, label))
 
@@ -392,23 +394,28 @@ class Recorder(TorchDispatchMode):
         written, read = sides
         if not written and not read or all(t.fake_device.type != NAME for t in (*written, *read)):
             return out
-        stream, ranks = self._communicator(group)
+        ranks, channel = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
+        stream = self._communicator(channel, f"communicator of {len(ranks)} ranks")
+        if name in MESSAGES:  # nccl has a communicator for each pair of ranks in a group, with a stream of its own
+            me, peer = dist.get_rank(), ranks[args[2]]
+            stream = self._communicator(f"{channel}: {min(me, peer)}-{max(me, peer)}", f"messages of rank {peer}")
+            ranks = (me, peer) if name == "send" else (peer, me)
+            channel = f"{channel}: {ranks[0]}>{ranks[1]}"
         self.wait(stream, self.record(MODULE.current_stream().number))
         nbytes = max(sum(t.nbytes for t in side) for side in (written, read))
         self.issued[ranks].append((name, nbytes))
         reads, writes = ([self.stores.touch(t) for t in side] for side in (read, written))
-        self._launch(stream, name, reads, writes, Work("collective", nbytes=nbytes, ranks=ranks))
+        self._launch(stream, name, reads, writes, Work("collective", nbytes=nbytes, ranks=ranks, channel=channel))
         work = FakeWork.unbox(out[1] if isinstance(out, (list, tuple)) else out)
         self._works[id(work)] = (work, self.record(stream), [*written, *read])
         return out
 
-    def _communicator(self, group: dist.ProcessGroup) -> tuple[int, tuple[int, ...]]:
-        """Its stream and its ranks."""
-        if group.group_name not in self._communicators:
-            stream, ranks = _FIRST_COMMUNICATOR + len(self._communicators), tuple(dist.get_process_group_ranks(group))
-            self._communicators[group.group_name] = stream, ranks
-            self.streams[stream] = f"communicator of {len(ranks)} ranks"
-        return self._communicators[group.group_name]
+    def _communicator(self, key: str, title: str) -> int:
+        """Its stream."""
+        if key not in self._communicators:
+            self._communicators[key] = _FIRST_COMMUNICATOR + len(self._communicators)
+            self.streams[self._communicators[key]] = title
+        return self._communicators[key]
 
     def work_done(self, work: Any) -> bool:
         """``wait()`` of what a collective returned: the current stream waits for it. True, as torch's."""
@@ -420,9 +427,11 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _unit() -> str:
-        """The unit on whose behalf this happens, found by looking at who called."""
+        """The unit, or the message of a pipeline, on whose behalf this happens, found by looking at who called."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
+            if frame.f_code.co_filename.endswith("pipe/links.py") and "message" in frame.f_locals:
+                return "{}{}.{}".format(*frame.f_locals["message"])
             if "zero/" in frame.f_code.co_filename:
                 for name in ("unit", "self"):
                     owner = frame.f_locals.get(name)

@@ -1,6 +1,7 @@
 """What a simulated step took: in words, as facts, and as a picture over time."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +88,22 @@ def constants(document: dict[str, Any]) -> list[str]:
     return [str(document["name"]), "", *columns(rows, left=3)]
 
 
-def write_trace(outcome: Outcome, path: str) -> None:
-    """Write a row for each stream, for ui.perfetto.dev and chrome://tracing (Trace Event Format). Raises OSError."""
-    begin = min((span.start for span in outcome.spans), default=0.0)
-    streams = sorted({span.stream for span in outcome.spans})
-    rows: list[dict[str, object]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "one rank"}}]
-    for order, stream in enumerate(streams):
-        name = _NAMES.get(stream) or outcome.streams.get(stream, f"stream {stream}")
-        rows.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": order, "args": {"name": name}})
-        rows.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": order, "args": {"sort_index": order}})
-    for span in outcome.spans:
-        when = {"ts": (span.start - begin) * 1e6, "dur": span.seconds * 1e6}
-        row = {"ph": "X", "pid": 0, "tid": streams.index(span.stream), "name": span.name}
-        rows.append({**row, "cat": span.label or "program", **when})
+def write_trace(outcomes: Sequence[Outcome], names: Sequence[str], path: str) -> None:
+    """Write a process for each rank, of that name, with a row for each stream, for ui.perfetto.dev and chrome://tracing
+    (Trace Event Format). Raises OSError.
+    """
+    begin = min((span.start for outcome in outcomes for span in outcome.spans), default=0.0)
+    rows: list[dict[str, object]] = []
+    for process, (outcome, title) in enumerate(zip(outcomes, names, strict=True)):
+        rows.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title.rstrip(": ")}})
+        streams = sorted({span.stream for span in outcome.spans})
+        for order, stream in enumerate(streams):
+            name = _NAMES.get(stream) or outcome.streams.get(stream, f"stream {stream}")
+            row = {"ph": "M", "pid": process, "tid": order}
+            rows.append({**row, "name": "thread_name", "args": {"name": name}})
+            rows.append({**row, "name": "thread_sort_index", "args": {"sort_index": order}})
+        for span in outcome.spans:
+            when = {"ts": (span.start - begin) * 1e6, "dur": span.seconds * 1e6}
+            row = {"ph": "X", "pid": process, "tid": streams.index(span.stream), "name": span.name}
+            rows.append({**row, "cat": span.label or "program", **when})
     Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))

@@ -5,7 +5,7 @@ import gc
 import logging
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,12 @@ from deepspeed.observe.log import logger
 from deepspeed.simulate.control import Control, talking
 from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.device import NAME
-from deepspeed.simulate.events import DEVICE
+from deepspeed.simulate.events import DEVICE, Event
 from deepspeed.simulate.install import recording, replaced
 from deepspeed.simulate.models import Subject
 from deepspeed.simulate.order import Unordered
 from deepspeed.simulate.record import Recorder
-from deepspeed.simulate.timeline import Interval
+from deepspeed.simulate.timeline import Interval, Timeline
 from deepspeed.zero.client.init import Init
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import make_plan
@@ -102,68 +102,117 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
         yield config | {"zero_optimization": zero} if zero else config
 
 
+class _Loop:
+    """Trains for a step at a time, micro-batch by micro-batch."""
+
+    def __init__(self, recorder: Recorder, engine: Any, subject: Subject) -> None:
+        self._recorder, self._engine, self._subject = recorder, engine, subject
+        self._accumulation = engine.gradient_accumulation_steps()
+
+    def step(self, number: int) -> None:
+        """One update."""
+        for micro in range(self._accumulation):
+            self._recorder.enter_phase("forward")
+            loss = _forward(self._engine, self._subject, number * self._accumulation + micro)
+            self._recorder.enter_phase("backward")
+            self._engine.backward(loss)
+            del loss
+            self._recorder.enter_phase("step")
+            self._engine.step()
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """A rank of a job that is simulated: rank ``rank`` of ``world`` trains with ``config`` (a dict, as for
+    ``initialize``) for so many steps. ``sharded_init``: the model is built under ``zero.Init``; None: where its
+    parameters will be cut. ``keep``: with every span of the last step.
+    """
+
+    config: dict[str, Any]
+    machine: Machine
+    world: int
+    rank: int = 0
+    keep: bool = False
+    sharded_init: bool | None = None
+    steps: int = STEPS
+
+
 def simulate(
     subject: Subject, config: dict[str, Any], machine: Machine, *, world: int, rank: int = 0, keep: bool = False,
     sharded_init: bool | None = None, steps: int = STEPS, store: dist.Store | None = None,
 ) -> Outcome:  # fmt: skip
-    """Rank ``rank`` of ``world`` trains ``subject`` for so many steps with ``config`` (a dict, as for ``initialize``).
+    """``subject`` is trained as ``RankJob`` says. One process, no data; raises what ``initialize`` raises.
 
-    ``sharded_init``: the model is built under ``zero.Init``; by default where its parameters will be cut. ``keep``:
-    with every span of the last step. One process, no data; raises what ``initialize`` raises. ``store``: of the job in
-    which each rank is simulated by a process of its own (``together``); without it the others do what this one does.
+    ``store``: of the job in which each rank is simulated by a process of its own (``together``); without it the others
+    do what this one does.
     """
-    parsed = load_config(config, world_size=world)
-    cut = make_plan(parsed, world).regular.param.sharded
-    sharded = cut if sharded_init is None else sharded_init
-    accumulation = parsed.gradient_accumulation_steps
+    return run_job(RankJob(config, machine, world, rank, keep, sharded_init, steps), subject, store=store)
+
+
+def run_job(
+    job: RankJob, subject: Subject, *, store: dist.Store | None = None, column: Sequence[int] = (),
+    loop: Callable[[Recorder, Any, Subject], Any] = _Loop, events: list[Event] | None = None,
+) -> Outcome:  # fmt: skip
+    """What the last step of ``job`` took. ``column``: the ranks, one of each pipeline stage, that share ``store``;
+    ``loop(recorder, engine, subject).step(number)`` trains; ``events`` gets those of the last step.
+    """
+    parsed = load_config(job.config, world_size=job.world)
+    cut = not column and make_plan(parsed, job.world // parsed.tensor_parallel.ways).regular.param.sharded
+    sharded = cut if job.sharded_init is None else job.sharded_init
     with (
-        recording(machine, world=world, rank=rank, keep=keep, store=store) as recorder,
-        talking(recorder, peers=store is not None) as control,
-        _elsewhere(machine, config, world) as config,
+        recording(job.machine, world=job.world, rank=job.rank, keep=job.keep, store=store) as recorder,
+        talking(recorder, peers=store is not None, column=column) as control,
+        _elsewhere(job.machine, job.config, job.world) as config,
     ):
-        with Init(config_dict_or_path=config) if sharded else torch.device(NAME):
+        with Init(config_dict_or_path=config) if sharded else torch.device("cpu" if column else NAME):
             model = subject.build()
         engine = initialize(model=model, config=config)[0]
         build_peak = recorder.usage.of(DEVICE).peak
-        for step in range(steps):
-            recorder.usage.restart()
-            recorder.timeline.restart()
-            recorder.silent.restart()
-            control.restart()
+        steps = loop(recorder, engine, subject)
+        if events is not None:
+            recorder.listeners.append(events.append)
+        for step in range(job.steps):
+            for restarted in (recorder.usage, recorder.timeline, recorder.silent, control):
+                restarted.restart()
             begin, silent = recorder.timeline.end, recorder.silent.end
-            for micro in range(accumulation):
-                recorder.enter_phase("forward")
-                loss = _forward(engine, subject, step * accumulation + micro)
-                recorder.enter_phase("backward")
-                engine.backward(loss)
-                del loss
-                recorder.enter_phase("step")
-                engine.step()
+            if events is not None:
+                events.clear()
+            steps.step(step)
+        if events is not None:
+            recorder.listeners.remove(events.append)
         outcome = _outcome(recorder, engine, begin, control)
         outcome.agreement_exposed = outcome.seconds - (recorder.silent.end - silent)
         outcome.build_peak = build_peak
         engine.destroy()
         outcome.left = recorder.usage.of(DEVICE).now
-        del engine
+        del engine, steps
         gc.collect()  # the end of what it held is part of the run
         outcome.unordered = list(recorder.order.problems)
     return outcome
 
 
-def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) -> Outcome:
-    timeline, usage = recorder.timeline, recorder.usage.of(DEVICE)
+def times_of(timeline: Timeline, begin: float = 0.0) -> dict[str, Any]:
+    """The fields of an outcome that a timeline knows, of what it did since ``begin``."""
     end, phases = timeline.end, defaultdict[str, float](float)
     for (name, start), (_, stop) in zip(timeline.phases, [*timeline.phases[1:], ("", end)], strict=True):
         phases[name] += stop - start
+    return {
+        "seconds": end - begin,
+        "phases": dict(phases),
+        "exposed": dict(timeline.exposed),
+        "late": dict(timeline.late),
+        "waited": dict(timeline.waited),
+        "waits": timeline.waits.copy(),
+        "busy": dict(timeline.busy),
+        "spans": list(timeline.spans or ()),
+    }
+
+
+def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) -> Outcome:
+    usage = recorder.usage.of(DEVICE)
     return Outcome(
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
-        seconds=end - begin,
-        phases=dict(phases),
-        exposed=dict(timeline.exposed),
-        late=dict(timeline.late),
-        waited=dict(timeline.waited),
-        waits=timeline.waits.copy(),
-        busy=dict(timeline.busy),
+        **times_of(recorder.timeline, begin),
         messages=control.messages,
         agreement_seconds=control.seconds,
         agreement_exposed=0.0,
@@ -179,5 +228,4 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) ->
         plan=engine.memory_plan(),
         unordered=[],
         streams=dict(recorder.streams),
-        spans=list(timeline.spans or ()),
     )

@@ -1,13 +1,19 @@
 """When everything happens on a machine: streams run in order, the program launches ahead until it has to wait.
 
 The length of a launch is its cost alone: kernels and collectives that run side by side do not slow each other.
+
+Several ranks have a timeline each, and ``Meetings`` in common: a message, or a collective of several of them, begins
+when the last of them has come to it. Until that is known whatever comes behind it waits in the queue of its stream, and
+``settle`` goes on as far as it can.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from deepspeed.errors import PipelineError
 from deepspeed.simulate.costs import Machine
-from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Wait, place_of
+from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Talk, Wait, place_of
 
 
 class Interval(NamedTuple):
@@ -28,16 +34,46 @@ class _Mark(NamedTuple):
     recorded: float = 0.0
 
 
+class Meetings:
+    """Who of ``ranks`` has come to what they do together, and when."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self._ranks = frozenset(ranks)
+        self._come = defaultdict[tuple[str, int], dict[int, float]](dict)
+
+    def joins(self, ranks: Collection[int]) -> bool:
+        """Whether several of these ranks are simulated."""
+        return len(self._ranks.intersection(ranks)) > 1
+
+    def begin(self, channel: str, number: int, rank: int, ranks: Collection[int], time: float) -> float | None:
+        """``rank`` has come to the ``number``-th meeting of a channel; when it begins, if all are there."""
+        come = self._come[channel, number]
+        come[rank] = time
+        return max(come.values()) if len(come) == len(self._ranks.intersection(ranks)) else None
+
+
+class _Item(NamedTuple):
+    """What a stream was given at the time ``given`` of the program; ``number``: of a meeting, the how many-th."""
+
+    event: Launch | Record | Wait | Phase
+    given: float
+    number: int = 0
+
+
 class Timeline:
     """Feed it the events of a run.
 
     ``exposed``: seconds that the compute stream stood because of (launch, label) on another stream; ``late``: because
     the program had not launched yet, by what the program had last waited for ("" if for nothing); ``waited``: seconds
-    and times that the program stood, by what and place; ``busy``: seconds of work by stream.
+    and times that the program stood, by what and place; ``busy``: seconds of work by stream. ``talks``: the programs
+    of the ranks take time to talk to each other. With ``meetings`` this is ``rank`` of several.
     """
 
-    def __init__(self, machine: Machine, *, keep: bool = False) -> None:
-        self.machine = machine
+    def __init__(
+        self, machine: Machine, *, keep: bool = False, talks: bool = True, rank: int = 0,
+        meetings: Meetings | None = None,
+    ) -> None:  # fmt: skip
+        self.machine, self.rank, self._talks, self._meetings = machine, rank, talks, meetings
         self.now = 0.0  # of the program
         self.exposed = defaultdict[tuple[str, str], float](float)
         self.late = defaultdict[str, float](float)
@@ -47,8 +83,11 @@ class Timeline:
         self.phases: list[tuple[str, float]] = []
         self.spans: list[Interval] | None = [] if keep else None
         self._ready: dict[int, _Mark] = {}
-        self._events: dict[int, _Mark] = {}
+        self._events: dict[int, _Mark | None] = {}  # None: not known yet
         self._stood = ""
+        self._program = deque[Event]()
+        self._queues = defaultdict[int, deque[_Item]](deque)
+        self._counts = Counter[str]()
 
     @property
     def end(self) -> float:
@@ -66,25 +105,36 @@ class Timeline:
 
     def feed(self, event: Event) -> None:
         """The next event of the program."""
-        if isinstance(event, Launch):
-            self._launch(event)
-        elif isinstance(event, Record):
-            self._events[event.event] = self._at(event.stream)._replace(recorded=self.now)
-        elif isinstance(event, Wait):
-            self._wait(event)
-        elif isinstance(event, HostWait):
-            self._host_wait(event)
-        elif isinstance(event, Phase):
-            # the program runs ahead: a phase begins when what was launched before it is done
-            self.phases.append((event.name, max(self.now, self._at(COMPUTE).time)))
+        if self._program or not self._take(event):
+            self._program.append(event)
+
+    def settle(self) -> bool:
+        """Go on as far as what is known allows; whether that was anywhere."""
+        moved = False
+        for stream, queue in self._queues.items():
+            while queue and self._do(stream, queue[0]):
+                queue.popleft()
+                moved = True
+        while self._program and self._take(self._program[0]):
+            self._program.popleft()
+            moved = True
+        return moved
+
+    def stuck(self) -> list[str]:
+        """What still waits for other ranks."""
+        heads = [queue[0].event for queue in self._queues.values() if queue]
+        texts = [f"{e.name} {e.label} of ranks {e.work.ranks}" for e in heads if isinstance(e, Launch)]
+        return texts or [type(event).__name__ for event in [*self._program][:1]]
 
     def done(self, event: int) -> bool:
         """Whether an event has happened at the time of the program."""
-        return event not in self._events or self._events[event].time <= self.now
+        mark = self._events.get(event)
+        return mark is None or mark.time <= self.now
 
     def happens(self, event: int) -> float:
         """The time of an event that has been recorded; on an idle stream that of recording it."""
         mark = self._events[event]
+        assert mark is not None
         return max(mark.time, mark.recorded)
 
     def host_work(self, seconds: float, name: str = "") -> None:
@@ -97,16 +147,104 @@ class Timeline:
     def _at(self, stream: int) -> _Mark:
         return self._ready.get(stream, _Mark(0.0, ("", "")))
 
-    def _launch(self, event: Launch) -> None:
-        seconds = self.machine.seconds(event.work, event.name)
-        if event.stream == HOST:
-            self.host_work(seconds, event.name)
-            return
-        self.now += self.machine["launch_s"]
-        ready = self._at(event.stream).time
-        if event.stream == COMPUTE and self.now > ready:
-            self.late[self._stood] += self.now - ready
-        start = max(ready, self.now)
+    # -- the program ----------------------------------------------------------------------------------------------
+    def _take(self, event: Event) -> bool:
+        """The program's part of an event; False where it cannot go on yet."""
+        if isinstance(event, Launch):
+            if event.stream == HOST:
+                self.host_work(self.machine.seconds(event.work, event.name), event.name)
+                return True
+            if self.machine.on_host and self._queues[COMPUTE]:
+                return False
+            self.now += self.machine["launch_s"]
+            self._give(event.stream, event)
+        elif isinstance(event, Record):
+            self._events[event.event] = None
+            self._give(event.stream, event)
+        elif isinstance(event, Wait):
+            self._give(event.stream, event)
+        elif isinstance(event, Phase):
+            self._give(COMPUTE, event)
+        elif isinstance(event, HostWait):
+            return self._host_wait(event)
+        elif isinstance(event, Talk):
+            return self._talk(event)
+        return True
+
+    def _number(self, channel: str) -> int:
+        self._counts[channel] += 1
+        return self._counts[channel]
+
+    def _joins(self, ranks: tuple[int, ...]) -> bool:
+        return self._meetings is not None and self._meetings.joins(ranks)
+
+    def _talk(self, event: Talk) -> bool:
+        if not self._talks:
+            return True
+        if event.channel and self._meetings is not None and self._joins(event.ranks):
+            number = self._counts[event.channel] + 1
+            begin = self._meetings.begin(event.channel, number, self.rank, event.ranks, self.now)
+            if begin is None:
+                return False
+            self._number(event.channel)
+            self.host_work(begin - self.now, "wait for the other stages")
+        self.host_work(event.seconds, "agreement")
+        return True
+
+    def _host_wait(self, event: HostWait) -> bool:
+        queues = self._queues.values() if event.stream is None else [self._queues[event.stream]]
+        if event.event is not None:
+            until = self._events.get(event.event, _Mark(0.0, ("", "")))
+            if until is None:
+                return False
+            time = until.time
+        elif any(queues):
+            return False
+        else:
+            time = self.end if event.stream is None else self._at(event.stream).time
+        key = (event.what, place_of(event.site))
+        self.waits[key] += 1
+        if time > self.now:
+            self.waited[key] += time - self.now
+            if self.spans is not None:
+                self.spans.append(Interval(HOST, event.what, "", self.now, time - self.now))
+            self.now, self._stood = time, event.what
+        self.now += self.machine["wait_s"]
+        return True
+
+    # -- streams --------------------------------------------------------------------------------------------------
+    def _give(self, stream: int, event: Launch | Record | Wait | Phase) -> None:
+        meets = isinstance(event, Launch) and self._joins(event.work.ranks)
+        item = _Item(event, self.now, self._number(event.work.channel) if meets else 0)  # type: ignore[union-attr]
+        queue = self._queues[stream]
+        if queue or not self._do(stream, item):
+            queue.append(item)
+
+    def _do(self, stream: int, item: _Item) -> bool:
+        """What is at the head of a stream; False where it has to wait for something that is not known yet."""
+        event = item.event
+        if isinstance(event, Launch):
+            return self._launch(event, item)
+        if isinstance(event, Record):
+            self._events[event.event] = self._at(stream)._replace(recorded=item.given)
+        elif isinstance(event, Wait):
+            return self._wait(event, item.given)
+        elif isinstance(event, Phase):
+            # the program runs ahead: a phase begins when what was launched before it is done
+            self.phases.append((event.name, max(item.given, self._at(COMPUTE).time)))
+        return True
+
+    def _launch(self, event: Launch, item: _Item) -> bool:
+        ready, seconds = self._at(event.stream).time, self.machine.seconds(event.work, event.name)
+        start = max(ready, item.given)
+        if item.number and self._meetings is not None:
+            work = event.work
+            begin = self._meetings.begin(work.channel, item.number, self.rank, work.ranks, start)
+            if begin is None:
+                return False
+            start = begin
+        if event.stream == COMPUTE and item.given > ready:
+            self.late[self._stood] += item.given - ready
         self.busy[event.stream] += seconds
         self._ready[event.stream] = _Mark(start + seconds, (event.name, event.label))
         if event.stream == COMPUTE:
@@ -115,28 +253,31 @@ class Timeline:
             self.now = start + seconds
         if self.spans is not None:
             self.spans.append(Interval(event.stream, event.name, event.label, start, seconds))
+        return True
 
-    def _wait(self, event: Wait) -> None:
-        mark = self._events.get(event.event)
+    def _wait(self, event: Wait, given: float) -> bool:
         mine = self._at(event.stream)
-        if mark is None or mark.time <= mine.time:
-            return
+        mark = self._events.get(event.event, mine)
+        if mark is None:
+            return False
+        if mark.time <= mine.time:
+            return True
         if event.stream == COMPUTE:
-            launched = max(mine.time, min(self.now, mark.time))
+            launched = max(mine.time, min(given, mark.time))
             self.late[self._stood] += launched - mine.time
             self.exposed[mark.cause] += mark.time - launched
         self._ready[event.stream] = mark
+        return True
 
-    def _host_wait(self, event: HostWait) -> None:
-        if event.event is not None:
-            until = self._events[event.event].time if event.event in self._events else 0.0
-        else:
-            until = self.end if event.stream is None else self._at(event.stream).time
-        key = (event.what, place_of(event.site))
-        self.waits[key] += 1
-        if until > self.now:
-            self.waited[key] += until - self.now
-            if self.spans is not None:
-                self.spans.append(Interval(HOST, event.what, "", self.now, until - self.now))
-            self.now, self._stood = until, event.what
-        self.now += self.machine["wait_s"]
+
+def together(timelines: Sequence[Timeline], events: Sequence[Sequence[Event]]) -> None:
+    """Feed each timeline its rank's events, and let them go on together. Raises PipelineError where ranks wait for
+    each other for ever.
+    """
+    for timeline, mine in zip(timelines, events, strict=True):
+        for event in mine:
+            timeline.feed(event)
+    while any([timeline.settle() for timeline in timelines]):
+        pass
+    if waiting := [f"rank {t.rank}: {'; '.join(stuck)}" for t in timelines if (stuck := t.stuck())]:
+        raise PipelineError(f"the ranks wait for each other for ever: {', '.join(waiting)}")

@@ -54,10 +54,10 @@ def test_heads_may_be_wider_than_their_share_of_the_model(head: int) -> None:
         {"head_dim": head} if head else {}
     )
     model = Decoder(shape_of(config, "mine"))
-    assert model.blocks[0].query.weight.shape == (4 * (head or 8), 32)
-    assert model.blocks[0].key.weight.shape == (2 * (head or 8), 32)
+    assert model.blocks[0].attention.query.weight.shape == (4 * (head or 8), 32)
+    assert model.blocks[0].attention.key.weight.shape == (2 * (head or 8), 32)
     model(torch.zeros(2, 6, dtype=torch.int64)).backward()
-    assert model.blocks[0].out.weight.grad is not None
+    assert model.blocks[0].attention.out.weight.grad is not None
 
 
 WRONG: dict[str, tuple[Any, str]] = {

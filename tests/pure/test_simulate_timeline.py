@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import PipelineError, UsageError
 from deepspeed.simulate.costs import CONSTANTS, Machine, load_machine, machines
-from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Wait, Work
-from deepspeed.simulate.timeline import Timeline
+from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Talk, Wait, Work
+from deepspeed.simulate.timeline import Meetings, Timeline, together
 
 SIDE = 1
 # One flop or byte a second, nothing for launches: times are what the work says.
@@ -253,3 +253,55 @@ def test_a_wrong_machine_is_a_sentence(
         path.write_text(text)
     with pytest.raises(UsageError, match=expected):
         load_machine(str(path))
+
+
+def message(name: str, source: int, target: int, nbytes: int = 2, *, stream: int = SIDE) -> Launch:
+    work = Work("collective", nbytes=nbytes, ranks=(source, target), channel=f"group: {source}>{target}")
+    return Launch(stream, name, (), (), work, label="F0.0")
+
+
+def play_together(*events: list[Event]) -> list[Timeline]:
+    """Of ranks 0, 1, ...; a byte a second goes from one to another."""
+    meetings = Meetings(range(len(events)))
+    machine = Machine("plain", PLAIN)
+    timelines = [Timeline(machine, keep=True, rank=rank, meetings=meetings) for rank in range(len(events))]
+    together(timelines, events)
+    return timelines
+
+
+def test_a_message_begins_when_both_ends_have_come_to_it() -> None:
+    first = [kernel(COMPUTE, 3), Record(1, COMPUTE), Wait(SIDE, 1), message("send", 0, 1)]
+    second = [message("recv", 0, 1), Record(1, SIDE), Wait(COMPUTE, 1), kernel(COMPUTE, 4)]
+    sender, receiver = play_together(first, second)
+    assert sender.end == 5 and receiver.end == 9
+    assert receiver.exposed == {("recv", "F0.0"): 5}
+
+
+def test_ranks_may_need_each_other_in_turn() -> None:
+    """The first receives early what the second makes from what the first sends later."""
+    first = [message("recv", 1, 0, stream=2), Record(1, 2), kernel(COMPUTE, 1), Record(2, COMPUTE), Wait(SIDE, 2)]
+    first += [message("send", 0, 1), Wait(COMPUTE, 1), HostWait("read", stream=COMPUTE), kernel(COMPUTE, 1)]
+    second = [message("recv", 0, 1), Record(1, SIDE), Wait(COMPUTE, 1), kernel(COMPUTE, 1), Record(2, COMPUTE)]
+    second += [Wait(2, 2), message("send", 1, 0, stream=2)]
+    timelines = play_together(first, second)
+    assert [timeline.end for timeline in timelines] == [1 + 2 + 1 + 2 + 1, 6]
+    assert timelines[0].waited == {("read", "(outside of any file)"): 6}  # its program had launched all at once
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
+    both = [[message("send", me, 1 - me), message("recv", 1 - me, me)] for me in (0, 1)]  # on one stream each
+    with pytest.raises(PipelineError, match=r"for ever: rank 0: send F0.0 .*, rank 1: send F0.0"):
+        play_together(*both)
+
+
+def test_programs_that_talk_wait_for_the_last() -> None:
+    early, late = play_together(
+        [Talk(1.0, (0, 1), "all")], [Launch(HOST, "work", (), (), Work("host", nbytes=5)), Talk(1.0, (0, 1), "all")]
+    )
+    assert early.now == late.now == 6
+
+
+def test_a_message_takes_one_link() -> None:
+    machine = Machine("plain", PLAIN | {"network_rate": 0.5})
+    near, far = Work("collective", nbytes=4, ranks=(0, 1)), Work("collective", nbytes=4, ranks=(0, 8))
+    assert machine.seconds(near, "send") == 4 and machine.seconds(far, "recv") == 8

@@ -51,8 +51,12 @@ COMMANDS: dict[str, list[str]] = {
     "a wrong key": ["--config", "wrong.json"],
     "over nodes": ["--steps", "1", "--config", "offload.json", "--gpus", "64", "--device", "host.json"],
     "facts that do not fit": ["--json", "--steps", "1", "--device", "thimble.json"],
+    "stages": ["--config", "stages.json", "--steps", "2", "--trace", "stages_step.json"],
+    "more stages than blocks": ["--config", "many.json", "--steps", "1", "--gpus", "16"],
+    "stages that do not divide": ["--config", "stages.json", "--gpus", "7"],
     "as measured here": ["--steps", "2", "--gpus", "1", "--device", "measured.json"],
 }
+STAGES = {"gradient_accumulation_steps": 4, "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 HOST = {"name": "small nodes", "like": "h100", "constants": {"host_bytes": [30_000_000, "a test"]}}
 # What a calibration of a CPU writes, in short.
@@ -73,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
     files = {"model": MODEL, "config": CONFIG, "wrong": CONFIG | {"zero_optimisation": {}}, "thimble": THIMBLE}
     files |= {"measured": MEASURED, "host": HOST, "offload": CONFIG | {"zero_optimization": OFFLOAD}}
+    files |= {"stages": CONFIG | STAGES, "many": CONFIG | STAGES | {"pipeline": {"stages": 4}}}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "mine.py").write_text(THEIRS)
@@ -214,3 +219,26 @@ def test_wrong_options_are_the_parser_s(options: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         cli.main(options and ["--model", "m.json", "--config", "c.json", *options])
     assert ended.value.code == 2 and "usage: ds_simulate" in capsys.readouterr().err
+
+
+def test_stages_have_a_row_each_in_the_report_and_a_process_in_the_trace(ended: dict[str, Ended], folder: Path) -> None:
+    """One rank of each stage, on 2 stages x 2 data-parallel x 2 tensor-parallel ranks."""
+    stages = ended["stages"]
+    assert stages.code == 0, stages.stderr
+    rows = [line.split() for line in stages.stdout.splitlines()]
+    assert [row[1] for row in rows if row[:1] in (["0"], ["1"])] == ["0", "4"]  # the ranks
+    assert "the bubble is" in stages.stdout
+    events = json.loads((folder / "stages_step.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"stage 0", "stage 1"}
+    messages = {stage: [e for e in events if e["pid"] == stage and e["name"] in ("send", "recv")] for stage in (0, 1)}
+    for name, other in (("send", "recv"), ("recv", "send")):  # both ends at once
+        mine = sorted((e["cat"], e["ts"]) for e in messages[0] if e["name"] == name)
+        theirs = sorted((e["cat"], e["ts"]) for e in messages[1] if e["name"] == other)
+        assert len(mine) == 4 and mine == theirs
+
+
+def test_what_a_stage_raises_is_the_sentence(ended: dict[str, Ended]) -> None:
+    many, odd = ended["more stages than blocks"], ended["stages that do not divide"]
+    assert many.code == odd.code == 2 and "Traceback" not in many.stderr + odd.stderr
+    assert "2 layers cannot be dealt out to 4 pipeline stages" in many.stderr
+    assert "pipeline.stages is 2, which does not divide 7 ranks" in odd.stderr

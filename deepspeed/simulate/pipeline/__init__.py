@@ -1,0 +1,1 @@
+"""Pipelines on the simulated device: one rank of every stage, and their steps put together."""
