@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm import trace
 from deepspeed.comm.group_getters import forget_topology, register_mpu, register_topology
+from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
@@ -164,6 +165,7 @@ def _assemble(
     _check_model(model)
     base = choose_optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
+    lasting.enter_context(watched(cfg.hang_timeout))
     mesh = build_mesh(backend, inner_size=plan.inner_size, control=plan.divergence != "assume_none", **vars(ways))
     register_topology(mesh.topology if ways.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
@@ -200,6 +202,7 @@ def _assemble(
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
+    follow(engine)
     return engine
 
 

@@ -53,6 +53,12 @@ class RankFailedError(DeepSpeedError, RuntimeError):
     window = torn = False
 
 
+class JobHungError(DeepSpeedError, RuntimeError):
+    """No rank of the job has come further for the time of ``hang_timeout``. Ranks end with ``exit_status`` then."""
+
+    exit_status = 88
+
+
 class NotYetError(DeepSpeedError, NotImplementedError):
     """A documented part of the interface that this release does not contain yet."""
 

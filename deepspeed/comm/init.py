@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import trace
 from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
+from deepspeed.comm.hang.watch import watch
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -178,3 +179,4 @@ def init_distributed(
     _prepare(backend, ranks)
     _start(backend, _timeout(timeout), ranks, init_method)
     _leave_at_exit()
+    watch()

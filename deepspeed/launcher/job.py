@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import contextlib
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ COMMON_FLAGS: Flags = {
     "--no_local_rank": "do not add --local_rank=N behind the script",
     "--bind_cores_to_rank": "give each rank CPU cores of its own",
     "--bind_core_list": (None, "LIST", "the cores to give out, as in 0-3,8,10-11; implies binding"),
+    "--hang_timeout": (None, "S", "end the job, and say why, when no rank has come further for S seconds"),
     "--enable_each_rank_log": ("None", "DIR", "one log file per rank in this directory"),
     "--log_level": ("info", _LEVELS, "verbosity of the launcher"),
     "-q --quiet": "same as --log_level error",
@@ -39,7 +41,7 @@ class Job:
     both to the ranks, who ask their scheduler. ``exports`` are the variables that remote nodes are given beside those
     of their own login. ``on_devices``: each node shows its ranks the devices of ``world`` only; false on the CPU, where
     slots are only counted, and where the ranks are to see what the launcher sees. ``save_pid``: the process id that
-    names the pid files, 0 for none.
+    names the pid files, 0 for none. ``hang_timeout``: seconds in which no rank comes further before the job ends.
     """
 
     world: Mapping[str, tuple[int, ...]]
@@ -55,6 +57,7 @@ class Job:
     bind_cores: bool = False
     core_list: str | None = None
     save_pid: int = 0
+    hang_timeout: float | None = None
     log_level: str = "info"
     cwd: str = ""
     python: str = "python3"
@@ -115,6 +118,13 @@ def parse_line(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> a
     return options
 
 
+def _seconds(text: str | None) -> float | None:
+    with contextlib.suppress(ValueError):
+        if text is None or 0 < float(text) < float("inf"):
+            return None if text is None else float(text)
+    raise UsageError(f"--hang_timeout {text} is not a positive number of seconds")
+
+
 def job_of(options: argparse.Namespace, **rest: Any) -> Job:
     """The job of a parsed command line; ``rest`` are its fields that ``COMMON_FLAGS`` do not give."""
     return Job(
@@ -126,6 +136,7 @@ def job_of(options: argparse.Namespace, **rest: Any) -> Job:
         log_dir=None if options.enable_each_rank_log == "None" else options.enable_each_rank_log,
         bind_cores=options.bind_cores_to_rank,
         core_list=options.bind_core_list,
+        hang_timeout=_seconds(options.hang_timeout),
         log_level=options.log_level,
         cwd=os.getcwd(),
         python=sys.executable,

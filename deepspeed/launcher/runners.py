@@ -91,6 +91,7 @@ def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[st
         "--master_port": job.master_port,
         "--log_level": job.log_level,
         "--save_pid": job.save_pid or None,
+        "--hang_timeout": job.hang_timeout,
         "--enable_each_rank_log": job.log_dir,
         "--bind_core_list": job.core_list,
     }
@@ -188,7 +189,8 @@ def _rank_command(job: Job) -> tuple[str, ...]:
 
 def _variables(job: Job) -> dict[str, str]:
     where = {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)} if job.master_addr else {}
-    return {**job.exports, **where}
+    watch = {"DS_HANG_TIMEOUT": f"{job.hang_timeout:g}"} if job.hang_timeout else {}
+    return {**job.exports, **where, **watch}
 
 
 def _openmpi(job: Job, options: Namespace) -> RunnerCommand:

@@ -245,6 +245,10 @@ class FileTransfer(Transfer):
         finally:
             self._lock.release()
 
+    def waits_for(self) -> str:
+        """For a watch, while ``wait`` has not returned."""
+        return f"{self._what} of {self._file.path}"
+
     def failure(self, code: int) -> TransferError:
         """What ``wait`` raises for such a ``code`` of :meth:`settle`."""
         return _failure(-code, self._what, self._file.path)

@@ -136,6 +136,7 @@ class Agreement:
         self.strict = mode == "error"  # ranks must take the same path
         self.agreed = True  # the last message found all ranks equal
         self.rounds = self.mismatches = 0
+        self._asked = Kind.STEP, -1
 
     @property
     def speaks(self) -> bool:
@@ -185,7 +186,7 @@ class Agreement:
         assert self._group is not None
         r, marks = request, (*request.marks, self._strayed)
         digest = hash((int(r.kind), r.units, r.pending, r.reduces, r.path, marks)) >> 2 & (1 << 61) - 1
-        kind, unit = request.head
+        kind, unit = self._asked = request.head
         words = [0] * self._words
         for index in request.pending:
             words[index // _WORD] |= 1 << (index % _WORD)
@@ -223,6 +224,10 @@ class Agreement:
     def _note(self, decision: Decision) -> None:
         self._done.append(decision)
         self._steps += decision.kind is Kind.STEP
+
+    def waits_for(self) -> str:
+        """For a watch, while a message is under way."""
+        return f"an agreement of the ranks (it {self._asks(*self._asked)})"
 
     def _asks(self, kind: Kind, unit: int) -> str:
         return _ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "the next units")

@@ -259,6 +259,7 @@ def _report_probes() -> dict[str, Probe]:
         "dump_state": Probe(base(), value=True),
         "log_level": Probe(base(), "error"),
         "disable_python_gc": Probe(base(), value=True),
+        "hang_timeout": Probe(base(), 300),
         "vocabulary_size": Probe(base(), 50257),
         "timers.throughput.enabled": Probe(reported, value=False, scenario="longer"),
         "timers.throughput.synchronized": Probe(reported, value=False, scenario="longer"),

@@ -19,7 +19,7 @@ EXTENSIONS = {
     "tensor_parallel.sequence_parallel_norms",
     *(f"checkpoint.{name}" for name in ("allow_pickle", "async", "client_files", "keep_last", "rate_limit")),
     *("checkpoint.restore_data", "checkpoint.restore_rng", "memory.device_limit", "memory.host_limit", "seed"),
-    *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather"),
+    *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather", "hang_timeout"),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
 }
 

@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port
 --master_addr --node_rank
 --launcher --launcher_args --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid
---enable_each_rank_log
+--enable_each_rank_log --hang_timeout
 --autotuning --bind_cores_to_rank --bind_core_list --ssh_port --venv_script --log_level -q --quiet --elastic_training
 --min_elastic_nodes --max_elastic_nodes --dry_run --dry-run -h --help"""
 NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --no_python --no_local_rank --save_pid
---enable_each_rank_log
+--enable_each_rank_log --hang_timeout
 --bind_cores_to_rank --bind_core_list --log_level -q --quiet --on_devices --from_runner -h --help"""
 
 

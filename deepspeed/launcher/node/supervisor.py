@@ -63,6 +63,7 @@ def rank_environment(job: Job, node_rank: int, local: int, go: Message, cores: t
         "OMP_NUM_THREADS": len(cores) or threads,
         "PYTHONPATH": os.pathsep.join([report_path, user_path]) if user_path else report_path,
         "DS_LAUNCHER_PID": os.getpid(),
+        **({"DS_HANG_TIMEOUT": job.hang_timeout} if job.hang_timeout else {}),
         **({"DS_USER_PYTHONPATH": user_path} if user_path else {}),
     }
     environment = {name: str(value) for equal, value in names.items() for name in equal.split()}

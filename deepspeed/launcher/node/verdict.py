@@ -5,6 +5,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from deepspeed.errors import JobHungError
+
 # A rank that ends without an exception cannot stamp the moment itself; the launcher sees its end a little late, while a
 # peer may stamp the broken connection at once.
 UNSTAMPED_LEAD_S = 0.2
@@ -51,8 +53,17 @@ class RankEnd:
         """Whether the rank raised because another one had, whose traceback says more."""
         return _FROM_ANOTHER.search(self.traceback) is not None
 
+    @property
+    def was_watched(self) -> bool:
+        """Whether the ranks ended the job themselves, as it stood still, and this one has said why (however it ended
+        then: the others may be faster).
+        """
+        return self.traceback.startswith(f"{JobHungError.__module__}.{JobHungError.__name__}: ")
+
     def verdict(self, *, show_traceback: bool) -> Verdict:
         """That of a job which this rank ended: one sentence, and the traceback where there is one and it is wanted."""
+        if self.was_watched:
+            return Verdict(JobHungError.exit_status, f"deepspeed: {self.traceback.partition(': ')[2]}")
         # A rank that had raised before the launcher stopped it was about to end with 1.
         cut_short = self.raised_at is not None and self.exitcode in (-signal.SIGTERM, -signal.SIGKILL)
         code = 1 if cut_short else self.exitcode
@@ -96,6 +107,9 @@ def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, s
     of it: their connections to that host broke.
     """
     last_heard, loss = min(losses, key=lambda loss: loss[0], default=(float("inf"), None))
+    watched = next((end for end in ends if end.was_watched), None)
+    if watched is not None:
+        return watched.verdict(show_traceback=show_traceback)
     cause = min(ends, key=lambda end: (end.is_consequence, end.from_another, end.failed_at, end.rank), default=None)
     if loss and (cause is None or cause.is_consequence or cause.failed_at > last_heard - UNSTAMPED_LEAD_S):
         return loss

@@ -1,0 +1,163 @@
+"""What the watch over a job that may stand still costs, and how soon it names each fault.
+
+    python benchmarks/hang.py overhead [--ranks 2] [--layers 12] [--width 256] [--rounds 15] [--steps 10]
+    python benchmarks/hang.py faults [--ranks 2 3 4] [--runs 10] [--limit 2] [--only loops stops]
+
+The first trains a stack of layers under stage 3, where most is sent, and switches the watch on and off between rounds
+of the same engine: seconds of the clock and of the processor, and a collective's entry in the ledger alone. The second
+starts jobs of which rank 1 goes wrong (tests/harness/stuck.py), and prints the seconds from the fault to the end of the
+job beside the limit and five seconds, and how many reports named rank and place.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(HERE))
+
+
+def _line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _environment() -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
+    return {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))} | threads
+
+
+def _launch(ranks: int, *words: str, folder: str, limit: float | None = None) -> "subprocess.CompletedProcess[str]":
+    flags = ["--num_gpus", str(ranks), *([] if limit is None else ["--hang_timeout", str(limit)])]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags, *words]
+    return subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+
+
+def _entry_us(guard: Any, count: int = 20_000) -> float:
+    """Microseconds of one collective's entry in the ledger, beneath thirty calls."""
+    import torch
+
+    note = guard.ledger.listener("bench")
+
+    def deep(level: int) -> float:
+        if level:
+            return deep(level - 1)
+        begun = time.perf_counter()
+        for _ in range(count):
+            note("all_gather", 4096, torch.float32, 2)()
+        return (time.perf_counter() - begun) / count * 1e6
+
+    return deep(30)
+
+
+def train(options: argparse.Namespace) -> None:
+    """One rank: rounds of steps without and with the watch."""
+    import torch
+    from torch import nn
+
+    import deepspeed
+    from deepspeed.comm.hang.watch import watch
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(options.width, options.width), nn.Tanh()) for _ in range(options.layers)]
+    config = {"train_micro_batch_size_per_gpu": 32, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(model=nn.Sequential(*layers), config=config)
+    mesh = engine.mesh
+    groups = {id(g): g for g in (mesh.job, mesh.data, mesh.zero, mesh.control, *mesh.groups) if g is not None}
+    x = torch.randn(32, options.width)
+
+    def steps() -> tuple[float, float]:
+        torch.distributed.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        for _ in range(options.steps):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        torch.distributed.barrier()
+        return (time.perf_counter() - wall) / options.steps, (time.process_time() - processor) / options.steps
+
+    for _ in range(3):
+        steps()
+    rounds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    entries = 0
+    for index in range(2 * options.rounds):
+        on = index % 4 in (1, 2)  # off, on, on, off: a drift of the machine meets both alike
+        if on:
+            guard = watch(3600.0)
+            assert guard is not None
+            guard.follow(engine)
+        rounds[on].append(steps())
+        if on:
+            entries = guard.ledger.events // 2 // options.steps
+            guard.stop()
+            for group in groups.values():
+                group.ledger.clear()
+    if mesh.job.index == 0:
+        for position, what in enumerate(("clock", "processor")):
+            off, on_s = (statistics.median(r[position] for r in rounds[kind]) for kind in (False, True))
+            _line(f"{what}: {off * 1e3:.2f} ms a step without, {on_s * 1e3:.2f} ms with: {on_s / off - 1:+.2%}")
+        off = statistics.median(r[0] for r in rounds[False])
+        guard = watch(3600.0)
+        entry_us = min(_entry_us(guard) for _ in range(5))
+        share = entries * entry_us / off / 1e6
+        _line(f"{entries} collectives a step, {entry_us:.2f} us each in the ledger: {share:.2%} of the step")
+    engine.destroy()
+
+
+def overhead(options: argparse.Namespace) -> None:
+    """The job of ``train``."""
+    sizes = [f"--{name}={getattr(options, name)}" for name in ("layers", "width", "rounds", "steps")]
+    with tempfile.TemporaryDirectory() as folder:
+        done = _launch(options.ranks[0], str(Path(__file__).resolve()), "train", *sizes, folder=folder)
+    _line(done.stdout.strip() if done.returncode == 0 else done.stderr)
+    sys.exit(done.returncode)
+
+
+def faults(options: argparse.Namespace) -> None:
+    """Jobs that stand still."""
+    from deepspeed.errors import JobHungError
+    from tests.harness.stuck import FAULTS, SCRIPT, WORDS
+
+    _line(
+        f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; limit {options.limit:g} s, so at most "
+        f"{options.limit + 5:g} s"
+    )
+    _line(f"{'fault':18}{'ranks':>6}{'runs':>6}{'median s':>10}{'worst s':>9}{'in time':>9}{'named':>7}  what")
+    for fault in options.only or WORDS:
+        for ranks in options.ranks:
+            seconds, named = [], 0
+            for _ in range(options.runs):
+                with tempfile.TemporaryDirectory() as folder:
+                    done = _launch(ranks, SCRIPT, fault, "--folder", folder, folder=folder, limit=options.limit)
+                    seconds.append(time.time() - float((Path(folder) / "fault").read_text()))
+                report = done.stderr[done.stderr.rfind("deepspeed: the job stands still") :]
+                named += done.returncode == JobHungError.exit_status and re.search(WORDS[fault][0], report) is not None
+            early = sum(s <= options.limit + 5 for s in seconds)
+            _line(
+                f"{fault:18}{ranks:>6}{options.runs:>6}{statistics.median(seconds):>10.1f}{max(seconds):>9.1f}"
+                f"{early:>6}/{options.runs:<2}{named:>4}/{options.runs:<2}  {FAULTS[fault]}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("overhead", "faults", "train"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    for name, default in (("layers", 12), ("width", 256), ("rounds", 15), ("steps", 10), ("runs", 10)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--limit", type=float, default=2.0)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--local_rank", type=int)
+    options = parser.parse_args()
+    {"overhead": overhead, "faults": faults, "train": train}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

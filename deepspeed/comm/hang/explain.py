@@ -1,0 +1,157 @@
+"""From the reports of all ranks to the sentences that say why the job stands still; pure."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deepspeed.comm.hang.stacks import COLLECTIVE, DRIVE, LOADER
+
+RAISED, SILENT, LEFT, RUNS = "raised", "silent", "left", "runs"
+# Who is named first: the likelier cause.
+_ORDER = (RAISED, SILENT, DRIVE, LOADER, LEFT, RUNS, COLLECTIVE)
+_NAMED = 8  # ranks that a line lists one by one
+_CALLS = 3
+_LINES = 40
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says of itself, or, of a silent one, what another knows of it.
+
+    ``state``: RAISED, SILENT, LEFT, RUNS, or the kind of its wait. ``numbers``: collectives that it has issued on each
+    process group, by torch's name of it. ``calls``: its last collectives, the newest last. ``still_s``: how long it has
+    not come further.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    state: str = RUNS
+    what: str = ""
+    unit: str = ""
+    module: str = ""
+    line: str = ""
+    group: str | None = None
+    step: int | None = None
+    still_s: float = 0.0
+    error: str = ""
+    trace: str = ""
+    stack: tuple[str, ...] = ()
+    numbers: dict[str, int] = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "RankReport":
+        """Inverse of ``to_text``."""
+        value: dict[str, Any] = json.loads(text)
+        return cls(**{**value, "stack": tuple(value["stack"]), "calls": tuple(value["calls"])})
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts[:_NAMED])}{more}"
+
+
+def _words(report: RankReport, many: bool) -> str:  # noqa: FBT001 - grammar
+    """The predicate of one line."""
+    s = "" if many else "s"
+    what = {
+        RAISED: f"raised {report.error}",
+        SILENT: report.what,
+        LEFT: f"{'have' if many else 'has'} left: {report.what}",
+        RUNS: f"run{s} code outside collectives",
+        DRIVE: f"wait{s} for a drive: {report.what}",
+        LOADER: f"wait{s} for {report.what}",
+        COLLECTIVE: f"wait{s} in {report.what}",
+    }[report.state]
+    places = [f"for {report.unit}" if report.unit and report.unit not in what else ""]
+    places.append(f"in {report.module}" if report.module and report.module != report.unit else "")
+    where = " ".join(part for part in (what, *filter(None, places)) if part)
+    line = f" ({report.line})" if report.line else ""
+    return f"{where}{line}" + (f", step {report.step}" if report.step is not None else "")
+
+
+def _behind(report: RankReport, others: Sequence[RankReport]) -> str:
+    """Of which collectives others wait that this rank has not issued."""
+    for other in others:
+        if other.state != COLLECTIVE or other.group is None:
+            continue
+        mine, theirs = report.numbers.get(other.group), other.numbers.get(other.group, 0)
+        if mine is not None and mine < theirs:
+            return (
+                f"; {theirs - mine} behind rank {other.rank} on the group '{other.group}', whose collective {theirs} "
+                "it has not issued"
+            )
+    return ""
+
+
+def _different(reports: Sequence[RankReport]) -> str:
+    """A sentence where ranks that all wait are at different calls, counts or steps."""
+    waiting = [r for r in reports if r.state == COLLECTIVE]
+    steps = {r.step for r in waiting} - {None}
+    places: dict[tuple[str | None, int | None], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for r in waiting:
+        places[r.group, r.numbers.get(r.group or "")][r.what].append(r.rank)
+    if len(steps) > 1:
+        listed = "; ".join(
+            f"{_ranks([r.rank for r in waiting if r.step == step])}: {step}" for step in sorted(steps, key=str)
+        )
+        return f"the ranks have taken different numbers of steps ({listed})"
+    for (group, number), calls in places.items():
+        if group is not None and len(calls) > 1:
+            listed = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in calls.items())
+            return (
+                f"the ranks issue collectives in different orders: number {number} of the group '{group}' is {listed}"
+            )
+    if len(waiting) == len(reports) and len({r.group for r in waiting}) > 1:
+        return (
+            "the ranks wait in different collectives, so each waits for another: they have taken different branches, "
+            "or one has more batches than another"
+        )
+    return ""
+
+
+def explain(reports: Sequence[RankReport], limit_s: float) -> str:
+    """Why the job stands still: a sentence, a line for each rank or several that are alike, the first error last."""
+    ordered = sorted(reports, key=lambda r: (_ORDER.index(r.state), r.rank))
+    alike: dict[str, list[RankReport]] = defaultdict(list)
+    for report in ordered:
+        behind = _behind(report, [r for r in ordered if r is not report])
+        alike[_words(report, many=True) + behind].append(report)
+    lines = [f"the job stands still: no rank has come further for {limit_s:g} s (hang_timeout)"]
+    if different := _different(ordered):
+        lines.append(f"  {different}")
+    for group in alike.values():
+        first = group[0]
+        behind = _behind(first, [r for r in ordered if r is not first])
+        subject = _ranks([r.rank for r in group])
+        process = f" (pid {first.pid} on {first.host})" if len(group) == 1 and first.pid else ""
+        lines.append(f"  {subject}{process} {_words(first, len(group) > 1)}{behind}")
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"  and {len(lines) - _LINES} more lines of ranks"]
+    raised = [r for r in ordered if r.state == RAISED]
+    raised.sort(key=lambda r: (r.error.startswith("RankFailedError"), -r.still_s))
+    culprit = ordered[0]
+    if raised:
+        lines.append(f"The error of rank {raised[0].rank}:\n{raised[0].trace.rstrip()}")
+    else:
+        if culprit.calls:
+            lines.append(f"The last collectives of rank {culprit.rank}:")
+            lines += [f"  {call}" for call in culprit.calls[-_CALLS:]]
+        if culprit.stack:
+            lines.append(f"Where rank {culprit.rank} is:\n{''.join(culprit.stack).rstrip()}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,112 @@
+"""The last collectives of this rank: which, of what, for which unit, from which line of the user's.
+
+Engines tell it of theirs; torch numbers those of every process group by itself, the user's too, and the numbers are
+read when they are wanted.
+"""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.hang.stacks import group_title, line_of, origin, unit_of
+
+_KEPT = 64
+
+
+class LedgerEntry(NamedTuple):
+    """One collective: its number in this process, the group's name, what travels, and who asked for it."""
+
+    number: int
+    group: str
+    op: str
+    numel: int
+    dtype: torch.dtype
+    unit: str
+    place: tuple[CodeType, int] | None  # and the index of the instruction there
+
+    def text(self) -> str:
+        """``all_gather of 4096 float32 (layers.3) on zero, train.py:41``."""
+        unit = f" ({self.unit})" if self.unit else ""
+        line = f", {line_of(self.place[0], _number(*self.place))}" if self.place else ""
+        return f"{self.op} of {self.numel} {str(self.dtype).removeprefix('torch.')}{unit} on {self.group}{line}"
+
+
+def _number(code: CodeType, instruction: int) -> int:
+    """The line of the instruction at that byte."""
+    lines = (line for start, stop, line in code.co_lines() if line is not None and start <= instruction < stop)
+    return next(lines, code.co_firstlineno)
+
+
+class Ledger:
+    """A ring of the last collectives, and which of them are under way. One per process, written by its engines."""
+
+    def __init__(self) -> None:
+        self.entries: deque[LedgerEntry] = deque(maxlen=_KEPT)
+        self.events = 0  # collectives that began, and those that ended
+        self._numbers = itertools.count(1)
+        self._under_way: dict[int, LedgerEntry] = {}
+        self._whose: dict[CodeType, tuple[bool, bool]] = {}  # whether it is a user's; whether it may know a unit
+
+    def listener(self, group: str) -> Callable[[str, int, torch.dtype, int], Callable[[], None] | None]:
+        """What ``AxisGroup.ledger`` calls for the collectives of one group."""
+
+        def begin(op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None] | None:
+            if size == 1:
+                return None
+            unit, place = self._origin(op)
+            entry = LedgerEntry(next(self._numbers), group, op, numel, dtype, unit, place)
+            self.entries.append(entry)
+            self._under_way[entry.number] = entry
+            self.events += 1
+            return lambda: self._end(entry.number)
+
+        return begin
+
+    def _end(self, number: int) -> None:
+        self.events += 1
+        self._under_way.pop(number, None)
+
+    def _origin(self, op: str) -> tuple[str, tuple[CodeType, int] | None]:
+        """The unit of the collective that begins, and the user's place in the code."""
+        frame: Any = sys._getframe(2)
+        unit, known = "", self._whose
+        while frame is not None:
+            code = frame.f_code
+            facts = known.get(code)
+            if facts is None:
+                users, ours = (origin(code.co_filename) == whose for whose in ("user", "deepspeed"))
+                facts = known[code] = (
+                    users,
+                    ours and ("unit" in code.co_varnames or code.co_filename.endswith("unit.py")),
+                )
+            if facts[0]:
+                return unit, (code, frame.f_lasti)
+            if facts[1] and not unit and op != "merge":  # that is about what all ask for
+                unit = unit_of(frame)
+            frame = frame.f_back
+        return unit, None
+
+    @property
+    def waiting(self) -> LedgerEntry | None:
+        """The oldest collective that has not ended."""
+        return next(iter(list(self._under_way.values())), None)
+
+
+def torch_numbers() -> dict[str, int] | None:
+    """How many collectives this process has issued on each process group, by torch's count; None while that changes.
+
+    (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
+    """
+    numbers: dict[str, int] = {}
+    try:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            numbers[group_title(group)] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError):
+        return None
+    return numbers

@@ -1,0 +1,285 @@
+"""Where a thread of this process is, read by another one: what it waits for, in which module, at whose line.
+
+Nothing is recorded for this while the program runs. The one thing that other layers contribute is a method
+``waits_for()`` of an object whose methods wait: it says in words for what, and is called from outside.
+"""
+
+import functools
+import itertools
+import linecache
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_SITE = f"{os.sep}site-packages{os.sep}"
+COLLECTIVE, DRIVE, LOADER = "collective", "drive", "loader"
+WATCHERS = "ds-hang"  # how the names of the threads begin that look
+# Calls that wait for the device, on which a collective may be.
+_DEVICE_WAITS = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
+# Errors that are no failure while they are handled.
+_HARMLESS = (StopIteration, StopAsyncIteration, GeneratorExit)
+_STARTS = ("<module>", "_run_module_as_main", "_bootstrap")  # outermost functions of scripts and threads that run
+_SHOWN_FRAMES = 12
+_MOST_CHARACTERS = 8000  # of a traceback, from its end
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a thread is. ``kind``: COLLECTIVE, DRIVE, LOADER or nothing, where it runs; ``waits``: for what, in words.
+
+    ``unit``: whose memory moves; ``group``: torch's name of the group that is waited on, None where it is not known;
+    ``line``: of the innermost frame that is neither torch's, Python's nor this package's. ``ends``: the script has
+    ended. ``mark`` differs between two waits of the same words.
+    """
+
+    kind: str = ""
+    waits: str = ""
+    unit: str = ""
+    module: str = ""
+    line: str = ""
+    group: str | None = None
+    ends: bool = False
+    mark: str = ""
+    stack: tuple[str, ...] = field(default=(), repr=False)
+
+
+class Failure(NamedTuple):
+    """An error: in one line, the module and the line that raised it, and its traceback."""
+
+    text: str = ""
+    module: str = ""
+    line: str = ""
+    trace: str = ""
+
+
+@functools.lru_cache(maxsize=4096)
+def origin(file: str) -> str:
+    """Whose code a file is: "deepspeed", "torch", "python" or "user"."""
+    if file.startswith(_OURS):
+        return "deepspeed"
+    if file.startswith(_TORCH):
+        return "torch"
+    return "python" if file.startswith("<") or (file.startswith(_PYTHON) and _SITE not in file) else "user"
+
+
+def number_of(frame: FrameType) -> int:
+    """The line where ``frame`` is; a frame that moves meanwhile may have none."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """``train.py:41 in evaluate``; of installed packages with the folder."""
+    parts = code.co_filename.split(_SITE)
+    name = parts[-1] if len(parts) > 1 else os.path.basename(parts[-1])
+    return f"{name}:{number}" + ("" if code.co_name == "<module>" else f" in {code.co_name}")
+
+
+def group_title(group: Any) -> str:
+    """torch's name of a process group, which is the same on all ranks; "default" for that of all."""
+    return "default" if group is dist.group.WORLD else str(getattr(group, "group_name", ""))
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame`` and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _described(tensor: Any) -> str:
+    first = tensor[0] if isinstance(tensor, (list, tuple)) and tensor else tensor
+    if not isinstance(first, torch.Tensor):
+        return ""
+    many = f"{len(tensor)} times " if first is not tensor else ""
+    return f" of {many}{'x'.join(map(str, first.shape)) or '1'} {str(first.dtype).removeprefix('torch.')}"
+
+
+def _torch_call(frames: list[FrameType]) -> tuple[str, str | None] | None:
+    """The function of torch.distributed that the innermost frames are in, with what it moves, and its group."""
+    call: FrameType | None = None
+    for frame in frames:
+        if not frame.f_code.co_filename.startswith(os.path.join(_TORCH, "distributed") + os.sep):
+            break
+        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            call = frame
+    if call is None:
+        return None
+    local = call.f_locals
+    names = ("tensor", "output_tensor", "output", "tensor_list", "output_tensor_list", "output_tensors")
+    moved = next((text for name in names if (text := _described(local.get(name)))), "")
+    return call.f_code.co_name + moved, group_title(local.get("group") or dist.group.WORLD) or None
+
+
+def _waiting_text(frame: FrameType) -> str:
+    """What the instruction at which ``frame`` is spells in the source."""
+    positions: Any = getattr(frame.f_code, "co_positions", tuple)()  # from Python 3.11 on
+    start, end, left, right = next(itertools.islice(positions, max(0, frame.f_lasti) // 2, None), (None,) * 4)
+    if start is None or start != end:
+        return linecache.getline(frame.f_code.co_filename, number_of(frame)).strip()
+    return linecache.getline(frame.f_code.co_filename, start).encode()[left:right].decode(errors="replace")
+
+
+def _work_waited_for(frame: FrameType) -> bool:
+    """Whether a client's frame waits for a torch Work, or for a device on which collectives may be."""
+    text = _waiting_text(frame)
+    if _DEVICE_WAITS.search(text) and torch.accelerator.is_available():
+        return True
+    receiver, call, _ = text.rpartition(".wait(")
+    value = frame.f_locals.get(receiver, frame.f_globals.get(receiver)) if receiver.isidentifier() else None
+    return bool(call) and (isinstance(value, dist.Work) or (value is None and "work" in receiver.lower()))
+
+
+def _loader(frames: list[FrameType]) -> tuple[str, str] | None:
+    """What a loader of torch's waits for, and a mark of how far it is."""
+    for frame in frames:
+        if not frame.f_code.co_filename.endswith(os.path.join("utils", "data", "dataloader.py")):
+            continue
+        loader = frame.f_locals.get("self")
+        workers = getattr(loader, "_workers", None)
+        if not workers:
+            return None  # the dataset's code runs on this thread: a line like any
+        states = [f"worker {i} (pid {w.pid}) {process_state(w.pid)}" for i, w in enumerate(workers)]
+        return f"a batch of its data loader: {', '.join(states)}", str(getattr(loader, "_rcvd_idx", ""))
+    return None
+
+
+def process_state(pid: int) -> str:
+    """What /proc says of a process: "is stopped", "has ended", "waits in the kernel", "runs or sleeps"."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            letter = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "has ended"
+    words = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
+    return words.get(letter, "waits in the kernel (state D)" if letter == "D" else "runs or sleeps")
+
+
+def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | None:
+    """Of frames of this package: kind of the wait, what for, torch's name of the group, and a mark."""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        whose = origin(file)
+        if whose == "user":
+            return None
+        if whose != "deepspeed":
+            continue
+        where = file.removeprefix(_OURS).split(os.sep)[0]
+        holder: Any = frame.f_locals.get("self")
+        if where == "tier" and hasattr(holder, "waits_for"):
+            text = holder.waits_for()
+            return DRIVE, text, None, text
+        if where in ("comm", "mesh"):
+            group = getattr(frame.f_locals.get("group"), "pg", None)
+            return COLLECTIVE, frame.f_code.co_name, group_title(group) if group else None, ""
+    return None
+
+
+def _wait(frames: list[FrameType]) -> tuple[str, str, str | None, str]:
+    if (wait := _own_wait(frames)) is not None:
+        kind, text, group, mark = wait
+        inner = _torch_call(frames)
+        if inner is not None and kind == COLLECTIVE:
+            text, group = inner[0] if text in ("call", "sum_in_place", "broadcast") else text, group or inner[1]
+        asked = [f.f_locals["self"].waits_for() for f in frames if _asks(f)]
+        return kind, asked[0] if asked and kind == COLLECTIVE else text, group, mark
+    if (called := _torch_call(frames)) is not None:
+        return COLLECTIVE, called[0], called[1], ""
+    if (loader := _loader(frames)) is not None:
+        return LOADER, loader[0], None, loader[1]
+    if frames and origin(frames[0].f_code.co_filename) == "user" and _work_waited_for(frames[0]):
+        return COLLECTIVE, _waiting_text(frames[0]), None, ""
+    return "", "", None, ""
+
+
+def _asks(frame: FrameType) -> bool:
+    """Whether ``frame`` is in a message between the ranks about what comes next."""
+    return frame.f_code.co_name == "_message" and hasattr(frame.f_locals.get("self"), "waits_for")
+
+
+def unit_of(frame: FrameType) -> str:
+    """The unit that a frame of this package is about, by its title."""
+    names = frame.f_code.co_varnames
+    name = "unit" if "unit" in names else "self" if "self" in names[:1] else ""
+    if not name or origin(frame.f_code.co_filename) != "deepspeed":
+        return ""
+    title = getattr(frame.f_locals.get(name), "title", "")
+    return title if isinstance(title, str) else ""
+
+
+def _module_of(frame: FrameType, modules: Mapping[int, str]) -> str:
+    module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+    return modules.get(id(module), type(module).__name__) if isinstance(module, torch.nn.Module) else ""
+
+
+def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool = False) -> Spot:
+    """Where the thread is whose ``frames`` these are, the innermost first; ``whole``: with its stack, as text.
+
+    ``modules``: names by the ids of modules.
+    """
+    kind, waits, group, mark = _wait(frames)
+    users = [frame for frame in frames if origin(frame.f_code.co_filename) == "user"]
+    line = line_of(users[0].f_code, number_of(users[0])) if users else ""
+    client = next((f for f in users if _SITE not in f.f_code.co_filename), None)
+    if client is not None and client is not users[0]:
+        line += f", called from {line_of(client.f_code, number_of(client))}"
+    calls = [f for f in frames if whole and origin(f.f_code.co_filename) in ("user", "deepspeed")][:_SHOWN_FRAMES]
+    shown = traceback.StackSummary.extract((f, number_of(f)) for f in reversed(calls)).format()
+    asks = any(map(_asks, frames))  # its words name the unit
+    return Spot(
+        *(kind, waits),
+        next((text for frame in frames if not asks and (text := unit_of(frame))), ""),
+        next((name for frame in frames if (name := _module_of(frame, modules))), ""),
+        *(line, group),
+        ends=not frames or frames[-1].f_code.co_name not in _STARTS,
+        mark=f"{kind} {waits} {mark}",
+        stack=tuple(shown),
+    )
+
+
+def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False) -> Spot:
+    """Where ``thread`` is, or a thread on which autograd works for it and waits."""
+    current, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
+    mine = list(outwards(current.get(thread)))
+    spot = spot_of(mine, modules, whole=whole)
+    if spot.kind or not any("autograd" in frame.f_code.co_filename for frame in mine[:3]):
+        return spot
+    for other, frame in current.items():
+        frames = list(outwards(frame))
+        if other == thread or other in names and names[other].startswith(WATCHERS):
+            continue
+        inner = spot_of(frames, modules, whole=whole)
+        if inner.kind and any(origin(f.f_code.co_filename) == "deepspeed" for f in frames):
+            return Spot(inner.kind, inner.waits, inner.unit, inner.module, spot.line, inner.group, mark=inner.mark)
+    return spot
+
+
+def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failure:
+    """What ``thread`` has raised and still handles, or what ended its script, when that ``ends``."""
+    active: Any = sys._current_exceptions().get(thread)
+    error = active[1] if isinstance(active, tuple) else active
+    if error is None and ends:
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not isinstance(error, BaseException) or isinstance(error, _HARMLESS):
+        return Failure()
+    first = error
+    while (before := first.__cause__ or first.__context__) is not None:
+        first = before
+    passed = list(traceback.walk_tb(first.__traceback__))
+    users = [(f.f_code, number) for f, number in passed if origin(f.f_code.co_filename) == "user"]
+    names = [name for frame, _ in passed if (name := _module_of(frame, modules))]
+    head = str(first).partition("\n")[0]
+    text = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
+    sentence = f"{type(first).__name__}: {head}" if head else type(first).__name__
+    return Failure(sentence, names[-1] if names else "", line_of(*users[-1]) if users else "", text)

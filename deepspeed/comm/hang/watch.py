@@ -1,0 +1,356 @@
+"""Watches over a job that may stand still, ends it when it does, and says why.
+
+Every rank has two threads. One looks, a few times a second, whether this rank comes further: whether it has begun or
+ended a collective, of ours or of the user's. The other writes what it sees to the job's store, under this rank's name.
+A rank that has waited too long for others reads what all have written; if no rank has come further for that long, it
+asks all for a report, compares them (``explain``), and has all ranks end. Nothing of this is a collective. A rank that
+is silent is stopped, or in native code that keeps the interpreter.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
+from deepspeed.comm.hang.ledger import Ledger, torch_numbers
+from deepspeed.comm.hang.stacks import WATCHERS, Spot, failure_of, process_state, spots
+from deepspeed.errors import DeepSpeedConfigError, JobHungError
+from deepspeed.observe.log import logger
+
+VARIABLE = "DS_HANG_TIMEOUT"
+_BEAT_S = 0.5
+_MANY_RANKS = 128  # of which each writes half as often
+_LEADER_S = 5.0  # after which another rank takes the place of one that reads the others' reports
+_ALONE_S = 3.0  # how much longer a rank waits whose store does not answer
+_REPORTS_S = 1.5  # how long ranks may take to write a report
+_LAST_S = 2.0  # how long the words of a job that ends may take
+_CALLS = 5
+
+
+def timeout_of(configured: float | None) -> float | None:
+    """Seconds after which a job that stands still ends: the launcher's word, else the configuration's; None: never."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return configured
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise DeepSpeedConfigError(f"{VARIABLE}={text!r} must be a positive number of seconds; unset it for no watch.")
+
+
+def _own_store(name: str) -> Any:
+    """A connection to the job's store that no other thread waits on."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+
+
+def _start_of(pid: int) -> str:
+    """When a process of this machine began, which tells it from a later one of the same number."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[19]
+    return ""
+
+
+class HangWatch:
+    """The watch of one process over one job: ``start``, ``follow`` engines, ``stop``."""
+
+    def __init__(self, limit_s: float, name: str) -> None:
+        self._limit_s, self._rank, self._size = limit_s, dist.get_rank(), dist.get_world_size()
+        self._beat_s = min(limit_s / 10, _BEAT_S * (1 + (self._size > _MANY_RANKS)))
+        self._store, self.ledger = _own_store(name), Ledger()
+        self._thread, self._host = threading.get_ident(), socket.gethostname()
+        self._engine: Callable[[], Any] = lambda: None
+        self._stopped = threading.Event()
+        self._last: tuple[Any, ...] = ()
+        self._spot = Spot()
+        # Since when no collective has begun or ended; how long one wait lasts; since when the store has not answered.
+        self._still_s = self._waited_s = self._silent_store_s = 0.0
+        self._last_words = threading.Lock()
+        self._birth = _start_of(os.getpid())
+        self._beats, self._answered = 0, ""
+        self._claims: dict[bytes, int] = {}  # how often each leader's claim has been met
+        self._threads = [
+            threading.Thread(target=run, name=f"{WATCHERS}-{what}", daemon=True)
+            for what, run in (("look", self._look), ("talk", self._talk))
+        ]
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopped.is_set()
+
+    def start(self) -> None:
+        """Begin; ``stop`` has to come before the interpreter ends."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, why: str = "its script has ended") -> None:
+        """End the watch of this rank, and leave word of that for the others, as they may come to wait for it."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(_LAST_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._store.set(f"left/{self._rank}", self._report(left=why).to_text())
+
+    def follow(self, engine: Any) -> None:
+        """Listen to the collectives of an engine (its ``mesh`` names the groups); name its modules and steps."""
+        self._engine, self._thread, mesh = weakref.ref(engine), threading.get_ident(), engine.mesh
+        named = {name: getattr(mesh, name) for name in ("job", "data", "zero", "tp", "pp", "host", "control")}
+        named |= {f"axis {i}": group for i, group in enumerate(mesh.groups)}
+        groups = {id(group): (group, name) for name, group in named.items() if isinstance(group, AxisGroup)}
+        for group, name in groups.values():
+            group.ledger.append(self.ledger.listener(name))
+
+    # -- the thread that looks --------------------------------------------------------------------------------------
+    def _look(self) -> None:
+        before = time.monotonic()
+        while not self._stopped.wait(self._beat_s):
+            now = time.monotonic()
+            # Counted in beats and not by the clock, as the whole job may have been suspended.
+            passed, before = min(now - before, 2 * self._beat_s), now
+            progress: tuple[Any, ...] = self.ledger.events, torch_numbers()
+            moved, self._last = progress != self._last or progress[1] is None, progress
+            spot = Spot() if moved else self._glance()
+            same = spot.kind != "" and spot.mark == self._spot.mark
+            self._waited_s = self._waited_s + passed if same else 0.0
+            self._still_s = 0.0 if moved else self._still_s + passed
+            self._spot = spot
+            self._beats += 1
+            self._silent_store_s += passed
+            if self._waits_too_long(_ALONE_S) and self._silent_store_s > _ALONE_S:
+                self._end_alone()
+
+    def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
+        """Where this rank is. It moves meanwhile, so anything may be half there; then it does not wait."""
+        try:
+            return spots(self._thread, modules or {}, whole=whole)
+        except Exception as error:  # whatever objects are met on a stack, a watch must not end
+            logger.debug("a stack could not be read: %s", error)
+            return Spot()
+
+    def _waits_too_long(self, more_s: float = 0.0) -> bool:
+        return min(self._waited_s, self._still_s) >= self._limit_s + more_s
+
+    def _modules(self) -> dict[int, str]:
+        engine = self._engine()
+        return {} if engine is None else {id(m): name or type(m).__name__ for name, m in engine.module.named_modules()}
+
+    # -- the thread that talks --------------------------------------------------------------------------------------
+    def _talk(self) -> None:
+        while not self._stopped.wait(self._beat_s):
+            try:
+                self._exchange()
+            except (RuntimeError, ValueError):  # the store went with the process that kept it
+                continue
+            self._silent_store_s = 0.0
+
+    def _exchange(self) -> None:
+        last = self.ledger.entries[-1].text() if self.ledger.entries else ""
+        pulse = {"beat": self._beats, "still": self._still_s, "host": self._host, "pid": os.getpid(), "last": last}
+        self._store.set(f"pulse/{self._rank}", json.dumps(pulse | {"start": self._birth}))
+        if self._store.check(["order"]):
+            order = json.loads(self._store.get("order"))
+            if order["kind"] == "end":
+                self._end(order["silent"])
+            elif order["turn"] != self._answered:
+                self._answered = order["turn"]
+                self._store.set(f"report/{order['turn']}/{self._rank}", self._report().to_text())
+        if self._waits_too_long():
+            self._alarm()
+
+    def _report(self, *, left: str = "") -> RankReport:
+        """What this rank says of itself; ``left``: why its watch ends."""
+        modules = self._modules()
+        spot = Spot(ends=True) if left else self._glance(modules, whole=True)
+        failure = failure_of(self._thread, modules, ends=spot.ends)
+        engine, entry = self._engine(), self.ledger.waiting
+        state, what = spot.kind or RUNS, spot.waits
+        if left or (spot.ends and state == RUNS):
+            others = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+            kept = f", and its process is kept by the threads {', '.join(others)}" if others else ""
+            state, what = LEFT, left or f"its script has ended{kept}"
+        if what == "wait" and entry is not None:
+            what = entry.text().partition(",")[0]
+        if failure.text:
+            state = RAISED
+        return RankReport(
+            *(self._rank, self._host, os.getpid(), state, what, spot.unit),
+            module=(failure.module if state == RAISED else "") or spot.module,
+            line=(failure.line if state == RAISED else "") or spot.line,
+            group=spot.group,
+            step=getattr(getattr(engine, "runtime", None), "steps", None),
+            still_s=self._still_s,
+            error=failure.text,
+            trace=failure.trace,
+            stack=spot.stack,
+            numbers=torch_numbers() or {},
+            calls=tuple(entry.text() for entry in list(self.ledger.entries)[-_CALLS:]),
+        )
+
+    # -- one rank for all -------------------------------------------------------------------------------------------
+    def _alarm(self) -> None:
+        """This rank waits too long. If it is the first to see that, it looks whether anybody comes further."""
+        mine = f"{self._rank} {self._beats}".encode()
+        claim = self._store.compare_set("leader", "", mine.decode())
+        if claim != mine:
+            self._claims[claim] = self._claims.get(claim, 0) + 1
+            if self._claims[claim] * self._beat_s < _LEADER_S:
+                return
+            claim = self._store.compare_set("leader", claim.decode(), mine.decode())  # that rank has stopped, too
+            if claim != mine:
+                return
+        first = self._pulses()
+        time.sleep(max(2.5 * self._beat_s, 2 * _BEAT_S if self._limit_s >= 2 else 0.0))
+        second = self._pulses()
+        others = set(second) - {self._rank}
+        silent = {r for r in others if second[r].get("beat") == first[r].get("beat")}
+        if any(second[r]["still"] < self._limit_s for r in others - silent) or not self._waits_too_long():
+            self._store.compare_set("leader", mine.decode(), "")
+            return
+        text, processes = self._judge(second, silent)
+        self._say(text)
+        self._store.set("order", json.dumps({"kind": "end", "silent": processes}))
+        self._end(processes)
+
+    def _pulses(self) -> dict[int, dict[str, Any]]:
+        """What every rank has last written; nothing of one that never has."""
+        pulses = {}
+        for rank in range(self._size):
+            known = self._store.check([key := f"pulse/{rank}"])
+            pulses[rank] = json.loads(self._store.get(key)) if known else {}
+            self._silent_store_s = 0.0
+        return pulses
+
+    def _judge(self, pulses: dict[int, dict[str, Any]], silent: set[int]) -> tuple[str, list[list[Any]]]:
+        """Why the job stands still, and the processes that cannot end by themselves: host, id, start."""
+        turn = f"{self._rank}.{self._beats}"
+        self._store.set("order", json.dumps({"kind": "report", "turn": turn}))
+        self._answered, reports = turn, {self._rank: self._report()}
+        for rank in silent:
+            reports[rank] = self._of_silent(rank, pulses[rank])
+        end = time.monotonic() + _REPORTS_S + 2 * self._beat_s
+        while len(reports) < self._size and time.monotonic() < end:
+            for rank in set(range(self._size)) - reports.keys():
+                if self._store.check([key := f"report/{turn}/{rank}"]):
+                    reports[rank] = RankReport.from_text(self._store.get(key).decode())
+            self._silent_store_s = 0.0
+            time.sleep(self._beat_s / 5)
+        for rank in set(range(self._size)) - reports.keys():
+            silent.add(rank)
+            reports[rank] = self._of_silent(rank, pulses[rank])
+        gone = [[p["host"], p["pid"], p["start"]] for r, p in pulses.items() if r in silent and p]
+        return explain([*reports.values()], self._limit_s), gone
+
+    def _of_silent(self, rank: int, pulse: dict[str, Any]) -> RankReport:
+        if self._store.check([key := f"left/{rank}"]):
+            return RankReport.from_text(self._store.get(key).decode())
+        if not pulse:
+            return RankReport(rank, state=SILENT, what="has not begun: it never came to where the watch starts")
+        state = process_state(pulse["pid"]) if pulse["host"] == self._host else "does not answer"
+        if state == "runs or sleeps":
+            state = "does not answer: native code keeps its interpreter"
+        last = f"; its last collective: {pulse['last']}" if pulse["last"] else ""
+        return RankReport(rank, pulse["host"], pulse["pid"], SILENT, state + last, still_s=pulse["still"])
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+    def _say(self, text: str) -> None:
+        """On standard error, and to the launcher, which shows it again after all else."""
+        self._last_words.acquire()  # for good: the other thread could write over what the launcher reads
+        watchdog = threading.Thread(target=_end_soon, name=f"{WATCHERS}-end", daemon=True)
+        watchdog.start()  # a hook of the user's may wait for what never comes
+        error = JobHungError(text)
+        sys.excepthook(JobHungError, error, None)
+
+    def _end_alone(self) -> None:
+        """The store does not answer, so nobody can be asked."""
+        text = explain([self._report()], self._limit_s)
+        self._say(
+            f"{text}  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is "
+            "stopped or has ended\n"
+        )
+        self._end([])
+
+    def _end(self, silent: list[list[Any]]) -> None:
+        """End this process, without destructors that could wait, and those of this machine that cannot end."""
+        threading.Thread(target=_end_soon, name=f"{WATCHERS}-end", daemon=True).start()
+        for host, pid, start in silent:
+            if host == self._host and pid != os.getpid() and _start_of(pid) == start:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(JobHungError.exit_status)
+
+
+def _end_soon() -> None:
+    time.sleep(_LAST_S)
+    os._exit(JobHungError.exit_status)
+
+
+# The watches of this process, oldest first: a process has one, whoever asks for it, because ranks end as processes.
+_WATCHES: list[HangWatch] = []
+# Engines that want it; one that the launcher wants lasts until the process ends.
+_USERS: list[object] = []
+
+
+def _living() -> HangWatch | None:
+    return next((each for each in _WATCHES if not each.ended), None)
+
+
+def follow(engine: Any) -> None:
+    """Let the watch of this process, if there is one, know of an engine."""
+    if (guard := _living()) is not None:
+        guard.follow(engine)
+
+
+def watch(configured: float | None = None) -> HangWatch | None:
+    """The watch of this process, begun if the launcher or the configuration asks for it and there are process groups.
+
+    Every rank of the job has to call it alike. Raises DeepSpeedConfigError for a DS_HANG_TIMEOUT that is no number.
+    """
+    limit_s = timeout_of(configured)
+    if limit_s is None or not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    if (living := _living()) is not None:
+        return living
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    begun = HangWatch(limit_s, f"deepspeed/hang/{attempt}/{len(_WATCHES)}")
+    _WATCHES.append(begun)
+    begun.start()
+    atexit.register(begun.stop)
+    logger.info("the job ends when no rank has come further for %g s (hang_timeout)", limit_s)
+    return begun
+
+
+@contextlib.contextmanager
+def watched(configured: float | None) -> Iterator[None]:
+    """``watch`` for as long as an engine lives."""
+    guard = watch(configured)
+    if guard is None:
+        yield
+        return
+    _USERS.append(user := object())
+    try:
+        yield
+    finally:
+        _USERS.remove(user)
+        if not _USERS and not os.environ.get(VARIABLE):
+            guard.stop("its engine has been destroyed")
