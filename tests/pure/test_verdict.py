@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import DistBackendError, TCPStore
 
-from deepspeed.errors import RankFailedError, UsageError
+from deepspeed.errors import JobHungError, RankFailedError, UsageError
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.node.hub import Hub, bind_store
 from deepspeed.launcher.node.loop import (
@@ -217,3 +217,14 @@ def test_limits_are_numbers_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_HOST_TIMEOUT_S", "soon")
     with pytest.raises(UsageError, match="DS_HOST_TIMEOUT_S=soon is not a number of seconds"):
         silence_limit()
+
+
+def test_the_report_of_a_job_that_stood_still_is_the_verdict() -> None:
+    """Also where the rank that said it was stopped before it had ended, and where another one had raised before."""
+    text = "deepspeed.errors.JobHungError: the job stands still\n  rank 1 raised ValueError: bad\n"
+    reporter = RankEnd(0, 10, -signal.SIGTERM, 10.4, raised_at=10.0, traceback=text, stopped_by_us=True)
+    silent = RankEnd(2, 12, JobHungError.exit_status, 10.1)
+    raised = RankEnd(1, 11, -signal.SIGKILL, 10.5, raised_at=4.0, traceback="ValueError: bad", stopped_by_us=True)
+    verdict = judge([reporter, silent, raised], [], show_traceback=True)
+    assert verdict.status == JobHungError.exit_status == 88
+    assert verdict.text == "deepspeed: the job stands still\n  rank 1 raised ValueError: bad\n"

@@ -1,0 +1,75 @@
+"""What a report says of a job that stands still, from what each rank says of itself."""
+
+import pytest
+
+from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
+from deepspeed.comm.hang.stacks import COLLECTIVE
+from deepspeed.comm.hang.watch import VARIABLE, timeout_of
+from deepspeed.errors import DeepSpeedConfigError
+
+
+def waits(rank: int, what: str = "all_gather", *, number: int = 5, step: int = 3, group: str = "default") -> RankReport:
+    return RankReport(rank, state=COLLECTIVE, what=what, group=group, step=step, numbers={"default": number})
+
+
+def test_ranks_that_are_alike_share_a_line_and_the_cause_comes_first() -> None:
+    culprit = RankReport(7, "node1", 42, RUNS, module="layers.3.mlp", line="user.py:41 in spin", step=3)
+    lines = explain([*map(waits, range(7)), culprit, waits(9)], 5).splitlines()
+    assert lines[1:3] == [
+        "  rank 7 (pid 42 on node1) runs code outside collectives in layers.3.mlp (user.py:41 in spin), step 3",
+        "  ranks 0-6, 9 wait in all_gather, step 3",
+    ]
+
+
+def test_the_error_of_the_rank_that_failed_first_is_last() -> None:
+    """One that was told of it, or failed later, comes after it."""
+    told = RankReport(0, state=RAISED, error="RankFailedError: rank 2 failed", trace="told", still_s=9.0)
+    later = RankReport(1, state=RAISED, error="KeyError: 'x'", trace="later", still_s=5.0)
+    first = RankReport(2, state=RAISED, error="ValueError: bad", trace="Traceback ...\nValueError: bad", still_s=6.0)
+    text = explain([told, later, first], 5)
+    assert text.endswith("The error of rank 2:\nTraceback ...\nValueError: bad\n")
+
+
+def test_a_rank_that_has_not_issued_what_others_wait_in_is_behind() -> None:
+    behind = RankReport(1, state=COLLECTIVE, what="barrier", group="control", step=3, numbers={"default": 3})
+    text = explain([waits(0), behind], 5)
+    assert "rank 1 waits in barrier, step 3; 2 behind rank 0 on the group 'default', whose collective 5" in text
+    assert "different collectives, so each waits for another" in text
+
+
+def test_different_orders_and_different_numbers_of_steps_are_sentences() -> None:
+    assert "number 5 of the group 'default' is rank 0: all_gather; rank 1: barrier" in explain(
+        [waits(0), waits(1, "barrier")], 5
+    )
+    assert "different numbers of steps (rank 1: 2; rank 0: 3)" in explain([waits(0), waits(1, step=2)], 5)
+
+
+def test_silent_and_gone_ranks_come_before_those_that_wait() -> None:
+    silent = RankReport(3, state=SILENT, what="is stopped (SIGSTOP)")
+    left = RankReport(2, state=LEFT, what="its script has ended")
+    lines = explain([waits(0), left, silent], 5).splitlines()
+    assert [line.split()[1] for line in lines[1:4]] == ["3", "2", "0"]
+
+
+def test_a_report_survives_the_store() -> None:
+    report = RankReport(1, "h", 2, RAISED, stack=("a", "b"), calls=("c",), numbers={"default": 4}, error="E", trace="t")
+    assert RankReport.from_text(report.to_text()) == report
+
+
+def test_many_different_ranks_do_not_fill_the_screen() -> None:
+    reports = [RankReport(rank, state=RUNS, line=f"a.py:{rank}") for rank in range(500)]
+    assert len(explain(reports, 5).splitlines()) < 60
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
+def test_a_limit_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(DeepSpeedConfigError, match=VARIABLE):
+        timeout_of(None)
+
+
+def test_the_launchers_word_counts_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "7.5")
+    assert timeout_of(30.0) == 7.5
+    monkeypatch.delenv(VARIABLE)
+    assert (timeout_of(30.0), timeout_of(None)) == (30.0, None)
