@@ -48,7 +48,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads, residual_std = config.heads, 0.02 / (2 * config.layers) ** 0.5
+        self.head_width, residual_std = config.width // config.heads, 0.02 / (2 * config.layers) ** 0.5
         self.norm_attention, self.norm_mlp = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.qkv, self.project = (
             Linear(config.width, 3 * config.width),
@@ -62,7 +62,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> [batch, time, width]."""
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # of a tensor-parallel rank: its heads alone
             for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
         )
         x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))

@@ -27,6 +27,12 @@ import deepspeed
 import deepspeed.comm as dist
 
 PROMPT = "def "
+# The first curve is drawn thin; those over it so that it, and an equal one, can be seen through them.
+STYLES = (
+    {"linewidth": 1},
+    {"marker": "o", "markerfacecolor": "none"},
+    {"linestyle": "--", "linewidth": 3, "alpha": 0.6},
+)
 
 
 class Corpus:
@@ -133,6 +139,13 @@ def write_results(history: History, text: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"loss_{history.config}.json").write_text(json.dumps(asdict(history)) + "\n")
     (out / f"sample_{history.config}.txt").write_text(text + "\n")
+    title = f"{history.config}, {history.world_size} rank(s), {history.parameters:,} parameters"
+    training = list(enumerate(history.train, 1))
+    plot({"training": training, "held out": history.validation}, title, out / f"loss_{history.config}.png")
+
+
+def plot(curves: dict[str, list[tuple[int, float]]], title: str, path: Path) -> None:
+    """Curves of (step, loss) into one picture, where matplotlib is installed."""
     try:
         import matplotlib  # a plot is the only thing that needs it, and only on one rank
     except ImportError as error:
@@ -142,16 +155,12 @@ def write_results(history: History, text: str, out: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(range(1, len(history.train) + 1), history.train, linewidth=1, label="training")
-    axes.plot(*zip(*history.validation, strict=True), marker="o", label="held out")
-    axes.set(
-        xlabel="step",
-        ylabel="nats per byte",
-        title=f"{history.config}, {history.world_size} rank(s), {history.parameters:,} parameters",
-    )
+    for (label, points), style in zip(curves.items(), STYLES, strict=False):
+        axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(xlabel="step", ylabel="nats per byte", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out / f"loss_{history.config}.png", dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
 
 

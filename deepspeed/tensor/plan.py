@@ -103,9 +103,10 @@ class TensorPlan:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A layer that multiplies by one matrix: torch's, or transformers' Conv1D."""
+    """A layer that multiplies by one matrix: torch's, also one drawn in another way, or transformers' Conv1D."""
     named = (isinstance(module, nn.Linear), type(module).__name__) == (True, "FalconLinear")
-    return type(module) is nn.Linear or named or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    plain = type(module).forward is nn.Linear.forward and "weight" in module._parameters
+    return plain or named or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
@@ -377,7 +378,8 @@ class Planner:
                 )
             return
         words = _features(self.linears[heads[0]])[1]
-        inside = [path for path, m in self.modules.items() if type(m) is nn.Embedding and m.num_embeddings == words]
+        tables = [(path, m) for path, m in self.modules.items() if type(m).forward is nn.Embedding.forward]
+        inside = [path for path, m in tables if m.num_embeddings == words]
         rows = [path for path in inside if path.rpartition(".")[2] in _EMBEDDINGS] or inside[:1]
         tied = [path for path in inside if self.modules[path].weight is self.modules[heads[0]].weight]
         plain = all(self._is_plain(path) for path in rows)
