@@ -30,6 +30,7 @@ BEGIN, END = "<!-- train:begin -->", "<!-- train:end -->"
 DEFAULT_PEERS = {
     "134m": ["ours:3", "fsdp2", "reference:3"],
     "33.7m": ["ours:1", "reference:1", "ours:2", "reference:2", "ours:3", "reference:3", "fsdp2", "ddp"],
+    "10m": ["ours:1:pp2", "reference:1:pp2", "ours:3:tp2", "fsdp2:3:tp2"],
     "tiny": ["ours:3", "fsdp2", "ddp", "reference:3"],
 }
 MIB = 2**20
@@ -115,6 +116,8 @@ TARGETS = [
     Target("134m", "ours:3:compiled", "fsdp2:3:compiled_model", "step_s", 1.0),
     Target("33.7m", "ours:3:compiled", "fsdp2:3:compiled", "step_s", 1.0),
     Target("33.7m", "ours:3:compiled", "fsdp2:3:compiled_model", "step_s", 1.0),
+    Target("10m", "ours:1:pp2", "reference:1:pp2", "step_s", 0.9),
+    Target("10m", "ours:3:tp2", "fsdp2:3:tp2", "step_s", 1.0),
     Target("134m", "ours:3:nvme", "reference:3:nvme", "step_s", 0.5),
 ]
 
@@ -259,7 +262,8 @@ def machine(args: argparse.Namespace) -> str:
         f"{os.cpu_count()} cores, load average "
         f"{args.load:.2f} at the start; torch {torch.__version__}, Python {platform.python_version()}; "
         f"{args.ranks} ranks, gloo, "
-        f"{args.threads} thread(s) per rank, bf16 + AdamW. {args.rounds} alternating rounds of {args.steps} "
+        f"{args.threads} thread(s) per rank, AdamW, bf16 (pp2 and tp2: fp32). "
+        f"{args.rounds} alternating rounds of {args.steps} "
         "timed steps "
         f"after {args.warmup} warm-up steps in a fresh process group; medians of all timed steps, the larger "
         "rank's peak resident memory."

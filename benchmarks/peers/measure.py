@@ -16,7 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models import WORKLOADS, Workload, make_batch
+from models import CUTS, WORKLOADS, Cut, Workload, make_batch
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Inputs and targets -> the loss; runs forward, backward and the optimizer."""
@@ -40,13 +40,14 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, world, workload = dist.get_rank(), dist.get_world_size(), WORKLOADS[args.model]
+    cut = CUTS.get(args.variant, Cut())
     base = memory_mib("VmRSS")
     started = time.perf_counter()
     step = build(args, workload)
     setup_seconds, built = time.perf_counter() - started, memory_mib("VmHWM")
     seconds, losses = [], []
     for index in range(args.warmup + args.steps):
-        inputs, targets = make_batch(workload, rank, index)
+        inputs, targets = make_batch(workload, cut.data_rank(rank, world), index)
         dist.barrier()
         started = time.perf_counter()
         loss = step(inputs, targets)
@@ -68,7 +69,7 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
             "framework": framework,
             "torch": torch.__version__,
             "world": world,
-            "tokens_per_step": workload.tokens * world,
+            "tokens_per_step": workload.tokens * cut.data_ways(world),
             "setup_s": round(setup_seconds, 3),
             "step_s": [round(value, 4) for value in seconds[args.warmup :]],
             "warmup_s": [round(value, 4) for value in seconds[: args.warmup]],
