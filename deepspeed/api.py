@@ -143,6 +143,14 @@ def _ways(model: nn.Module, mpu: Any, mesh_param: Any) -> Ways:
     return ways_of_mpu(mpu, get_accelerator().communication_backend_name())
 
 
+def _log_notes(cfg: DeepSpeedConfig) -> None:
+    if notes := inert_notes(cfg):
+        log_dist("configuration keys without effect here: " + "; ".join(notes))
+    if (size := cfg.vocabulary_size) is not None and size % 8:
+        text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
+        log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
+
+
 def _assemble(
     model: nn.Module, source: Any, lasting: ExitStack, *, ways: Ways, optimizer: OptimizerLike | None, parameters: Any
 ) -> DeepSpeedEngine:
@@ -153,11 +161,7 @@ def _assemble(
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)
     lasting.callback(monitor.close)
-    if notes := inert_notes(cfg):
-        log_dist("configuration keys without effect here: " + "; ".join(notes))
-    if (size := cfg.vocabulary_size) is not None and size % 8:
-        text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
-        log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
+    _log_notes(cfg)
     if isinstance(model, PipelineModule):
         follow_config(model, cfg, fixed=parameters is not None or isinstance(optimizer, torch.optim.Optimizer))
     elif "schedule" in cfg.pipeline.model_fields_set or "chunks_per_stage" in cfg.pipeline.model_fields_set:

@@ -254,7 +254,7 @@ class Words(nn.Module):
         return self.embed_tokens(ids)
 
 
-class FeedForward(nn.Module):
+class ResidualFeedForward(nn.Module):
     """A residual two-layer perceptron of an uneven width."""
 
     def __init__(self, seed: int) -> None:
@@ -267,7 +267,7 @@ class FeedForward(nn.Module):
         return x + self.down_proj(F.gelu(self.up_proj(self.norm(x))))
 
 
-class Attention(nn.Module):
+class ResidualAttention(nn.Module):
     """Residual causal attention with HEADS heads, of keys and values KEY_HEADS."""
 
     def __init__(self, seed: int) -> None:
@@ -302,8 +302,8 @@ class Scores(nn.Module):
 
 def decoder_layers(blocks: int = 4) -> list[LayerSpec]:
     """Embedding, blocks of attention and perceptron in turn between two uses of one perceptron, output head."""
-    inside = [LayerSpec((Attention, FeedForward)[i % 2], 10 + i) for i in range(blocks)]
-    shared = TiedLayerSpec("shared", FeedForward, 2, tied_weight_attr="up_proj.weight")
+    inside = [LayerSpec((ResidualAttention, ResidualFeedForward)[i % 2], 10 + i) for i in range(blocks)]
+    shared = TiedLayerSpec("shared", ResidualFeedForward, 2, tied_weight_attr="up_proj.weight")
     return [LayerSpec(Words, 1), shared, *inside, shared, LayerSpec(Scores, 3)]
 
 

@@ -60,9 +60,9 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the client has compiled the module: a copy of it, its call, or its forward."""
-    own = vars(module)
-    forward = own.get("forward")
-    whole = "_orig_mod" in module._modules or own.get("_compiled_call_impl") is not None
+    attributes = vars(module)
+    forward = attributes.get("forward")
+    whole = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
     return whole or (forward is not None and hasattr(forward, "_torchdynamo_orig_callable"))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.verify.cli import main
 from deepspeed.verify.common import Printout
-from deepspeed.verify.models import Attention, FeedForward
+from deepspeed.verify.models import ResidualAttention, ResidualFeedForward
 from deepspeed.verify.reference import train_reference
 from deepspeed.verify.schedule import usual_chunks
 from deepspeed.verify.three_axes import (
@@ -123,7 +123,7 @@ class Vectors(nn.Module):
 
 def build() -> Any:
     """A user's list of layers, with dropout."""
-    layers = [Vectors(), Attention(1), nn.Dropout(0.5), FeedForward(2), nn.Linear(16, 13, bias=False)]
+    layers = [Vectors(), ResidualAttention(1), nn.Dropout(0.5), ResidualFeedForward(2), nn.Linear(16, 13, bias=False)]
     return nn.Sequential(*layers), lambda *place: torch.arange(8).view(2, 4).add(sum(place)) % 13
 
 
