@@ -95,6 +95,7 @@ def initialize(
         raise
     finally:
         restore_init_context(suspended)
+    follow(engine)
     report_start(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -206,7 +207,6 @@ def _assemble(
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
-    follow(engine)
     return engine
 
 
