@@ -7,7 +7,7 @@ from inspect import Parameter, Signature
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.native.spec import OpSpec
@@ -61,8 +61,8 @@ class GroupStep(torch.optim.Optimizer):
     _on_host: Callable[[Tensors, Group, Group, torch.Tensor | None], None]
     _update: Callable[[torch.Tensor, torch.Tensor, Group, Group], None]
     heeds_skip = False  # whether ``_on_cuda`` leaves everything as it is where ``self._skip`` is not 0
-    # where the rounded parameters of one step go, and those that went there
-    _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor]] | None = None
+    # where the rounded parameters of one step go, those that went there, and what gradients are to be multiplied by
+    _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor], Mapping[torch.Tensor, float]] | None = None
     _skip: torch.Tensor | None = None  # a number on the device: where it is not 0 the step changes nothing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -137,7 +137,7 @@ class GroupStep(torch.optim.Optimizer):
         if ours:
             rest = [row for row in rest if not self._host_update(*row, group)]
         if rest:
-            self._update_rest(rest, group)
+            self._update_rest([(p, self._scaled(p, grad), state) for p, grad, state in rest], group)
 
     def _update_rest(self, rows: list[_Row], group: Group) -> None:
         for row in rows:
@@ -171,24 +171,48 @@ class GroupStep(torch.optim.Optimizer):
         self._on_host(tensors, state, group, self._output_of(param))
         return True
 
+    def _scale_of(self, param: torch.Tensor) -> float:
+        """What the gradient of ``param`` is still to be multiplied by."""
+        return 1.0 if self._outputs is None else self._outputs[2].get(param, 1.0)
+
+    def _scaled(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if self._outputs is None or param not in self._outputs[2]:
+            return grad
+        grad = grad.to(param.dtype)
+        return grad if (scale := self._scale_of(param)) == 1.0 else grad.mul_(scale)
+
+    def undisturbed(self) -> bool:
+        """Whether no code of the user's runs in a step, or can tell whether it is one call or several."""
+        hooks = vars(self).get("_optimizer_step_pre_hooks") or _global_optimizer_pre_hooks
+        return not hooks and self._ends_with_the_kernels()
+
+    def scales_on_host(self) -> bool:
+        """Whether host kernels multiply gradients, in any of their dtypes, by ``scales`` of ``writing_outputs``."""
+        return self.host_op is not None and host.usable(self.host_op) and self.undisturbed()
+
     def skips_alone(self) -> bool:
         """Whether a step can be left out by the device (``skip`` of ``writing_outputs``), and nobody notices."""
         return self.heeds_skip and self._ends_with_the_kernels()
 
     @contextlib.contextmanager
     def writing_outputs(
-        self, outputs: Mapping[torch.Tensor, torch.Tensor], *, skip: torch.Tensor | None = None
+        self,
+        outputs: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        skip: torch.Tensor | None = None,
+        scales: Mapping[torch.Tensor, float] | None = None,
     ) -> Iterator[Collection[torch.Tensor]]:
         """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
         output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
         Gives the parameters whose output has the new value after the step: none where the user's code may run behind
         the kernels. ``skip``, one fp32 number on the device: where it is not 0 the step changes nothing, and
-        outputs, which must have held the old values, still do.
+        outputs, which must have held the old values, still do. ``scales``: what the gradients of some parameters in
+        host memory, which may be of 16 bits then, are multiplied by.
         """
         written: set[torch.Tensor] = set()
         pairs = outputs.items() if self._ends_with_the_kernels() else ()
         alike = {p: o for p, o in pairs if o.numel() == p.numel() and o.device == p.device and host.fits(o)}
-        self._outputs = (alike, written)  # no dict: tiled steps copy what dicts among attributes hold
+        self._outputs = (alike, written, scales or {})  # no dict: tiled steps copy what dicts among attributes hold
         self._skip = skip
         try:
             yield written
@@ -213,7 +237,7 @@ class GroupStep(torch.optim.Optimizer):
 
     def _output_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Where the kernel that is called next puts the rounded ``param``, which counts as written from here on."""
-        wanted, written = self._outputs or ({}, set())
+        wanted, written, _ = self._outputs or ({}, set(), {})
         if (out := wanted.get(param)) is not None:
             written.add(param)
         return out

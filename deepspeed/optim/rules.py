@@ -101,7 +101,8 @@ class AdamBase(GroupStep, torch.optim.Adam):
         return True
 
     def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
-        host.adam_step(*tensors, step=int(state["step"]), **_numbers(group), out=out)
+        scale = self._scale_of(tensors[0])
+        host.adam_step(*tensors, step=int(state["step"]), **_numbers(group), grad_scale=scale, out=out)
 
     def _update_rest(self, rows: list[tuple[torch.Tensor, torch.Tensor, Group]], group: Group) -> None:
         if not group["bias_correction"] or any(p.dtype != state["exp_avg"].dtype for p, _, state in rows):
@@ -137,8 +138,8 @@ class Adagrad(GroupStep):
         return float(group["lr"]) / (1 + (float(state["step"]) - 1) * float(group["lr_decay"]))
 
     def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
-        rate, decay = self._rate(state, group), group["weight_decay"]
-        host.adagrad_step(*tensors, rate=rate, eps=group["eps"], weight_decay=decay, out=out)
+        settings = {"rate": self._rate(state, group), "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        host.adagrad_step(*tensors, **settings, grad_scale=self._scale_of(tensors[0]), out=out)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
         state["step"] += 1
@@ -167,7 +168,8 @@ class Lion(GroupStep):
         return True
 
     def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
-        host.lion_step(*tensors, **{name: group[name] for name in Lion.keywords}, out=out)
+        settings = {name: group[name] for name in Lion.keywords}
+        host.lion_step(*tensors, **settings, grad_scale=self._scale_of(tensors[0]), out=out)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
         moment, (beta1, beta2), lr = state["exp_avg"], group["betas"], group["lr"]

@@ -19,7 +19,7 @@ class TierStore:
     on_drive = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = self._memory = tensor
 
     def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
         """Store ``values`` (any device, any floating dtype) at element ``start``. With ``lent`` they stay untouched
@@ -44,7 +44,22 @@ class TierStore:
 
     def drop(self) -> None:
         """The values are not needed any more; the space is."""
-        self.tensor = self.tensor[:0].clone()
+        self.tensor = self._memory = self.tensor[:0].clone()
+
+    def hold_as(self, dtype: torch.dtype) -> None:
+        """Hold so many elements of ``dtype``, in the first bytes of memory that was made for no narrower ones. Values
+        are lost.
+        """
+        if self.tensor.dtype is not dtype:
+            self.tensor = self._memory.view(dtype)[: self._memory.numel()]
+
+    def spare(self, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+        """Room for as many elements of ``dtype`` at the end of memory that ``hold_as`` has left, or without ``keep`` of
+        all of it; None where it is not enough.
+        """
+        whole, nbytes = self._memory.view(torch.uint8), self.tensor.numel() * dtype.itemsize
+        fits = nbytes + (self.tensor.nbytes if keep else 0) <= whole.numel()
+        return whole[whole.numel() - nbytes :].view(dtype) if fits else None
 
     def read_ahead(self) -> bool:
         """Start fetching for a later ``get`` of everything; False when there is nothing to start, or no room."""
@@ -57,8 +72,8 @@ class TierStore:
 Memory = TierStore  # where it has to be that one
 
 
-class _ToHost(Transfer):
-    """A copy into page-locked memory: the program waits before it looks."""
+class Landing(Transfer):
+    """The copies of the current stream so far, into or out of page-locked memory: the program waits for them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._event = nbytes, get_accelerator().Event()
@@ -85,7 +100,7 @@ def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
         if cast:
             piece = piece.to(out.dtype) if down else piece.to(out.device)
         out[lo : lo + each].copy_(piece, non_blocking=beside)
-    return _ToHost(out.nbytes) if beside else ARRIVED
+    return Landing(out.nbytes) if beside else ARRIVED
 
 
 def nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

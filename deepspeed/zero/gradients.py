@@ -22,11 +22,16 @@ from deepspeed.zero.unit import Unit
 
 
 class _Target(NamedTuple):
-    """Where a reduction puts its result; ``filled``: it is added to what is there; ``buffer``: to be given back."""
+    """Where a reduction puts its result; ``filled``: it is added to what is there; ``buffer``: to be given back.
+
+    ``rests``: there it stays; else it goes to the rest gradient. ``ready``: what it is added to has come.
+    """
 
     memory: torch.Tensor
     filled: bool
     buffer: torch.Tensor | None = None
+    rests: bool = False
+    ready: Transfer = ARRIVED
 
 
 class Gradients:
@@ -36,6 +41,7 @@ class Gradients:
         self._units = units
         axes = max((len(unit.mesh.groups) for unit in units), default=0)
         self._streams = [collectives.SideStream(device) for _ in range(axes)]
+        self._out, self._back = collectives.SideStream(device), collectives.SideStream(device)  # of host memory
         self._accum = accum
         self._in_flight = InFlight.REDUCTIONS if plan.overlap else 1
         self._watch = plan.watch
@@ -103,49 +109,79 @@ class Gradients:
             self._probes += _probes(unit, partial)
         while len(self._flying) >= self._in_flight:
             self._land()
-        target = self._rest(unit)
-        transfer = reduce_over_axes(unit, partial, target.memory, self._streams, accumulate=target.filled)
-        self._flying.append((unit, transfer, target))
+        target = self._rest(unit, contribution=partial.dtype)
+        ways, add = self._streams, target.filled
+        transfer = reduce_over_axes(unit, partial, target.memory, ways, accumulate=add, after=target.ready)
+        self._send(unit, transfer, target)
         unit.move_grad(GradState.REDUCED)
         if self._in_flight == 1:
             self._land()
 
-    def _rest(self, unit: Unit) -> _Target:
-        """Device memory for the rest gradient: what rests elsewhere comes, is added to, and goes back when landed."""
-        store = unit.open_grad(self._accum_dtype(unit))
-        filled = unit.fill_grad()
-        if not store.on_drive and store.tensor.device == unit.device:
-            return _Target(store.tensor, filled)
+    def _rest(self, unit: Unit, *, contribution: torch.dtype | None = None) -> _Target:
+        """Device memory for the rest gradient: what rests elsewhere comes, is added to, and goes back.
+
+        In host memory the only ``contribution`` of a window keeps its dtype, which holds the sum over ranks as it is.
+        """
+        numel, dtype = unit.open_grad(self._accum_dtype(unit)).tensor.numel(), self._accum_dtype(unit)
+        store, filled = unit.rest[StateKind.GRAD], unit.fill_grad()
+        if not unit.grad_away:
+            return _Target(store.tensor, filled, rests=True)
         if filled and any(flying is unit for flying, _, _ in self._flying):
-            self.land_all()  # what it must be added to is still on its way there
-        numel, dtype = store.tensor.numel(), store.tensor.dtype
+            self._land_all()  # what it must be added to is still on its way there
+        # The receivers of gloo add in the dtype of what rests.
+        exact = self.final and not filled and all(a.size == 1 or a.backend != "gloo" for a in unit.mesh.groups)
+        if contribution is not None and exact and torch.promote_types(contribution, dtype) is dtype:
+            dtype = dtype if store.on_drive else contribution
         if isinstance(store, Stored) and unit.device.type == "cpu":
             buffer = store.staging.take(numel * dtype.itemsize)
             target = _Target(buffer[: numel * dtype.itemsize].view(dtype), filled, buffer)
         else:
             target = _Target(torch.empty(numel, dtype=dtype, device=unit.device), filled)
+        if store.on_drive:
+            if filled:
+                store.get(target.memory).wait()
+            return target
         if filled:
-            store.get(target.memory).wait()
+            target = target._replace(ready=self._back.run(functools.partial(store.get, target.memory)))
+        store.hold_as(dtype)
         return target
+
+    def _send(self, unit: Unit, transfer: Transfer, target: _Target) -> None:
+        """A reduction is under way. Into host memory its result follows on a stream of its own, beside the backward."""
+
+        def leave() -> Transfer:
+            transfer.wait()
+            unit.send_gradient(target.memory)
+            return ARRIVED
+
+        beside = not target.rests and not unit.on_drive(StateKind.GRAD)
+        self._flying.append((unit, self._out.run(leave) if beside else transfer, target))
 
     def _land(self) -> None:
         unit, transfer, target = self._flying.pop(0)
         transfer.wait()
         store = unit.rest[StateKind.GRAD]
-        unit.note_gradient(target.memory)
-        if target.memory is store.tensor:
+        if target.rests or not isinstance(store, Stored):
             return
+        unit.note_gradient(target.memory)
         # only a staging buffer stays untouched until it is given back, after the write
         written = store.put(target.memory, lent=target.buffer is not None)
-        if target.buffer is not None and isinstance(store, Stored):
+        if target.buffer is not None:
             store.staging.give(target.buffer, after=written)
         else:
-            written.wait()  # the host reads it next
+            written.wait()
 
-    def land_all(self) -> None:
-        """Wait for every reduction in flight."""
+    def _land_all(self) -> None:
         while self._flying:
             self._land()
+
+    def land_all(self) -> None:
+        """Wait for every reduction in flight, and until the program may read and write all of it, in its dtype."""
+        self._land_all()
+        for unit in self._units:
+            unit.landed.wait()
+            if unit.grad_away and not unit.on_drive(StateKind.GRAD):
+                unit.widen_gradient(self._accum_dtype(unit))
 
     def pending(self) -> tuple[int, ...]:
         """Units with local contributions that no reduction has taken yet."""
@@ -198,8 +234,11 @@ class Gradients:
                 unit.grad.div_(unit.facts.after)
 
     def collapse(self) -> list[Unit]:
-        """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros."""
-        self.land_all()
+        """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros.
+
+        Those in host memory may still be on their way there: see ``Unit.landed``.
+        """
+        self._land_all()
         ready = [unit for unit in self._units if unit.trainable]
         for unit in ready:
             if not unit.grad_filled:
@@ -210,8 +249,8 @@ class Gradients:
     def _zero(self, unit: Unit) -> None:
         target = self._rest(unit)
         target.memory.zero_()
-        self._flying.append((unit, ARRIVED, target))
-        self._land()
+        self._send(unit, ARRIVED, target)
+        self._land_all()
 
     def refill(self, unit: Unit) -> None:
         """Give the unit a reduced gradient of zeros, whose values a checkpoint has."""
@@ -222,7 +261,7 @@ class Gradients:
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient but keep the rest gradients' buffers. ``collected``: none waits in a parameter."""
         self.withdraw()
-        self.land_all()
+        self._land_all()
         self._probes.clear()
         for unit in self._units:
             for position in written_gradients(unit.params) if unit.trainable and not collected else ():
@@ -274,15 +313,16 @@ def reduce_over_axes(
     streams: list[collectives.SideStream],
     *,
     accumulate: bool,
+    after: Transfer = ARRIVED,
 ) -> Transfer:
-    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce.
+    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce; ``after`` that.
 
     Each axis has its stream, so that the next unit's sum over the inner axis does not wait for this one's over the
     outer, whose links are slower; the dtype of ``partial`` travels on all of them.
     """
     assert unit.plan.grad is not None
     ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, streams[: len(unit.mesh.groups)], strict=True))
-    transfer, piece = ARRIVED, partial
+    transfer, piece = after, partial
     for position, (way, group, stream) in enumerate(ways, 1):
         last, numel = position == len(ways), piece.numel() // (group.size if way is Spread.SHARDED else 1)
         # The receivers of gloo add in the dtype that they are given; others in that of the wire.

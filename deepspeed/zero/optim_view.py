@@ -49,22 +49,33 @@ class OptimView:
         return self.unit.on_drive(StateKind.OPTIM)
 
     def output(self) -> torch.Tensor | None:
-        """The part of PARAM at rest that the optimizer may round this view's weights into; None: rounded afterwards."""
+        """The part of PARAM at rest, or on its way there, that the optimizer may round this view's weights into; None:
+        rounded afterwards.
+        """
         unit, resting = self.unit, self.unit.shard
-        elsewhere = unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device
-        return None if elsewhere else unit.within(StateKind.PARAM, resting, self.start, self.stop)
+        if unit.master_is_param or unit.on_drive(StateKind.PARAM):
+            return None
+        if resting.device == self.param.device:
+            return unit.within(StateKind.PARAM, resting, self.start, self.stop)
+        box = unit.outbox(spent=False)
+        return None if box is None else unit.within(StateKind.OPTIM, box, self.start, self.stop)
 
-    def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
+    def gradient(self, factor: float, *, source: torch.Tensor | None = None, plain: bool = False) -> torch.Tensor:
         """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
 
         A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype
         the rest gradient itself is multiplied. ``source`` is that part where the gradient does not rest in memory.
+        ``plain``: as it is, for who multiplies it.
         """
         if source is None:
             assert self.unit.grad is not None
+            self.unit.landed.wait()
             source = self.unit.within(StateKind.GRAD, self.unit.grad, self.start, self.stop)
+        piece = source.view(self.param.shape)
+        if plain:
+            return piece
         factor *= self.unit.facts.after
-        piece = source.view(self.param.shape).to(self.param.dtype)
+        piece = piece.to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
 
     def frozen_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -160,14 +171,20 @@ def run_step(
     frozen = {unit for unit in {v.unit for v in views} if not all(p.requires_grad for p in unit.params)}
     writable = [v for v in views if v.unit not in frozen] if writing is not None else []
     outputs = {v.param: out for v in writable if (out := v.output()) is not None}
+    scales = {v.param: factor * v.unit.facts.after for v in views if writing and v.param.device.type == "cpu"}
+    if scales and not optimizer.scales_on_host():  # type: ignore[attr-defined]
+        scales = {}
     still: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for view in views:
-            view.param.grad = view.gradient(factor, source=source)
+            grad = view.gradient(factor, source=source, plain=view.param in scales)
+            if grad.dtype is not view.param.dtype:
+                view.param.grad_dtype = None  # any
+            view.param.grad = grad
             still += view.frozen_parts() if view.unit in frozen else []
         asked: Any = contextlib.nullcontext(())
-        if writing is not None and (outputs or skip is not None):
-            asked = writing(optimizer, outputs, skip=skip)
+        if writing is not None and (outputs or scales or skip is not None):
+            asked = writing(optimizer, outputs, skip=skip, scales=scales)
         with asked as written:
             step()
     finally:

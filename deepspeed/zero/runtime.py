@@ -9,7 +9,7 @@ import functools
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
-from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.failures import Aftermath, RankState, break_off_all, doubt, error_of, patience
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.partition import GradState, UnitState
-from deepspeed.zero.plan import InFlight, Spread, StateKind, ZeroPlan
+from deepspeed.zero.plan import InFlight, StateKind, ZeroPlan
+from deepspeed.zero.publish import Publication
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
 
@@ -35,13 +35,13 @@ _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message be
 
 
 class Runtime:
-    """Owns schedule, agreement and gradients of one engine's units, and the stream that gathers travel on."""
+    """Owns schedule, agreement and gradients of one engine's units, and the streams that weights travel on."""
 
     def __init__(
         self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, accum: torch.dtype, device: torch.device
     ) -> None:
         self.units, self.plan, self.mesh, self.device = units, plan, mesh, device
-        self._stream = collectives.SideStream(device)
+        self._stream, self._up = collectives.SideStream(device), collectives.SideStream(device)
         self.schedule = Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
         words: dict[str, Any] = {"where": self._where, "title": mesh.title, "doubt": functools.partial(doubt, mesh)}
@@ -423,51 +423,15 @@ class Runtime:
             self._pay(after=error)
             return [unit for unit in self.units if unit.trainable], error
 
-    def publish(self, units: list[Unit], written: Mapping[Unit, Sequence[tuple[int, int]]] | None = None) -> None:
-        """After an update: bring PARAM of ``units`` in line with OPTIM, but for flat ranges ``written`` already."""
+    def publication(self, units: list[Unit]) -> Publication:
+        """PARAM of ``units`` follows OPTIM, which changes."""
         self._trim()
         self._discard_idle(units)
-        for unit in units:
-            unit.new_version()
-        masters = [unit for unit in units if unit.master is not None]
-        for transfer in [self._publish_one(unit, (written or {}).get(unit, ())) for unit in masters]:
-            transfer.wait()
-        for unit in units:
-            if unit.movable and unit.state is UnitState.READY:  # a context of the user's has it: show the new values
-                self._stream.run(unit.start_gather).wait()
-                unit.new_version(shown=True)
+        return Publication(units, up=self._up, gathers=self._stream)
 
-    def _publish_one(self, unit: Unit, written: Sequence[tuple[int, int]]) -> Transfer:
-        """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
-        assert unit.master is not None and unit.plan.optim is not None
-        start, stop = unit.range_of(StateKind.OPTIM)
-        base, _ = unit.range_of(StateKind.PARAM)
-        axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
-        replicated = [group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED]
-        wider = [group for group in replicated if group.size > 1]
-        away = unit.on_drive(StateKind.PARAM)
-        if away and not wider:
-            return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
-        transfer: Transfer = ARRIVED
-        with unit.values(StateKind.PARAM, write=True) as resting:
-            piece = resting[start - base : stop - base]
-            if not unit.tiled and piece.data_ptr() != unit.master.data_ptr():
-                transfer = unit.publish_rest(piece, written)
-            for group in wider:
-                numel = piece.numel() * group.size
-                wide_start = (start - base) // numel * numel
-                whole = resting[wide_start : wide_start + numel]
-                if whole.device == unit.device:
-                    transfer.wait()
-                    transfer = collectives.all_gather(whole, piece, group)
-                else:  # host memory travels through the device, which the group's backend knows
-                    gathered = torch.empty_like(whole, device=unit.device)
-                    collectives.all_gather(gathered, piece.to(unit.device), group).wait()
-                    whole.copy_(gathered)
-                piece = whole
-            if away:
-                transfer.wait()
-        return transfer
+    def publish(self, units: list[Unit]) -> None:
+        """After a change: bring PARAM of ``units`` in line with OPTIM. Collective."""
+        self.publication(units).finish()
 
     def reset(self, *, keep_gradients: bool = False) -> None:
         """After an error: wait for work in flight, release units, drop gradients (I8). Local; ``fail`` tells others.

@@ -7,8 +7,11 @@ gradients are not finite by themselves.
 """
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,8 +20,9 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.failures import error_of
-from deepspeed.zero.optim_view import OptimView, run_step
+from deepspeed.zero.optim_view import OptimTiles, OptimView, Turns, run_step
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.publish import Publication
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
@@ -114,10 +118,7 @@ def take_step(
             except Exception as error:  # no page-locked memory, say; the others go on
                 failure = failure or error
     runtime.before_update()
-    ranges: dict[Unit, list[tuple[int, int]]] = {}
-    for view in _update(runtime, views, units, factor, failure=failure, skip=skip):
-        ranges.setdefault(view.unit, []).append((view.start, view.stop))
-    runtime.publish(units, ranges)
+    _update(runtime, views, units, factor, failure=failure, skip=skip)
     runtime.gradients.clear(collected=True)
     return result
 
@@ -138,29 +139,55 @@ def _update(
     *,
     failure: Exception | None,
     skip: torch.Tensor | None,
-) -> list[OptimView]:
-    """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
+) -> None:
+    """The optimizer's rule over everything: over what is in memory, then tile by tile over what is on a drive; and the
+    publication of PARAM.
 
-    Nothing changes where ``skip``, a number on the device, is not 0.
-    Returns the views in memory whose PARAM at rest the optimizer has written in the same pass. Where it fails, or with
-    a ``failure`` from before, the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.
+    Nothing changes where ``skip``, a number on the device, is not 0. Where it fails, or with a ``failure`` from before,
+    the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.
     """
-    optimizer, tiles = runtime.optimizer, runtime.tiles
-    assert optimizer is not None
-    if tiles is None:
+    if runtime.tiles is None:
+        publication = runtime.publication(units)
         try:
             if failure is not None:
                 raise failure
-            if skip is not None and not optimizer.skips_alone():  # type: ignore[attr-defined]  # a hook of the user's
-                if skip.item():
-                    return []
-                skip = None
-            return run_step(optimizer, views, optimizer.step, factor, skip=skip)
+            _update_in_memory(runtime.optimizer, views, publication, factor, skip)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True
             with contextlib.suppress(Exception):
-                runtime.publish(units)
+                publication.finish()
             raise
+        publication.finish()
+    else:
+        written = _update_tiles(runtime, runtime.tiles, views, factor, failure)
+        runtime.publication(units).finish(written)
+
+
+def _update_in_memory(
+    optimizer: Any, views: list[OptimView], publication: Publication, factor: float, skip: torch.Tensor | None
+) -> None:
+    """At once; but what rests on the host, and this package's kernels update, unit by unit in the order of the forward:
+    what is new travels, to the device and to other ranks, beside the update of the next.
+    """
+    if skip is not None and not optimizer.skips_alone():  # a hook of the user's
+        if skip.item():
+            return
+        skip = None
+    homes = [view.unit if view.unit.plan.of(StateKind.OPTIM).away else None for view in views]
+    if not any(homes) or not getattr(type(optimizer), "undisturbed", lambda _: False)(optimizer):
+        publication.finish(run_step(optimizer, views, optimizer.step, factor, skip=skip))
+        return
+    turns = Turns(optimizer)
+    for unit, group in itertools.groupby(zip(homes, views, strict=True), lambda pair: pair[0]):
+        those = [view for _, view in group]
+        written = run_step(optimizer, those, functools.partial(turns.take, those), factor)
+        publication.through(unit, written)
+    publication.finish(())
+
+
+def _update_tiles(
+    runtime: Runtime, tiles: OptimTiles, views: list[OptimView], factor: float, failure: Exception | None
+) -> list[OptimView]:
     written: list[OptimView] = []
     try:
         written = tiles.step(views, factor) if failure is None else []

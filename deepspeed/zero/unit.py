@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
+from deepspeed.comm.collectives import SideStream
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
-from deepspeed.tier.store import Memory, TierStore, round_into
+from deepspeed.tier.store import Landing, Memory, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
@@ -59,8 +60,11 @@ class Unit:
         self.rest: dict[StateKind, TierStore] = {}
         self.views: list[Any] = []  # the OptimViews of it
         self.tiers: Tiers | None = None
-        # Sum of the squares of a rest gradient that is on the drive.
+        # Sum of the squares of a rest gradient that is not on the device.
         self.grad_square: torch.Tensor | None = None
+        # The last copy between host memory of GRAD or OPTIM and the device: the program waits for it before it reads
+        # what comes down, and before it writes.
+        self.landed = ARRIVED
         self.master_is_param = False
         # The update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing.
         self.tiled = False
@@ -157,6 +161,11 @@ class Unit:
         store = self.rest.get(StateKind.GRAD)
         return None if store is None else store.tensor
 
+    @property
+    def grad_away(self) -> bool:
+        """Whether the rest gradient is not on the device."""
+        return self.on_drive(StateKind.GRAD) or (self.grad is not None and self.grad.device != self.device)
+
     def on_drive(self, kind: StateKind) -> bool:
         """Whether that state rests on a drive."""
         return kind in self.rest and self.rest[kind].on_drive
@@ -170,6 +179,8 @@ class Unit:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
         if write and (keeper := self.keeper) is not None:
             keeper.before_update()
+        if kind is StateKind.GRAD or write:
+            self.landed.wait()
         return self.rest[kind].open(write=write)
 
     @property
@@ -230,9 +241,21 @@ class Unit:
                 )
 
     def note_gradient(self, grad: torch.Tensor) -> None:
-        """The rest gradient is now ``grad``; of one on a drive the norm is kept, so that it need not be read again."""
-        if self.on_drive(StateKind.GRAD):
+        """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""
+        if self.grad_away:
             self.grad_square = self._weighted_square(grad)
+
+    def send_gradient(self, grad: torch.Tensor) -> None:
+        """The rest gradient in host memory will be ``grad``, of the device, when ``landed``."""
+        self.note_gradient(grad)
+        self.landed = self.rest[StateKind.GRAD].put(grad)
+
+    def widen_gradient(self, dtype: torch.dtype) -> None:
+        """Let the rest gradient in host memory, which has landed, be of ``dtype``."""
+        if self.grad is not None and self.grad.dtype is not dtype:
+            values = self.grad.to(dtype)
+            self.rest[StateKind.GRAD].hold_as(dtype)
+            self.grad.copy_(values)
 
     def gradient_square(self) -> torch.Tensor:
         """This rank's part of the squared norm of the mean gradient; what several ranks hold counts once in all."""
@@ -240,7 +263,7 @@ class Unit:
         copies = 1
         for way, axis in zip(self.plan.grad.spread, self.mesh.groups, strict=True):
             copies *= axis.size if way is Spread.REPLICATED else 1
-        kept = self.grad_square if self.on_drive(StateKind.GRAD) else None
+        kept = self.grad_square if self.grad_away else None
         return (self._weighted_square(self.grad) if kept is None else kept) * self.facts.after**2 / copies
 
     def _weighted_square(self, grad: torch.Tensor) -> torch.Tensor:
@@ -447,16 +470,41 @@ class Unit:
         """Put ``values`` (any floating dtype; untouched until the end) into PARAM at rest from flat index ``start``."""
         return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
 
-    def publish_rest(self, piece: torch.Tensor, written: Iterable[tuple[int, int]]) -> Transfer:
-        """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges."""
+    def outbox(self, *, spent: bool) -> torch.Tensor | None:
+        """Host memory for PARAM over the range of OPTIM on its way to the device: of the rest gradient, which is needed
+        until it is ``spent``. None where there is no room, or no need, as nothing is rounded.
+        """
+        store, dtype = self.rest.get(StateKind.GRAD), self.shard.dtype
+        if self.master is None or self.master.dtype is dtype or store is None or store.on_drive or not self.grad_away:
+            return None
+        self.landed.wait()
+        return store.spare(dtype, keep=not spent)
+
+    def publish_rest(
+        self, piece: torch.Tensor, written: Iterable[tuple[int, int]], *, up: SideStream, spent: bool
+    ) -> Transfer:
+        """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges. Once the
+        gradient is ``spent``, what goes from host to device is rounded into its memory, and travels ``up``.
+        """
         assert self.master is not None
         base, stop = self.range_of(StateKind.OPTIM)
+        if spent and piece.device.type != "cpu" == self.master.device.type:
+            source = self.master if piece.dtype is self.master.dtype else self.outbox(spent=True)
+            if source is not None:
+                if source is not self.master:
+                    self.publish_rest(source, written, up=up, spent=False)
+                return up.run(lambda: self._climb(source, piece))
         done, transfers = base, []
         for lo, hi in [*sorted(written), (stop, stop)]:
             if done < lo:
                 transfers.append(round_into(piece[done - base : lo - base], self.master[done - base : lo - base]))
             done = hi
         return Several(transfers)
+
+    def _climb(self, source: torch.Tensor, piece: torch.Tensor) -> Transfer:
+        transfer = Memory(source).get(piece)
+        self.landed = Landing(piece.nbytes)
+        return transfer
 
     def leave_device(
         self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor], back: contextlib.ExitStack

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 CORNERS: dict[str, str] = {
+    r"test_one_pass_update.py::test_units_updated.*\[(?!2-3-bf16|1-2-fp16|3-2-fp32).*\]": "each once",
     r"test_tensor_parallel.py::test_two_ways.*\[(llama|llama, tied|neox|llama with.*)-.*\]": "two models stay",
     r"test_tensor_parallel.py::test_two_ways.*\[(llama, tied.*-[012]|gpt2-[023])\]": "each at one stage",
     r"test_tensor_parallel.py::test_four_ranks.*\[(llama|neox|gpt2|llama, tied.*|llama without.*)\]": "one stays",

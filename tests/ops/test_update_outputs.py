@@ -341,3 +341,23 @@ def test_on_one_device_it_is_torchs_copy(dtype: torch.dtype) -> None:
     with Copies() as copies:
         store.round_into(out, values)
     assert torch.equal(out, values.to(dtype)) and len(copies.seen) == 1
+
+
+@pytest.mark.parametrize("cls", KERNELS)
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+def test_gradients_that_the_kernels_multiply_give_the_same_bits(cls: type, dtype: torch.dtype) -> None:
+    """As if they were converted and multiplied before; and where no kernel fits they are."""
+    for slots in (torch.float32, torch.float64):  # float64 fits no kernel
+        params, theirs = ([parameter(seed=i).to(slots).detach().requires_grad_() for i in range(2)] for _ in range(2))
+        mine, reference = cls(params, lr=0.1, weight_decay=0.01), cls(theirs, lr=0.1, weight_decay=0.01)
+        for step in range(2):
+            for p, other in zip(params, theirs, strict=True):
+                p.grad_dtype = None
+                p.grad = torch.randn(COUNT, generator=torch.Generator().manual_seed(step)).to(dtype)
+                other.grad = p.grad.to(slots, copy=True)
+                other.grad *= 0.3 if other is theirs[0] else 1.0
+            with mine.writing_outputs({}, scales={params[0]: 0.3, params[1]: 1.0}):
+                mine.step()
+            reference.step()
+        for p, other in zip(params, theirs, strict=True):
+            assert torch.equal(p, other)

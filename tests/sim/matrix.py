@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -44,6 +45,7 @@ _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
 # else the first billion of parameters stays in host memory
 _DRIVE_ALL = {**_DRIVE, "max_in_cpu": 0}
 
+_UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 _BEHIND = {"checkpoint": {"async": True}}
 
 # the model is small: nearly all of it is to be cut, as all of a large one is
@@ -93,6 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
     "both-on-host-fp32": _config(3, dtype="fp32", offload_optimizer=_CPU, offload_param=_CPU),
     "both-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_CPU, offload_param=_CPU),
     "both-on-host-unclipped": _config(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU),
+    # no wait for a norm, behind which everything would be in order
+    "both-on-host-unchecked": _config(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED,
+    "stage2-optimizer-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_CPU) | _UNCHECKED,
     "held-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
     "recomputed-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
     "no-overlap-both-on-host": _config(3, overlap_comm=False, offload_optimizer=_CPU, offload_param=_CPU),
@@ -102,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "both-on-drive": _config(3, offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
     # a block that only some steps run: what was fetched for it early is not used
     "skipping": _config(3),
+    "skipping-on-host": _config(3, offload_optimizer=_CPU),
     "skipping-on-drive": _config(3, offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
     # the user holds gathered parameters over a step
     "held": _config(3),
@@ -113,6 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reading-at-stage0": _config(0),
     "leaving": _config(3),
     "setting-on-drive": _config(3, dtype="fp32", offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
+    "setting-on-host": _config(3, dtype="fp32", offload_optimizer=_CPU),
     "stage2-optimizer-on-host-accumulated": _config(2, accumulation=2, offload_optimizer=_CPU),
     "hpz-parameters-on-host": _config(3, zero_hpz_partition_size=2, offload_param=_CPU),
     "hpz-accumulated": _config(3, accumulation=2, zero_hpz_partition_size=2),
@@ -252,7 +259,12 @@ def _end_at_once(pages: Any) -> None:
 
 # Faults that no missing call makes, each with a case: (owner, name, what is there instead).
 PLANTED: dict[str, tuple[str, Any, str, Any]] = {
-    "gradients are read before they have come down": ("both-on-host", store, "round_into", _round_without_waiting),
+    "gradients are read before they have come down": (
+        "both-on-host-unchecked",
+        store,
+        "round_into",
+        _round_without_waiting,
+    ),
     "memory of a copy under way is another's": ("arena", Arena, "_reclaim", _take_back_at_once),
     "states are written while a save copies them": ("saving", Saver, "before_update", lambda _: None),
     "pages end while a copy reads them": ("arena", _Pages, "__del__", _end_at_once),
@@ -273,13 +285,15 @@ def planted() -> dict[str, list[str]]:
 
 def run(name: str) -> dict[str, Any]:
     """Two steps of one configuration, as facts; with drives three, as two make room for an optimizer's slots."""
-    begin, published = time.process_time(), list[int]()
+    begin, published, crossed = time.process_time(), list[int](), Counter[str]()
     _, steps = LOOPS.get(name.partition("-")[0], (None, 3 if name.endswith("drive") else 2))
 
     def hear(event: Event) -> None:
         publishes = isinstance(event, Launch) and any(function == "publish_rest" for *_, function in event.site)
         if publishes and event.work.kind == "down":
             published.append(event.work.nbytes)
+        if isinstance(event, Launch) and event.work.kind in ("down", "up"):
+            crossed.update({function: event.work.nbytes for *_, function in event.site})
 
     with _hear(hear):
         outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=WORLD, steps=steps)
@@ -290,6 +304,7 @@ def run(name: str) -> dict[str, Any]:
         "at_peak": outcome.at_peak,
         "host": outcome.host,
         "published": sum(published) / steps,
+        "crossed": {function: nbytes / steps for function, nbytes in crossed.items()},
         "left": outcome.left,
         "pages": outcome.plan.pages,
         "planned": {line.what: line.host for line in outcome.plan.lines},

@@ -26,14 +26,14 @@ from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "comm.collectives", "zero.runtime", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
+    "comm.collectives", "zero.runtime", "zero.publish", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
     "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging", "tier.store",
     "tier.transfer", "tier.aio", "engine",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
     "wait": True, "wait_event": None, "wait_stream": None, "record": None, "arrive": None, "settle": 0,
-    "synchronize": None, "land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
+    "synchronize": None, "land_all": None, "_land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
     "before_update": None,
 }  # fmt: skip
 _NOTE = "_note_of_mutants"

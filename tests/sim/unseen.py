@@ -16,19 +16,23 @@ SEEN: dict[str, str] = {
     "zero.runtime:need: unit.arrive()": "stage3",
     "zero.runtime:_gather: self._stream.run(unit.start_gather).wait...": "serving",
     "zero.runtime:_discard: unit.arrive()": "skipping",
-    "zero.runtime:publish: transfer.wait()": "stage1",
-    "zero.runtime:publish: self._stream.run(unit.start_gather).wait...": "held",
-    "zero.runtime:_publish_one: transfer.wait()": "hpz",
-    "zero.runtime:_publish_one: collectives.all_gather(gathered, piece.t...": "hpz-parameters-on-host",
+    "zero.publish:finish: transfer.wait()": "stage1",
+    "zero.publish:finish: self._gathers.run(unit.start_gather).wai...": "held",
+    "zero.publish:_publish: transfer.wait()": "hpz",
+    "zero.publish:_publish: collectives.all_gather(gathered, piece.t...": "hpz-parameters-on-host",
     "zero.unit:fetch: self.arrive()": "failing-on-host",
     "zero.unit:arrive: self._transfer.wait()": "stage3",
     "zero.unit:fetch_whole: self.arrive()": "stage3",
     "zero.gradients:_land: transfer.wait()": "stage0",
-    "zero.gradients:_land: written.wait()": "optimizer-on-host",
+    "zero.gradients:leave: transfer.wait()": "stage2-optimizer-on-host",
     "zero.gradients:show: self.land_all()": "reading-at-stage0",
     "zero.gradients:settle: self.land_all()": "looking",
-    "zero.gradients:collapse: self.land_all()": "stage1",
-    "zero.gradients:clear: self.land_all()": "leaving",
+    "zero.gradients:collapse: self._land_all()": "stage1",
+    "zero.gradients:clear: self._land_all()": "leaving",
+    "zero.gradients:_zero: self._land_all()": "skipping-on-host",
+    "zero.gradients:land_all: self._land_all()": "looking",
+    "zero.optim_view:gradient: self.unit.landed.wait()": "both-on-host-unchecked",
+    "zero.unit:values: self.landed.wait()": "setting-on-host",
     "zero.gradients:_continued: before.wait()": "mics",
     "zero.optim_view:show: transfer.wait()": "optimizer-on-drive",
     "zero.client.safe_state:_opened: runtime.gradients.settle()": "looking",
@@ -80,7 +84,7 @@ UNSEEN: dict[str, str] = {
     "zero.runtime:_gather: unit.arrive()": (
         "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
     ),
-    "zero.runtime:_publish_one: transfer.wait() (2)": (
+    "zero.publish:_publish: transfer.wait() (2)": (
         "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there behind; "
         "test_offload_parity.py::test_four_ranks[hpz]"
     ),
@@ -91,13 +95,22 @@ UNSEEN: dict[str, str] = {
     "zero.unit:_settled: place.put(values).wait()": (
         "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
-    "zero.gradients:_rest: self.land_all()": (
+    "zero.gradients:_rest: self._land_all()": (
         "values: the sum that is on its way would be lost, the copies themselves are ordered by their stream; "
         "test_offload_parity.py::test_models[single]"
     ),
     "zero.gradients:_rest: store.get(target.memory).wait()": (
         "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
         "behind; test_offload_parity.py::test_every_way_on_one_rank[wide_accumulation-bf16]"
+    ),
+    "zero.gradients:_land: written.wait()": (
+        "not reached: gradients go to a drive only where host memory is short; such a write waits for its copy itself"
+    ),
+    "zero.gradients:land_all: unit.landed.wait()": (
+        "a later wait covers it: who opens a gradient waits too, and a save reads those of open windows, all landed"
+    ),
+    "zero.unit:outbox: self.landed.wait()": (
+        "a later wait covers it: the update has waited for the gradient, but of units in no group of the optimizer"
     ),
     "zero.gradients:withdraw: self.settle()": (
         "values: what a client put in the place of a gradient; reductions have landed when gradients are shown; "

@@ -1,0 +1,84 @@
+"""A step of ZeRO-Offload on the simulated device, beside what bounds it: one row for each model, plan and job.
+
+    PYTHONPATH=. python benchmarks/offload.py                       # prints the table of docs/offload.md; minutes
+    PYTHONPATH=. python benchmarks/offload.py 1B:2:1 7B:3:8         # MODEL:STAGE:RANKS, some rows only
+    PYTHONPATH=/other/tree python benchmarks/offload.py             # another tree's, to compare with
+
+H100 SXM on PCIe 5 x16 with 16 cores and their share of the host's memory for each (``--cores 128``: one rank has those
+of the whole node). bf16 AdamW, gradient clipping, one sample of 4,096 tokens. *bound* is the largest of three times:
+compute; bytes over the bus, 2 a parameter each way; bytes over the memory of the host, 26 a parameter for AdamW
+and 2 for the rounded weights.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed.simulate.costs import Machine, load_machine
+from deepspeed.simulate.events import COMPUTE
+from deepspeed.simulate.models import subject_of
+from deepspeed.simulate.run import Outcome, simulate
+
+SHAPES = {"1B": (2048, 18), "7B": (4096, 32)}  # width and blocks
+ROWS = [f"{model}:{level}:{ranks}" for model in SHAPES for level in (2, 3) for ranks in (1, 8)]
+BUS_BYTES, HOST_BYTES = 2, 26 + 2
+
+
+def config_of(level: int) -> dict[str, Any]:
+    """ZeRO-Offload, all else at its default."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": level, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+
+
+def machine_of(ranks: int, cores: int) -> Machine:
+    """A rank's share of the host is that of ``cores``; eight of 16 share one of 128."""
+    machine = load_machine("h100")
+    alone = ranks == 1 and cores == 16
+    return replace(machine, values=machine.values | {"gpus_per_node": 1}) if alone else machine
+
+
+def run(row: str, cores: int) -> tuple[Outcome, Machine, int]:
+    """One row, the machine as the rank finds it, and the number of ranks."""
+    model, level, ranks = row.split(":")
+    width, blocks = SHAPES[model]
+    shape = {"model_type": "gpt2", "n_embd": width, "n_layer": blocks, "n_head": width // 128, "vocab_size": 32000}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(str(shape | {"n_positions": 4096}).replace("'", '"'))
+        subject = subject_of(str(path), samples=1, sequence=4096, recompute=False)
+    machine = machine_of(int(ranks), cores)
+    outcome = simulate(subject, config_of(int(level)), machine, world=int(ranks), steps=4)
+    return outcome, machine.used_by(int(ranks)), int(ranks)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", default=ROWS, help="MODEL:STAGE:RANKS")
+    parser.add_argument("--cores", type=int, choices=(16, 128), default=16)
+    options = parser.parse_args()
+    say = sys.stdout.write
+    say("| model, stage, ranks | step | the program waits | places | kernels | bus | host memory | step / bound |\n")
+    say("|---|---|---|---|---|---|---|---|\n")
+    for row in options.rows:
+        outcome, machine, ranks = run(row, options.cores)
+        mine = outcome.parameters / ranks
+        bounds = [outcome.busy[COMPUTE], BUS_BYTES * mine / machine["bus_rate"]]
+        bounds.append(HOST_BYTES * mine / machine["adam_rate"])
+        kernels, bus, host = (f"{1e3 * seconds:,.0f} ms" for seconds in bounds)
+        waits, blocked = sum(outcome.waits.values()), sum(outcome.waited.values())
+        say(f"| {row.replace(':', ', ')} | {1e3 * outcome.seconds:,.0f} ms | {1e3 * blocked:,.0f} ms | {waits} ")
+        say(f"| {kernels} | {bus} | {host} | {outcome.seconds / max(bounds):.2f} |\n")
+        sys.stdout.flush()
+        assert not outcome.unordered, outcome.unordered[0]
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
