@@ -80,10 +80,12 @@ class Landing(Transfer):
         self._event.record(get_accelerator().current_stream())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
+        self._event = None
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return self._event is None or bool(self._event.query())
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
