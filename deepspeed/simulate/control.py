@@ -18,6 +18,7 @@ from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh import groups
 from deepspeed.mesh.topology import Axis
+from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.simulate.events import Talk
 from deepspeed.simulate.install import replaced
 from deepspeed.simulate.record import Recorder
@@ -90,6 +91,12 @@ class _Column:
         everyone[:] = [heard[self._place(rank)] for rank in ranks]
         self._control.take(self._machine.gather(len(ranks)), ranks, "programs")
 
+    def total(self, numbers: list[Any], _: Any) -> list[Any]:
+        """In the place of ``PipelineEngine._sum``: of each number the sum over all ranks, by gloo's ring."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        self.gather(everyone, numbers)
+        return [sum(column) for column in zip(*everyone, strict=True)]
+
     def send_object(self, value: object, peer: int, group: AxisGroup) -> Any:
         """In the place of ``point_to_point.send_object``."""
         with _disable_current_modes():
@@ -129,6 +136,7 @@ def talking(recorder: Recorder, *, peers: bool = False, column: Sequence[int] = 
     if column:
         among = _Column(recorder, control, column)
         places += [(groups, "_new_group", among.new_group), (dist, "all_gather_object", among.gather)]
+        places += [(PipelineEngine, "_sum", among.total)]
         places += [(point_to_point, name, getattr(among, name)) for name in ("send_object", "receive_object")]
     elif peers:
         places += [(groups, "_new_group", new_group), (dist, "all_gather_object", gather_objects)]

@@ -117,8 +117,8 @@ def eight() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_four_stages_wait_and_keep_what_the_formulas_say(four: RankPool, schedule: str) -> None:
-    """Little is kept, so that messages on their way are a larger part of the peak."""
-    check(simulated(four, schedule, 4, 8), schedule, 4, 8, memory=0.1)
+    """Little is kept, so that a message more or less on its way is a tenth of the peak."""
+    check(simulated(four, schedule, 4, 8), schedule, 4, 8, memory=0.12)
 
 
 @pytest.mark.exhaustive
