@@ -233,6 +233,7 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     sources: dict[int, Unit] = {}
+    beside = any(hasattr(p, "_ds_unit") for p in unit.params)  # parameters born sharded, which are alike already
     for param, segment in zip(unit.params, unit.layout.segments, strict=True):
         source = getattr(param, "_ds_unit", None)
         if source is not None:
@@ -245,9 +246,11 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
                 "deepspeed.initialize"
             )
         with torch.no_grad():
-            Unit.view(values, segment).copy_(_part(param, unit.mesh, device, alike=source is not None))
+            view = Unit.view(values, segment).copy_(_part(param, unit.mesh, device, alike=source is not None))
         if source is not None:
             source.forget(param)
+        elif beside:
+            collectives.broadcast(view, unit.mesh.zero)
         expose(param, torch.empty(0, dtype=dtype, device=device))
         param.grad = None
     for source in sources.values():

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from deepspeed.zero.client.mapped import FilePart
 from deepspeed.zero.layout import Place
 from tests.harness.decoders import GPT2, Llama, batch, loss_of
 from tests.harness.pool import RankPool
+from tests.harness.training import outcome
 
 pytestmark = pytest.mark.timeout(90)
 MODELS: dict[str, Any] = {"llama": lambda: Llama(tied=True, bias=True), "gpt2": lambda: GPT2()}
@@ -145,6 +147,47 @@ def test_values_that_ranks_do_not_share_are_those_of_the_first_rank(pool2: RankP
     for error, read, nbytes in pool2.run(trained, "gpt2", str(folder), config(3), change):
         assert error < 1e-6
         assert read < 0.4 * nbytes if change == "edited" else read == 0
+
+
+def shortened(folder: str) -> str:
+    """A file that loses its end on one rank, where the other has a copy of its own."""
+    file = f"{folder}/deep-of-rank-{dist.get_rank()}.pt"
+    torch.save({"0.weight": torch.randn(64, 64), "1.weight": torch.randn(64, 64)}, file)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model.load_state_dict(torch.load(file, mmap=True), assign=True)
+    if dist.get_rank() == 1:
+        os.truncate(file, 20_000)
+    return outcome(lambda: deepspeed.initialize(model=model, config=config(3)))
+
+
+def test_a_file_that_has_become_short_is_refused_on_all_ranks(pool2: RankPool, folder: Path) -> None:
+    for said in pool2.run(shortened, str(folder), time_limit=30):
+        assert "UsageError" in said and "rank 1: " in said and "deep-of-rank-1.pt ends early" in said
+
+
+def with_additions(stage: int) -> list[dict[str, float]]:
+    """Sums of the values of every rank, for a model born in shards to which each rank has added layers of its own."""
+    settings = config(stage)
+    settings["zero_optimization"] |= {"reduce_bucket_size": 100_000, "param_persistence_threshold": 0}
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
+    torch.manual_seed(dist.get_rank())
+    model[1].append(nn.Linear(8, 8))
+    model.append(nn.Linear(8, 3))
+    first = {name: float(p.detach().double().sum()) for name, p in model.named_parameters() if not hasattr(p, "ds_id")}
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    sums = {name: float(safe_get_full_fp32_param(p).double().sum()) for name, p in model.named_parameters()}
+    if stage == 0:
+        sums = {name: float(p.detach().double().sum()) for name, p in model.named_parameters()}
+    engine.destroy()
+    return [sums, first]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_layers_added_to_a_model_born_in_shards_are_those_of_the_first_rank(pool2: RankPool, stage: int) -> None:
+    (first, added), (second, _) = pool2.run(with_additions, stage)
+    assert first == second
+    assert added == {name: first[name] for name in ("1.1.weight", "1.1.bias", "3.weight", "3.bias")}
 
 
 def test_ranks_may_name_parameters_in_any_order(pool2: RankPool, folder: Path) -> None:

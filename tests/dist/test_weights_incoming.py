@@ -28,6 +28,14 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
 
+class Partly(nn.Linear):
+    """Has its own way to load: two rows of a weight, and what is added to a bias."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.weight.data[:2].copy_(state_dict[f"{prefix}weight"][:2])
+        self.bias.data.add_(state_dict[f"{prefix}bias"])
+
+
 def client_load(model: nn.Module, state: dict[str, Any], *, change: str) -> None:
     """As transformers does it: gathered parameters of one module after the other, to which the first rank copies."""
     for path, module in model.named_modules():
@@ -37,6 +45,8 @@ def client_load(model: nn.Module, state: dict[str, Any], *, change: str) -> None
             continue
         with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
             if dist.get_rank() == 0:
+                if change == "edited" and path == "up":
+                    state["up.weight"].mul_(2)
                 here = {k: v + 1 if change == "converted" and path == "up" else v for k, v in state.items()}
                 module._load_from_state_dict(here, f"{path}.", {}, True, [], [], [])
             if change == "raises" and path == "down" and dist.get_rank() == 0:
@@ -53,7 +63,7 @@ def load(file: str, change: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, fake.__name__, fake)
         patch.setattr(incoming, "log_dist", lambda text: lines.append(text))
-        patch.setattr(Incoming, "__init__", lambda self, mesh: (loads.append(self), begin(self, mesh))[1])
+        patch.setattr(Incoming, "__init__", lambda self, *args: (loads.append(self), begin(self, *args))[1])
         if change == "blind" and dist.get_rank() == 1:
             patch.setattr(incoming, "_sees", lambda *_: False)
         if change == "unreadable" and dist.get_rank() == 1:
@@ -61,6 +71,8 @@ def load(file: str, change: str) -> Any:
         with deepspeed.zero.Init(config_dict_or_path=make_config(3)):
             torch.manual_seed(5)
             model = Net()
+        if change == "own":
+            model.up.__class__ = Partly
         wrapped = getattr(fake, NAME)
         state = (
             torch.load(file, mmap=change != "memory") if dist.get_rank() == 0 else torch.load(file, map_location="meta")
@@ -92,19 +104,26 @@ def _born() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in Net().named_parameters()}
 
 
-@pytest.mark.parametrize("change", ["", "converted", "blind", "memory"])
+@pytest.mark.parametrize("change", ["", "converted", "blind", "memory", "edited", "own"])
 def test_the_values_are_those_that_the_first_rank_was_given(pool2: RankPool, file: str, change: str) -> None:
     given = torch.load(file)
     expected = {n: given[n] if n in given and n != "down.weight" else values for n, values in _born().items()}
     if change == "converted":
         expected |= {name: given[name] + 1 for name in ("up.weight", "up.bias")}
+    if change == "edited":
+        expected["up.weight"] = 2 * given["up.weight"]
+    if change == "own":
+        born = _born()
+        expected["up.weight"] = torch.cat([given["up.weight"][:2], born["up.weight"][2:]])
+        expected["up.bias"] = born["up.bias"] + given["up.bias"]
     results = pool2.run(load, file, change)
     for values, _, _, _, said in results:
         assert said == ""
         for name, wanted in expected.items():
             assert torch.equal(values[name], wanted), name
     read, sent = ([result[at] for result in results] for at in (1, 2))
-    from_file = [name for name in given if name != "down.weight" and not (change == "converted" and "up" in name)]
+    without = {"converted": "up", "own": "up", "edited": "up.weight"}.get(change, "down.weight")
+    from_file = [name for name in given if name != "down.weight" and not name.startswith(without)]
     whole = change in ("blind", "memory")
     assert sum(read) == (0 if whole else sum(given[name].nbytes for name in from_file))
     lines = results[0][3]

@@ -1,5 +1,6 @@
 """Parts of tensors in files: what is read of one is what slicing the whole gives; pages that were written to count."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,24 @@ def test_a_file_that_another_one_replaced_is_not_read(tmp_path: Path) -> None:
     assert part is not None and part.path == str(tmp_path / "before.pt")
     (tmp_path / "before.pt").unlink()
     assert MappedFiles().part_of(values) is None
+
+
+def test_a_view_that_negates_later_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.randn(64), "b": torch.randn(64, dtype=torch.complex64)}, path)
+    state = torch.load(path, mmap=True)
+    views = [torch._neg_view(state["a"]), state["b"].conj()]
+    assert all(v.is_contiguous() and MappedFiles().part_of(v) is None for v in views)
+    assert MappedFiles().part_of(state["a"]) is not None and MappedFiles().part_of(state["b"]) is not None
+
+
+def test_memory_beyond_the_end_of_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.randn(1 << 12), "b": torch.randn(1 << 12)}, path)
+    state = torch.load(path, mmap=True)
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    assert MappedFiles().part_of(state["a"]) is not None
+    for _ in "ab":
+        with pytest.raises(UsageError, match=r"weights.pt ends early"):
+            MappedFiles().part_of(state["b"])
+        state["a"][0] = 1  # the pages of a mapping that was written to end there, too

@@ -21,7 +21,7 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.tier.transfer import ARRIVED
-from deepspeed.zero.client.mapped import FilePart, MappedFiles, identity_of, read_segment
+from deepspeed.zero.client.mapped import FilePart, identity_of, parts_of, read_segment
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -33,12 +33,20 @@ class TensorOfFile(torch.Tensor):
     """A whole tensor of a state dict, of which ``copy_`` into a parameter that waits for it takes note alone."""
 
     _ds_file: FilePart
+    _ds_before: int  # the version with the values of the file
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing has been written to it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._version == self._ds_before
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ and isinstance(args[1], TensorOfFile) and args[0].shape == args[1].shape:
+        given = args[1] if func is torch.Tensor.copy_ and len(args) > 1 else None
+        if isinstance(given, TensorOfFile) and given.unchanged and args[0].shape == given.shape:
             incoming = incoming_of([args[0]])
-            if incoming is not None and incoming.note(args[0], args[1]):
+            if incoming is not None and incoming.note(args[0], given):
                 return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -57,17 +65,19 @@ def _keeper(param: torch.Tensor) -> Any:
 class Incoming:
     """One load: what is copied from where, and what was sent instead."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
+        # A module with its own way to load may read what is there, or write to a part of it.
+        others = {p for m in model.modules() if not _loads_plainly(m) for p in m.parameters(recurse=False)}
+        self._plain = {p for p in model.parameters() if p not in others}
         self._open: dict[Unit, int] = {}  # that have memory without values, with the version of the parameter
         self._noted: dict[Unit, FilePart] = {}
         self.read_bytes = self.sent_bytes = 0
 
     def wrap(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with its tensors as such of files, where every rank sees these. Collective."""
-        files = MappedFiles()
         tensors = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.is_meta}
-        parts = {name: part for name, t in tensors.items() if (part := files.part_of(t)) is not None}
+        parts = parts_of(tensors, self._mesh)
         wanted = {part.path: part.identity for part in parts.values()}
         first, *_ = collectives.gather_objects(wanted, self._mesh.zero)
         unseen = collectives.gather_objects([path for path in first if not _sees(path, first[path])], self._mesh.zero)
@@ -81,12 +91,12 @@ class Incoming:
         made = copy.copy(state)
         for name, part in parts.items():
             made[name] = tensors[name].as_subclass(TensorOfFile)
-            made[name]._ds_file = part
+            made[name]._ds_file, made[name]._ds_before = part, made[name]._version
         return made
 
     def open(self, unit: Unit) -> None:
         """Pin ``unit``, whose values will be written, without gathering them."""
-        if unit.state is UnitState.ABSENT and len(unit.params) == 1:
+        if unit.state is UnitState.ABSENT and len(unit.params) == 1 and unit.params[0] in self._plain:
             unit.fetch(lambda _: ARRIVED)
             unit.arrive()
             self._open[unit] = unit.params[0]._version
@@ -136,6 +146,12 @@ class Incoming:
         self.read_bytes += max(0, min(hi, segment.stop) - max(lo, segment.offset)) * part.dtype.itemsize
 
 
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether each of its parameters is loaded by one ``copy_`` of all of it, and nothing else."""
+    function = getattr(module._load_from_state_dict, "__func__", None)
+    return function is nn.Module._load_from_state_dict and not module._load_state_dict_pre_hooks
+
+
 def _sees(path: str, identity: tuple[Any, ...]) -> bool:
     try:
         return identity_of(path) == identity
@@ -162,7 +178,7 @@ def follow_transformers() -> None:
         if keeper is None or not hasattr(keeper, "incoming"):
             return plain(model, state, *args, **kwargs)
         with ExitStack() as after:
-            keeper.incoming = incoming = Incoming(keeper.mesh)
+            keeper.incoming = incoming = Incoming(model, keeper.mesh)
             after.callback(setattr, keeper, "incoming", None)
             result = plain(model, incoming.wrap(state), *args, **kwargs)
         text = f"each rank read its own shards ({incoming.read_bytes / 1e6:.1f} MB on rank 0)"

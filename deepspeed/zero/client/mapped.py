@@ -81,10 +81,14 @@ class FilePart:
         while done < len(room):
             got = os.preadv(file, [room[done:]], self.at + begin * self.dtype.itemsize + done)
             if not got:
-                raise UsageError(f"{self.path} ends early: it has become shorter since the model was loaded from it")
+                raise _ends_early(self.path)
             done += got
         for where, at, numel in window:
             out[at + shift : at + shift + numel].copy_(values[where - begin : where - begin + numel])
+
+
+def _ends_early(path: str) -> UsageError:
+    return UsageError(f"{path} ends early: it has become shorter since the model was loaded from it")
 
 
 def _windows(common: Iterable[tuple[int, int, int]], width: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -140,7 +144,10 @@ class MappedFiles:
         return clean
 
     def part_of(self, tensor: torch.Tensor) -> FilePart | None:
-        """Where the values of ``tensor`` are in a file; None: in memory of their own."""
+        """Where the values of ``tensor`` are in a file; None: in memory of their own.
+
+        Raises UsageError where the file is too short by now: reading that memory would end the process.
+        """
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -148,11 +155,13 @@ class MappedFiles:
         if at < 0 or not tensor.is_contiguous():
             return None
         mapping = self._mapped[at]
-        if address + tensor.nbytes > mapping.stop or mapping.start not in self._clean:
+        if address + tensor.nbytes > mapping.stop or (identity := self._identity(mapping.path, mapping.inode)) is None:
             return None
-        identity = self._identity(mapping.path, mapping.inode)
         where = address - mapping.start + mapping.offset
-        if identity is None:
+        if where + tensor.nbytes > identity[0]:
+            raise _ends_early(mapping.path)
+        # Of a lazily negated or conjugated view the file has other values.
+        if mapping.start not in self._clean or tensor.is_neg() or tensor.is_conj():
             return None
         return FilePart(mapping.path, identity, where, tensor.dtype, tuple(tensor.shape))
 
@@ -181,11 +190,26 @@ def _private(path: str) -> Iterator[_Mapping]:
             yield _Mapping(int(row[1], 16), int(row[2], 16), int(row[4], 16), row[6], int(row[5]))
 
 
+def parts_of(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, FilePart]:
+    """Those of ``tensors`` that are in files, and where. Collective.
+
+    Raises UsageError on all ranks where a file of one of them has become too short.
+    """
+    files, fault, parts = MappedFiles(), None, dict[str, FilePart]()
+    try:
+        parts = {name: part for name, tensor in tensors.items() if (part := files.part_of(tensor)) is not None}
+    except UsageError as error:
+        fault = error
+    if faults := collectives.failures(fault, mesh.job):
+        rank, text = next(iter(faults.items()))
+        raise UsageError(f"{mesh.title(rank)}: {text}") from fault
+    return parts
+
+
 def agreed_files(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, FilePart]:
     """Parameters of ``model`` that all ranks that share them have in the same file. Collective."""
-    files = MappedFiles()
     plain = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not hasattr(p, "_ds_unit")}
-    mine = {name: part for name, p in plain.items() if (part := files.part_of(p.detach())) is not None}
+    mine = parts_of({name: p.detach() for name, p in plain.items()}, mesh)
     for group in (mesh.zero, mesh.tp):
         mine = _on_all(mine, group)
     return {plain[name]: part for name, part in mine.items()}
