@@ -20,6 +20,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ class ModuleHooks:
         self._runtime = runtime
         self._touches = touches
         self._roots = roots
-        self._inside = {m: root for root in roots for m in root.modules() if m is not root}
+        # In the order of the model, the same on all ranks: a block may be inside another one, too.
+        self._inside = {m: root for root in model.modules() if root in roots for m in root.modules() if m is not root}
         self._running: Counter[nn.Module | None] = Counter()  # roots whose forward is under way
         self._compiled, self._modules = False, [*model.modules()]
         self._warned: set[nn.Module] = set()
@@ -164,6 +166,7 @@ class ModuleHooks:
         """Pass every forward without hooks inside through ``compiler``; returns what brings back what was there."""
         movable = {m for m, indices in self._touches.items() if any(self._runtime.units[i].movable for i in indices)}
         before: dict[nn.Module, Any] = {}
+        made: dict[nn.Module, Any] = {}
 
         def visit(module: nn.Module) -> None:
             inner = [m for m in module.modules() if m is not module]
@@ -174,7 +177,11 @@ class ModuleHooks:
                     visit(child)
             elif module in self._roots or not single:
                 before[module] = vars(module).get("forward")
-                module.forward = compiler(module.forward)
+                forward: Any = module.forward
+                method = getattr(forward, "__self__", None) is module and isinstance(forward, MethodType)
+                # A method: a copy of the module calls it for itself, not for this module.
+                made[module] = MethodType(compiler(forward.__func__), module) if method else compiler(forward)
+                module.forward = made[module]
 
         visit(self._model)
         if not before and self._runtime.mesh.first:
@@ -188,9 +195,10 @@ class ModuleHooks:
 
         def undo() -> None:
             for module, forward in before.items():
-                del module.forward
-                if forward is not None:
-                    module.forward = forward
+                if vars(module).get("forward") is made[module]:  # else the client has put another in its place
+                    del module.forward
+                    if forward is not None:
+                        module.forward = forward
 
         return undo
 

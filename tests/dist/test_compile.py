@@ -1,5 +1,7 @@
 """torch.compile: blocks are compiled whole, once, train as plain PyTorch does, and hold no more memory than eager."""
 
+import copy
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -344,6 +346,40 @@ def test_what_cannot_be_compiled_is_refused(pool2: RankPool, stage: int) -> None
     for graphs, option, schedule, autograd in pool2.run(refusals, stage):
         assert ("CUDA graphs" in graphs) is ("CUDA graphs" in option) is (stage == 3)
         assert "schedule" in schedule and "compiled_autograd_enabled" in autograd
+
+
+def copies_and_changes() -> tuple[float, list[bool]]:
+    """The error of a compiled model's copy with other weights; which forwards of the client's stay after the engine."""
+    torch.compiler.reset()
+    case = case_named("plain")
+    engine, plain = start(case.build().train(), make_config(2)), case.build()
+    engine.compile(backend=BACKEND)
+    case.seeded_loss(engine, MicroBatch(0, 0, 0, 1))
+    other, x = copy.deepcopy(engine.module), torch.ones(2, IN_FEATURES)
+    with torch.no_grad():
+        for param in (*other.parameters(), *plain.parameters()):
+            param.fill_(0.5)
+        error = float((other(x) - plain(x)).abs().max())
+    module = engine.module
+    module.forward = client = functools.partial(type(module).forward, module)
+    engine.compile(backend=BACKEND)
+    engine.compile(backend=BACKEND)
+    compiled_again = module.forward is not client
+    engine.destroy()
+    kept = [compiled_again, module.forward is client]
+    engine = start(module, make_config(2))
+    engine.compile(backend=BACKEND)
+    module.forward = last = functools.partial(type(module).forward, module)
+    engine.destroy()
+    return error, [*kept, module.forward is last]
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights_and_forwards_of_the_client_stay(
+    pool2: RankPool,
+) -> None:
+    for error, kept in pool2.run(copies_and_changes):
+        assert error <= TOLERANCE
+        assert all(kept)
 
 
 class Breaking(ResidualBlock):
