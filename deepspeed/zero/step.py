@@ -151,13 +151,13 @@ def _update(
         try:
             if failure is not None:
                 raise failure
-            _update_in_memory(runtime.optimizer, views, publication, factor, skip)
+            written = _update_in_memory(runtime.optimizer, views, publication, factor, skip)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True
             with contextlib.suppress(Exception):
                 publication.finish()
             raise
-        publication.finish()
+        publication.finish(written)
     else:
         written = _update_tiles(runtime, runtime.tiles, views, factor, failure)
         runtime.publication(units).finish(written)
@@ -165,24 +165,24 @@ def _update(
 
 def _update_in_memory(
     optimizer: Any, views: list[OptimView], publication: Publication, factor: float, skip: torch.Tensor | None
-) -> None:
+) -> list[OptimView]:
     """At once; but what rests on the host, and this package's kernels update, unit by unit in the order of the forward:
-    what is new travels, to the device and to other ranks, beside the update of the next.
+    what is new travels, to the device and to other ranks, beside the update of the next. Returns for the end of the
+    publication the views whose PARAM is written and that it does not know of.
     """
     if skip is not None and not optimizer.skips_alone():  # a hook of the user's
         if skip.item():
-            return
+            return []
         skip = None
     homes = [view.unit if view.unit.plan.of(StateKind.OPTIM).away else None for view in views]
     if not any(homes) or not getattr(type(optimizer), "undisturbed", lambda _: False)(optimizer):
-        publication.finish(run_step(optimizer, views, optimizer.step, factor, skip=skip))
-        return
+        return run_step(optimizer, views, optimizer.step, factor, skip=skip)
     turns = Turns(optimizer)
     for unit, group in itertools.groupby(zip(homes, views, strict=True), lambda pair: pair[0]):
         those = [view for _, view in group]
         written = run_step(optimizer, those, functools.partial(turns.take, those), factor)
         publication.through(unit, written)
-    publication.finish(())
+    return []
 
 
 def _update_tiles(

@@ -472,10 +472,12 @@ class Unit:
 
     def outbox(self, *, spent: bool) -> torch.Tensor | None:
         """Host memory for PARAM over the range of OPTIM on its way to the device: of the rest gradient, which is needed
-        until it is ``spent``. None where there is no room, or no need, as nothing is rounded.
+        until it is ``spent``. None where there is no room, or no need, as nothing is rounded; and for tiles, which
+        publish PARAM from their own buffers.
         """
         store, dtype = self.rest.get(StateKind.GRAD), self.shard.dtype
-        if self.master is None or self.master.dtype is dtype or store is None or store.on_drive or not self.grad_away:
+        rounds = self.master is not None and self.master.dtype is not dtype and not self.tiled
+        if not rounds or store is None or store.on_drive or not self.grad_away:
             return None
         self.landed.wait()
         return store.spare(dtype, keep=not spent)

@@ -3,6 +3,7 @@ mode.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from deepspeed.tier import store
 from deepspeed.tier.transfer import Transfer
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
-from deepspeed.zero import unit as unit_module
+from deepspeed.zero import GatheredParameters, unit as unit_module
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
 from tests.dist.test_offload_parity import froze_later
 from tests.harness.offload import (
     CASES,
@@ -308,3 +310,34 @@ def test_units_updated_one_by_one_are_those_of_one_step(
     names = ("optim cpu", "both cpu", "half cpu")[: 3 if stage == 3 else 1]
     pool: RankPool = request.getfixturevalue(f"pool{ranks}")
     check(pool.run(unit_by_unit_and_at_once, Plan("wide_accumulation", stage=stage, config=config, steps=3), names))
+
+
+def gathers_of_a_step(stage: int) -> list[str]:
+    """What is wrong with how often units that the user holds over an update are gathered in it: an error of one rank
+    is told to the others behind as many collectives as they have.
+    """
+    case, counts, real = CASES["wide"](), Counter[str](), Unit.start_gather
+    engine = start(case.build().train(), make_config(stage, **PRECISION["bf16"]))
+    train_step(engine, case, 0)
+    step = engine.step
+
+    def counting(self: Unit) -> Transfer:
+        counts[self.name] += 1
+        return real(self)
+
+    def holding() -> None:
+        with GatheredParameters([p for unit in engine.runtime.units for p in unit.params]):
+            Unit.start_gather = counting  # type: ignore[method-assign]
+            try:
+                step()
+            finally:
+                Unit.start_gather = real  # type: ignore[method-assign]
+
+    engine.step = holding
+    train_step(engine, case, 1)
+    engine.destroy()
+    return [f"{name}: {count}" for name, count in counts.items() if count != 1] + ([] if counts else ["none"])
+
+
+def test_what_is_held_over_an_update_is_gathered_once(pool2: RankPool) -> None:
+    check(pool2.run(gathers_of_a_step, 3))

@@ -178,6 +178,12 @@ def test_gradients_and_weights_cross_the_bus_in_16_bits_where_that_loses_nothing
     assert case["crossed"]["_climb"] / case["parameters"] == pytest.approx(PARAM / WORLD, rel=1e-2)
 
 
+def test_weights_that_are_updated_in_tiles_travel_to_the_device(facts: dict[str, dict[str, Any]]) -> None:
+    """All of them in each of the three steps, also where a gradient of 16 bits leaves room in its memory."""
+    case = facts["optimizer-on-drive"]
+    assert case["crossed"]["publish_part"] / case["parameters"] == pytest.approx(2 * PARAM / WORLD, rel=1e-2)
+
+
 def test_local_sums_of_a_window_take_what_the_plan_says(facts: dict[str, dict[str, Any]]) -> None:
     """All of them in fp32, and of the model's only bucket what travels in 16 bits (``memory_plan``)."""
     case = facts["stage1-accumulated"]
