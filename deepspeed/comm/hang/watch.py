@@ -1,10 +1,11 @@
 """Watches over a job that may stand still, ends it when it does, and says why.
 
 Every rank has two threads. One looks, a few times a second, whether this rank comes further: whether it has begun or
-ended a collective, of ours or of the user's. The other writes what it sees to the job's store, under this rank's name.
-A rank that has waited too long for others reads what all have written; if no rank has come further for that long, it
-asks all for a report, compares them (``explain``), and has all ranks end. Nothing of this is a collective. A rank that
-is silent is stopped, or in native code that keeps the interpreter.
+ended a collective, of ours or of the user's, begun to read or write a file of ours, or got a batch of its loader. The
+other writes what it sees to the job's store, under this rank's name. A rank that has waited too long for others reads
+what all have written; if no rank has come further for that long, it asks all for a report, compares them
+(``explain``), and has all ranks end. Nothing of this is a collective. A rank that is silent is stopped, or in native
+code that keeps the interpreter.
 """
 
 import atexit
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
 from deepspeed.comm.hang.ledger import Ledger, torch_numbers
-from deepspeed.comm.hang.stacks import WATCHERS, Spot, failure_of, process_state, spots
+from deepspeed.comm.hang.stacks import LOADER, WATCHERS, Spot, failure_of, process_state, spots
 from deepspeed.errors import DeepSpeedConfigError, JobHungError
 from deepspeed.observe.log import logger
+from deepspeed.tier.aio import AioEngine
 
 VARIABLE = "DS_HANG_TIMEOUT"
 _BEAT_S = 0.5
@@ -80,7 +82,8 @@ class HangWatch:
         # Since when no collective has begun or ended; how long one wait lasts; since when the store has not answered.
         self._still_s = self._waited_s = self._silent_store_s = 0.0
         self._last_words = threading.Lock()
-        self._birth = _start_of(os.getpid())
+        self._owner = os.getpid()
+        self._birth = _start_of(self._owner)
         self._beats, self._answered = 0, ""
         self._claims: dict[bytes, int] = {}  # how often each leader's claim has been met
         self._threads = [
@@ -100,7 +103,7 @@ class HangWatch:
 
     def stop(self, why: str = "its script has ended") -> None:
         """End the watch of this rank, and leave word of that for the others, as they may come to wait for it."""
-        if self._stopped.is_set():
+        if self._stopped.is_set() or os.getpid() != self._owner:  # a fork has neither the threads nor the connection
             return
         self._stopped.set()
         for thread in self._threads:
@@ -125,10 +128,11 @@ class HangWatch:
             now = time.monotonic()
             # Counted in beats and not by the clock, as the whole job may have been suspended.
             passed, before = min(now - before, 2 * self._beat_s), now
-            progress: tuple[Any, ...] = self.ledger.events, torch_numbers()
-            moved, self._last = progress != self._last or progress[1] is None, progress
+            progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun
+            moved, self._last = progress != self._last or progress[0] is None, progress
             spot = Spot() if moved else self._glance()
             same = spot.kind != "" and spot.mark == self._spot.mark
+            moved |= spot.kind == self._spot.kind == LOADER and not same  # another batch has come
             self._waited_s = self._waited_s + passed if same else 0.0
             self._still_s = 0.0 if moved else self._still_s + passed
             self._spot = spot
