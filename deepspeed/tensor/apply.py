@@ -47,8 +47,13 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitSta
     The parameters stay the same objects and are cut when ZeRO takes them over. Raises DeepSpeedConfigError for a plan
     that does not fit the model, NotYetError for what cannot be split; nothing has changed then.
     """
-    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size).make()
-    _refuse(model, plan, mesh, wanted)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)] if wanted.rules else []
+    others = None if mesh.pp.alike else [name for some in gather_objects(names, mesh.pp) for name in some]
+    unfit = {"sequence_parallel_norms": wanted.sequence, "vocab_parallel_lm_head": wanted.vocabulary}
+    if mesh.pp.size > 1 and (asked := [key for key, value in unfit.items() if value]):
+        raise DeepSpeedConfigError(f"tensor_parallel.{asked[0]} is not for pipeline stages; set it to false")
+    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, others=others).make()
+    _refuse(model, plan, mesh)
     shared, modules = SharedInput(group, random=_draws(model)), dict(model.named_modules(remove_duplicate=False))
     back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})
     made = _replace(modules, plan, shared, back)
@@ -78,17 +83,13 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitSta
     log_dist(f"tensor parallelism over {group.size} ranks: {text}")
 
 
-def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh, wanted: SplitWishes) -> None:
+def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
     """Raise where the plan leaves logits in parts that nobody can take, or leaves everything whole."""
     name = type(model).__name__
     if any(split.local for split in plan.splits.values()) and not hasattr(type(model), "loss_function"):
         raise DeepSpeedConfigError(
             f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {name} has no "
             "loss_function to compute the loss from them. Delete the key, and the logits are gathered"
-        )
-    if wanted.sequence and mesh.pp.size > 1:
-        raise DeepSpeedConfigError(
-            "tensor_parallel.sequence_parallel_norms is not for pipeline stages; set it to false"
         )
     # a pipeline stage may have none
     if mesh.pp.size == 1 and all(split.way in ("sum", "whole") for split in plan.splits.values()):

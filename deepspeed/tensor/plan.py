@@ -122,10 +122,12 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 class Planner:
-    """Makes the plan of one model for ``ways`` ranks."""
+    """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks. ``others``: names of parameters of other
+    stages, which rules may be meant for; None: they are not known.
+    """
 
-    def __init__(self, model: nn.Module, wanted: SplitWishes, ways: int) -> None:
-        self.model, self.wanted, self.ways = model, wanted, ways
+    def __init__(self, model: nn.Module, wanted: SplitWishes, ways: int, *, others: Iterable[str] | None = ()) -> None:
+        self.model, self.wanted, self.ways, self.others = model, wanted, ways, others
         config = getattr(model, "config", None)
         text = getattr(config, "get_text_config", None)
         self.config = text() if text is not None else config
@@ -164,7 +166,8 @@ class Planner:
             if rule.model_types is not None and kind not in [each.lower() for each in rule.model_types]:
                 continue
             hits = [name for name in names if any(re.match(pattern, name) for pattern in rule.patterns)]
-            if not hits:
+            elsewhere = self.others is None or any(re.match(p, name) for p in rule.patterns for name in self.others)
+            if not hits and not elsewhere:
                 raise DeepSpeedConfigError(
                     f"tensor_parallel.partition_config.layer_specs: {', '.join(map(repr, rule.patterns))} names no "
                     f"parameter of {type(self.model).__name__}; patterns are regular expressions for whole names like "
