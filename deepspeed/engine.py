@@ -493,10 +493,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """
         if self._destroyed:
             return
-        collective = self._saver.running or (
-            not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
-        )
-        together = not collective or meet_at_end(self.mesh)
+        whole = not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
+        collective = self._saver.running or self.mesh.tp.size > 1 or whole
+        together = not collective or meet_at_end(self.mesh, comes=not self.runtime.broken)
         failed = self._end_save(together=together)
         self._way_back.close()
         self._hear()  # the log is told what was left out

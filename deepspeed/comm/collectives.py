@@ -266,9 +266,9 @@ def break_off(group: AxisGroup) -> None:
 
     A wait that runs out of time closes them, from any thread.
     """
-    if group.pg is not None and group.backend == "gloo" and group.size > 1:
+    peers = [peer for peer in range(group.size) if peer != group.index and group.backend == "gloo"]
+    for peer in peers:  # one that has ended leaves the others' connections open
         with contextlib.suppress(RuntimeError, ValueError):  # ended already
-            peer = (group.index + 1) % group.size
             work = dist.irecv(torch.empty(1, device="cpu"), group=group.pg, group_src=peer, tag=_NOBODYS_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))

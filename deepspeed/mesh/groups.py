@@ -165,35 +165,40 @@ def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, Ax
     return replace(mesh, made=(*mesh.made, group)), group
 
 
-def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
+def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> bool:
     """Whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
     Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would
-    disturb. So they meet in the store, where the first to decide decides for all.
+    disturb. So they meet in the store, where the first to decide decides for all: at once, if it is one that can not
+    (not ``comes``).
     """
     if mesh.job.size == 1 or mesh.job.alike:
         return True
     try:
         store = dist.PrefixStore(f"{mesh.name}/end", c10d._get_default_store())
-        if store.add("ranks", 1) == mesh.job.size:
+        if comes and store.add("ranks", 1) == mesh.job.size:
             store.compare_set("end", "", "together")
         with contextlib.suppress(RuntimeError):
-            store.wait(["end"], timedelta(seconds=limit_s))
+            if comes:
+                store.wait(["end"], timedelta(seconds=limit_s))
         return bool(store.compare_set("end", "", "apart") == b"together")
     except (RuntimeError, ValueError):  # the store went with the rank that kept it, or the default group was destroyed
         return False
 
 
-def leave_note(mesh: Mesh, text: str, *, about: str = "failed", wait_s: float = 0.0) -> dict[int, str]:
+def leave_note(
+    mesh: Mesh, text: str, *, about: str = "failed", wait_s: float = 0.0, among: AxisGroup | None = None
+) -> dict[int, str]:
     """Leave ``text`` (nothing if empty) in the store under this rank, for ranks that hear of no error but see this one
-    gone; what the ranks that share its parameters have left, after ``wait_s`` seconds at most until it is there of all.
+    gone; what the ranks ``among`` whom it is (None: all) have left, after ``wait_s`` seconds at most until all have.
     """
     notes: dict[int, str] = {}
-    keys = {str(rank): rank for rank in mesh.zero.ranks} if mesh.zero.size > 1 and not mesh.zero.alike else {}
+    group = among or mesh.job
+    keys = {str(rank): rank for rank in group.ranks} if group.size > 1 and not group.alike else {}
     with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it
         store = dist.PrefixStore(f"{mesh.name}/{about}", c10d._get_default_store()) if keys else None
         if store is not None and text:
-            store.set(str(mesh.zero.ranks[mesh.zero.index]), text)
+            store.set(str(group.ranks[group.index]), text)
         with contextlib.suppress(RuntimeError):
             if store is not None and wait_s:
                 store.wait([*keys], timedelta(seconds=wait_s))

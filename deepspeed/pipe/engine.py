@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from deepspeed.comm.collectives import failures, gather_objects, sum_in_place
+from deepspeed.comm.collectives import failures, gather_objects, is_of_backend, sum_in_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import map_tensors
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import NotYetError, PipelineError, UsageError
+from deepspeed.mesh.groups import leave_note
 from deepspeed.observe.log import log_dist
 from deepspeed.pipe.links import Links
 from deepspeed.pipe.module import PipelineModule
@@ -24,9 +25,10 @@ from deepspeed.zero.hooks import tensors_in
 
 
 class _Read(NamedTuple):
-    """What one rank has read for a batch: of each micro-batch the inputs' shapes and a checksum of the labels."""
+    """What one rank has read for a batch: of each micro-batch the inputs' shapes and checksums of inputs and labels."""
 
     kinds: list[str]
+    inputs: list[int]
     labels: list[int]
     fault: str | None
 
@@ -166,7 +168,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._links.begin(order, kinds)
         one = Pass(
             order, self._links, self, batch, scale=None if scale is None else scale / len(batch), with_loss=with_loss,
-            with_outputs=with_outputs, harvest=self.runtime.gradients.collect,
+            with_outputs=with_outputs, harvest=self.runtime.gradients.collect, alarm=self._lose,
         )  # fmt: skip
         self._in_engine_backward = True
         try:
@@ -189,25 +191,50 @@ class PipelineEngine(DeepSpeedEngine):
         if known:
             self.runtime.known = error
         elif isinstance(error, Exception):
-            self.runtime.known, self.runtime.broken = error, str(error)
+            self.runtime.known = error
+            self.runtime.lose(error)
+            self.runtime.broken = str(error)
             break_off_all(self.mesh)
         self._recover(error)
 
     def _agree(self, outcome: PassResult) -> torch.Tensor:
         """The mean loss over all ranks, if none has failed."""
         mean = float(torch.stack([x.double() for x in outcome.losses.values()]).mean()) if outcome.losses else 0.0
+        fault, facts = outcome.fault, (bool(self.runtime.broken), bool(outcome.losses), mean)
         try:
-            failed, ranks, total = self._sum([outcome.fault is not None, bool(outcome.losses), mean], torch.float64)
-            faults = failures(outcome.fault, self.mesh.talk) if failed else {}
+            failed, broken, ranks, total = self._sum([fault is not None, *facts], torch.float64)
+            faults = failures(fault, self.mesh.talk) if failed else {}
         except BaseException as error:
-            self._give_up(error)
-            raise
-        if faults:
-            text = "; ".join(f"{self.mesh.title(r)}: {text}" for r, text in [*faults.items()][:3])
-            self._give_up(failure := PipelineError(text), known=True)
-            raise failure from outcome.fault
+            if not is_of_backend(error):
+                self._give_up(error)
+                raise
+            notes = {} if fault is None else {self.mesh.job.ranks[self.mesh.job.index]: str(fault)}
+            failure = self._failure(notes | leave_note(self.mesh, ""))
+            failure.__cause__ = error
+            self._give_up(failure)
+            raise failure from error
+        if failed or broken:
+            self._give_up(failure := self._failure(faults), known=True)
+            if broken:
+                self.runtime.broken = str(failure)
+            raise failure from fault
         mean = total / max(ranks, 1.0)
         return torch.full((), mean, dtype=torch.float32, device=self.device)  # without a wait for the device
+
+    def _failure(self, faults: dict[int, str]) -> PipelineError:
+        texts = [f"{self.mesh.title(rank)}: {text}" for rank, text in faults.items()]
+        return PipelineError("; ".join(texts[:3]) or "a rank has ended in the middle of the batch")
+
+    def _lose(self, outcome: PassResult) -> None:
+        """This rank has lost the batch: see to those that share its layers, which may wait for it."""
+        fault, tp = outcome.fault, self.mesh.tp
+        if tp.size > 1 and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
+            others = " or ".join(self.mesh.title(rank) for rank in tp.ranks if rank != tp.ranks[tp.index])
+            place, cause = str(fault).partition(": ")[0], fault.__cause__
+            fault = PipelineError(f"{place}: {others} does not answer and has ended or is out of reach")
+            fault.__cause__ = cause
+            outcome.fault = None if leave_note(self.mesh, "") else fault  # where the one that has not come tells why
+        self.runtime.lose(fault or PipelineError("another rank has lost what this one needs"))
 
     # -- what Pass asks of the model (run.Chunks) -----------------------------------------------------------------
     def compute(self, chunk: int, value: Any, batch: Micro) -> Any:
@@ -235,7 +262,7 @@ class PipelineEngine(DeepSpeedEngine):
             source = data_iter if data_iter is not None else self._iterator
             if source is None and self.training_dataloader is not None:
                 source = self._iterator = iter(RepeatingLoader(self.training_dataloader))
-            kinds, labels, fault = list[str](), list[int](), None
+            kinds, inputs, labels, fault = list[str](), list[int](), list[int](), None
             try:
                 if source is None:
                     raise UsageError(
@@ -244,13 +271,14 @@ class PipelineEngine(DeepSpeedEngine):
                 for _ in range(count):
                     one = self._micro_batch(next(source))
                     kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
+                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size > 1 else 0)
                     labels.append(_checksum(one.labels))
                     batch.append(map_tensors(one, lambda t: t.to(self.device, non_blocking=True)))
             except StopIteration:
                 fault = f"the data iterator ended after {len(batch)} of {count} micro-batches" if batch else ""
             except Exception as error:
                 fault = f"reading micro-batch {len(batch)}: {type(error).__name__}: {error}"
-            read = _Read(kinds, labels, fault)
+            read = _Read(kinds, inputs, labels, fault)
         if not self._as_before(read):
             everyone = dict(zip(self.mesh.job.ranks, gather_objects(read, self.mesh.talk), strict=True))
             self._kinds = None
@@ -261,13 +289,18 @@ class PipelineEngine(DeepSpeedEngine):
         return batch or [Micro(None, None)] * count, kinds
 
     def _as_before(self, read: _Read | None) -> bool:
-        """Whether all have read micro-batches of the kinds of the last batch, and those of a column the same labels."""
+        """Whether all have read micro-batches of the kinds of the last batch, those that work on one the same labels,
+        and those of them that share layers the same inputs.
+        """
         odd = self._kinds is None or (read is not None and (read.fault is not None or read.kinds != self._kinds))
-        # The first reader of a column counts as often as its others, and against them: the sum is zero where all agree.
-        readers, labels = self.module.readers, read.labels if read is not None else []
-        weight = len(readers) - 1 if self.stage_id == readers[0] else -1 if read is not None else 0
-        digest = weight * zlib.crc32(repr((self.mesh.pp.ranks, labels)).encode())
-        return not any(self._sum([int(odd), digest], torch.int64))
+        # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.
+        tp, labels, inputs = self.mesh.tp, 0, 0
+        ways, index = (1, 0) if tp.alike else (tp.size, tp.index)
+        if read is not None:
+            others, first = len(self.module.readers) * ways - 1, self.stage_id == self.module.readers[0]
+            labels = (others if first and index == 0 else -1) * _digest(self.mesh.data.index, read.labels)
+            inputs = (ways - 1 if index == 0 else -1) * _digest(tp.ranks, read.inputs)
+        return not any(self._sum([int(odd), labels, inputs if ways > 1 else 0], torch.int64))
 
     def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """Over all ranks."""
@@ -287,18 +320,20 @@ class PipelineEngine(DeepSpeedEngine):
         ended = f"the data iterator ended after 0 of {count} micro-batches"
         if faults := [f"{self.mesh.title(r)}: {d.fault or ended}" for r, d in readers.items() if d.fault is not None]:
             raise PipelineError("; ".join(faults[:3]))
+        grid = self.mesh.topology
         for rank, read in readers.items():
-            ranks = self.mesh.topology.axis(rank, "pp").ranks if self.mesh.topology is not None else (rank,)
-            first = next(r for r in ranks if r in readers)
-            for what, mine, theirs in (
-                ("inputs of other shapes", readers[first].kinds, read.kinds),
-                ("other labels", readers[first].labels, read.labels),
+            together = (rank,) if grid is None else grid.axis(rank, "pp", "tp").ranks
+            first, sharer = next(r for r in together if r in readers), self.mesh.sharers(rank)[0]
+            for what, other, mine, theirs in (
+                ("inputs of other shapes", first, readers[first].kinds, read.kinds),
+                ("other inputs", sharer, readers[sharer].inputs, read.inputs),
+                ("other labels", first, readers[first].labels, read.labels),
             ):
                 odd = next((m for m in range(count) if mine[m] != theirs[m]), None)
                 if odd is not None:
                     raise PipelineError(
-                        f"{self.mesh.title(first)} and {self.mesh.title(rank)} have read {what} for micro-batch {odd}: "
-                        "one reads the inputs, the other the labels, so both data iterators have to yield the same"
+                        f"{self.mesh.title(other)} and {self.mesh.title(rank)} have read {what} for micro-batch {odd}; "
+                        "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
         column = self.mesh.pp.ranks
         return next(readers[r] for r in column if r in readers).kinds
@@ -360,10 +395,14 @@ class DualPipeVEngine(PipelineEngine):
     """Made by ``deepspeed.initialize`` for a DualPipeVModule; only its class tells it from others."""
 
 
-def _checksum(labels: Any) -> int:
-    """Of the tensors in ``labels`` that are in host memory."""
+def _digest(*what: Any) -> int:
+    return zlib.crc32(repr(what).encode())
+
+
+def _checksum(value: Any) -> int:
+    """Of the tensors in ``value`` that are in host memory."""
     total = 0
-    for tensor in tensors_in(labels):
+    for tensor in tensors_in(value):
         if tensor.device.type == "cpu" and tensor.numel():
             whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
             total = zlib.crc32(whole.numpy().tobytes(), total)

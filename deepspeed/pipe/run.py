@@ -3,8 +3,10 @@
 [Note: failures] A rank that fails in the middle of a batch (the model raises, its data are odd) does not leave: it goes
 through the rest of its program without computing, takes what it is sent and sends *lost* messages, so every other rank
 comes to its end too, where all hear of it. What a rank cannot compute from a lost message is lost in turn. Within a
-batch the ranks of one pipeline wait for nothing else (parameters are whole on their rank meanwhile), so this ends. Only
-where a process has died, its neighbours raise at once, and theirs when these have ended.
+batch the ranks of one pipeline wait for nothing else (parameters are whole on their rank meanwhile), so this ends.
+Ranks that share its layers mostly fail alike; one that does not may wait for it inside a layer, so they see to each
+other first (``Runtime.lose``). Only where a process has died, its neighbours raise at once, and theirs when these have
+ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +63,8 @@ class PassResult:
 class Pass:
     """A batch on one rank. ``scale``: what each loss is multiplied by for the backward; None: there is none.
 
-    ``harvest`` is called after weight gradients were written without a hook of theirs.
+    ``harvest`` is called after weight gradients were written without a hook of theirs, ``alarm`` where the batch is
+    lost.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Pass:
         with_loss: bool = True,
         with_outputs: bool = False,
         harvest: Callable[[], object] = lambda: None,
+        alarm: Callable[[PassResult], object] = lambda _: None,
     ) -> None:
         self._order, self._links, self._chunks, self._batch = order, links, chunks, batch
         self._scale, self._with_loss, self._with_outputs, self._harvest = scale, with_loss, with_outputs, harvest
+        self._alarm = alarm
         self._kept: dict[tuple[int, int], _Kept] = {}
         # Between two chunks of this rank: activations, and gradients, by the chunk that made them.
         self._local: dict[Message, tuple[Signature, list[torch.Tensor | None]]] = {}
@@ -98,10 +103,11 @@ class Pass:
                     steps[action.op](action)
             except BrokenLinkError:
                 raise
-            except _LostError:
-                lost = True
             except Exception as error:
-                lost, self.outcome.fault = True, self._located(error, action)
+                lost = True
+                if not isinstance(error, _LostError):
+                    self.outcome.fault = self._located(error, action)
+                self._alarm(self.outcome)
             if lost:  # see [Note: failures]
                 self._kept.clear()
                 self._local.clear()

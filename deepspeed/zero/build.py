@@ -301,7 +301,7 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
     A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can
     be, so its units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.
     """
-    if not (together or parts.born_sharded) and any(unit.movable for unit in parts.units):
+    if not (together or parts.born_sharded) and any(unit.movable or unit.mesh.tp.size > 1 for unit in parts.units):
         logger.warning(
             "some rank did not come to destroy(): the model stays in shards, for GatheredParameters or another "
             "engine to gather"
@@ -313,6 +313,7 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
         unit.fetch_whole()
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
             part, place = Unit.view(unit.full, segment), vars(param).pop("tp_was_whole", None)
+            place = place if together else None  # it stays a part
             expose(param, whole_of(part, place, unit.mesh.tp).clone())
             if place is not None:
                 del param.tp_place  # type: ignore[attr-defined]

@@ -96,6 +96,6 @@ def patience(mesh: Mesh, text: str, *, seconds: float | None = None) -> Iterator
 
 def break_off_all(mesh: Mesh) -> None:
     """End every wait on the groups of ``mesh`` that a host can end, for good."""
-    for group in (mesh.control, *mesh.groups, mesh.pp, mesh.host):
+    for group in (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made):
         if group is not None:
             collectives.break_off(group)

@@ -30,7 +30,7 @@ from deepspeed.zero.publish import Publication
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
 
-_ALIKE_S = 10.0  # within which ranks that send no messages are to have failed, too
+_ALIKE_S = 10.0  # within which ranks that send each other no messages are to have failed, too
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
 
 
@@ -75,7 +75,7 @@ class Runtime:
         self.known: BaseException | None = None
         self.half_updated = False
         self.broken = ""  # why this rank cannot go on with the others
-        self._apart, self._alone = "", 0
+        self._apart, self._alone, self._losses = "", 0, 0
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
@@ -461,10 +461,13 @@ class Runtime:
         if isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(error.__traceback__)  # what the batch has allocated is room for what is owed
         ended = collectives.is_of_backend(error.__cause__ or error)  # the connections to others
-        lost = ended or self.agreement.apart
+        lost, known = ended or self.agreement.apart, error is self.known
         try:
             where = self._where()
             self.reset(keep_gradients=in_forward)
+            if not lost and not known and isinstance(error, Exception):
+                self.lose(error)
+                lost = bool(self.broken)
             after = Aftermath(in_forward) if lost else self._tell(error, where, in_forward=in_forward)
             if not after.window:  # of which guests may have reduced something
                 self.gradients.clear()
@@ -473,15 +476,30 @@ class Runtime:
             lost, after = True, Aftermath()
         self._owed.clear()
         self.known = None  # it keeps alive what its frames hold
-        if lost and self.mesh.zero.size > 1:
+        if lost and self.mesh.job.size > 1:
             self.broken = collectives.describe(error)
             break_off_all(self.mesh)
             notes = leave_note(self.mesh, "")
             notes.pop(self.mesh.zero.ranks[self.mesh.zero.index], None)
-            if notes and ended:
+            if notes and ended and not known:
                 causes = "; ".join(f"{self.mesh.title(rank)} failed: {text}" for rank, text in notes.items())
                 raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
         return after
+
+    def lose(self, error: Exception) -> None:
+        """A batch is lost here. Ranks that share its layers mostly lose it, too; those that do not may wait in one for
+        this rank, where no message reaches them: that is ended, for good.
+        """
+        text, ended, tp = collectives.describe(error), collectives.is_of_backend(error.__cause__ or error), self.mesh.tp
+        self._losses += 1
+        about, wait_s = f"lost{self._losses}", 0.0 if ended else _ALIKE_S
+        alone = len(leave_note(self.mesh, text, about=about, wait_s=wait_s, among=tp)) < tp.size
+        if ended or (alone and tp.size > 1 and not tp.alike):
+            logger.error("this rank has lost a batch (%s) and others have not: they cannot go on with it", text)
+            self.broken = text
+            if not ended or not leave_note(self.mesh, ""):  # notes say what this one's error follows from
+                leave_note(self.mesh, text)
+            collectives.break_off(tp)
 
     def _tell(self, error: BaseException, where: str, *, in_forward: bool) -> Aftermath:
         if isinstance(error, RankFailedError):
@@ -530,7 +548,7 @@ class Runtime:
         text, self._apart = self._apart, ""
         self._alone += 1
         place = f"{self.gathers} gathers, {self.reductions} reductions, {self.steps} steps"
-        notes = leave_note(self.mesh, place, about=f"failed{self._alone}", wait_s=_ALIKE_S)
+        notes = leave_note(self.mesh, place, about=f"failed{self._alone}", wait_s=_ALIKE_S, among=self.mesh.zero)
         if len(notes) < self.mesh.zero.size or set(notes.values()) != {place}:
             self.broken = text
             leave_note(self.mesh, text)

@@ -500,6 +500,7 @@ _PARTS = (
     ),
 )
 
+_CUT = "tests/dist/test_three_axes_failures.py"
 _PIPELINES = (
     Mutant(
         "PL1",
@@ -524,6 +525,22 @@ _PIPELINES = (
         "unit.mesh.groups, strict=True",
         ("tests/dist/test_pipeline_checkpoints.py::test_any_number_of_stages_to_any_other[2 stages 1f1b-no pipeline]",),
         "what several stages hold is written whole by the first of them",
+    ),
+    Mutant(
+        "PL4",
+        "deepspeed/zero/runtime.py",
+        "            collectives.break_off(tp)\n",
+        "",
+        (f"{_CUT}::test_a_rank_that_fails_alone_does_not_leave_those_waiting_that_share_its_layers[forward]",),
+        "a rank that fails alone frees those that wait for it inside a layer",
+    ),
+    Mutant(
+        "PL5",
+        "deepspeed/pipe/engine.py",
+        "inputs if ways > 1 else 0]",
+        "0]",
+        (f"{_CUT}::test_data_that_differ_between_ranks_of_one_pipeline[later inputs]",),
+        "ranks that share layers read the same inputs in every batch",
     ),
 )
 
