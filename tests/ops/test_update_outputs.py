@@ -272,7 +272,11 @@ def test_each_kind_of_device_gets_its_kernel(first: str, monkeypatch: pytest.Mon
         return kernel
 
     monkeypatch.setattr(cuda, "on_cuda", lambda t: t.device.type == "meta")
-    monkeypatch.setattr(cuda, "usable", lambda _, tensors: all(t.device.type == "meta" for t in tensors))
+
+    def usable(_: Any, columns: Any) -> bool:
+        return all(t.device.type == "meta" for column in columns for t in column)
+
+    monkeypatch.setattr(cuda, "usable", usable)
     monkeypatch.setattr(host, "usable", lambda _, *tensors: all(t.device.type == "cpu" for t in tensors))
     for name in ("adam_step", "lion_step", "adagrad_step"):
         monkeypatch.setattr(host, name, record("host"))

@@ -215,9 +215,10 @@ def _ask(model: Any, step: int) -> None:
     if step > 0:
         return
     engine = model.tokens.weight._ds_unit.keeper.client()
-    matrix, take_step = torch.zeros(1 << 14, 1 << 14, device=NAME), engine.step
+    take_step = engine.step
 
     def step_and_ask() -> None:
+        matrix = torch.zeros(1 << 14, 1 << 14, device=NAME)
         torch.mm(matrix, matrix)
         take_step()
         engine.get_global_grad_norm()

@@ -105,7 +105,7 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
     if name.endswith("unpinned"):
         allowed = allowed | UNPINNED
     if name.startswith("torn"):  # its last step is the one that makes room
-        allowed = allowed | {"device.synchronize: tier/arena.py empty", "device.synchronize: device.py method"}
+        allowed = allowed | {"device.synchronize: tier/arena.py _slab", "device.synchronize: device.py method"}
     assert set(facts[name]["waits"]) <= allowed
 
 

@@ -158,8 +158,11 @@ OUTSIDE: dict[str, str] = {
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
     "observe.": "clocks",
-    "pipe.": "what stages send each other is not simulated yet; tests/dist/test_pipeline_*",
+    "pipe.": "not taken out one by one; tests/sim/test_pipelines.py simulates them in order, tests/dist/test_pipeline_*",
     "tensor.": "as comm.differentiable",
     "zero.failures": "the end of what waits for a program that has failed",
+    "comm.hang": "threads that watch, on a clock",
+    "zero.client.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",
+    "zero.client.incoming": "as zero.client.mapped",
     "tier.aio_handle": "files of clients, through an engine of IO that is looked at",
 }
