@@ -158,7 +158,7 @@ OUTSIDE: dict[str, str] = {
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
     "observe.": "clocks",
-    "pipe.": "not taken out one by one; tests/sim/test_pipelines.py simulates them in order, tests/dist/test_pipeline_*",
+    "pipe.": "not taken out one by one; tests/sim/test_pipelines.py, tests/dist/test_pipeline_*",
     "tensor.": "as comm.differentiable",
     "zero.failures": "the end of what waits for a program that has failed",
     "comm.hang": "threads that watch, on a clock",
