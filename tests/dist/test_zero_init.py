@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import deepspeed
 from deepspeed.errors import UsageError
@@ -230,6 +231,7 @@ def peak_of_live_parameters(peak: list[int]) -> Iterator[None]:
 def _storage_bytes() -> int:
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta]
+        tensors = [t for t in tensors if not isinstance(t, FakeTensor)]  # which a compiler keeps, without memory
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
