@@ -232,32 +232,39 @@ class Within(Stack):
         return self.layers[0](x)
 
 
+class Notes:
+    """What a forward leaves where no hook looks for tensors."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
 class Aside(Stack):
-    """What a module inside the last block computes reaches the loss past the block, whose own output does not."""
+    """What a module inside the first block computes reaches the loss past the block, whose own output does not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Tensor] = []
+        self.notes = Notes()
         for layer in self.layers:
             layer.exit = nn.Linear(HIDDEN, HIDDEN)
-            layer.kept = self.kept
+            layer.notes = self.notes
             layer.__class__ = WithExit
 
     def forward(self, x: Tensor) -> Any:
-        self.kept.clear()
+        self.notes.kept.clear()
         self.trunk(self.inp(x))
-        return self.head(self.kept[-1])
+        return self.head(self.notes.kept[0])
 
 
 class WithExit(ResidualBlock):
     """Leaves the output of a second head in a list of the model's."""
 
     exit: nn.Linear
-    kept: list[Tensor]
+    notes: Notes
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        self.kept.append(self.exit(out))
+        self.notes.kept.append(self.exit(out))
         return out
 
 
