@@ -1,13 +1,17 @@
-"""Fixtures of the file IO tests: every backend, files with and without O_DIRECT."""
+"""Fixtures of the file IO tests (every backend, files with and without O_DIRECT) and of native builds."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deepspeed.native import build
+from deepspeed.native.spec import OpSpec
 from deepspeed.tier import aio
 from deepspeed.tier.aio import AioEngine, DirectFile, TransferError
 from tests.harness.aio import BACKENDS, KIB, Make, refuse_direct
+
+TINY = '#include "tiny.h"\nextern "C" int add(int a, int b) { return a + b + OFFSET; }\n'
 
 
 @pytest.fixture(params=BACKENDS)
@@ -45,3 +49,25 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     assert opened.direct == (request.param == "direct")
     with opened:
         yield opened
+
+
+@pytest.fixture
+def native_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder for native libraries, and none of the variables that builds read."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    for name in ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "DS_SKIP_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    for cached in (build.load, build.try_load):
+        cached.cache_clear()
+    yield
+    for cached in (build.load, build.try_load):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> OpSpec:
+    """An op of one function, which adds."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/tiny.cpp").write_text(TINY)
+    (tmp_path / "src/tiny.h").write_text("#define OFFSET 0\n")
+    return OpSpec("tiny", ("tiny.cpp",), root=tmp_path / "src")

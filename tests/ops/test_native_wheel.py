@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed.native.builders import ALL_OPS
 from tests.budget.source import ROOT
+from tests.harness.compilers import GXX
 
-GXX = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 TREE = ("deepspeed", "csrc", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 WHEEL = "import sys; from setuptools import build_meta; sys.stdout.write('>' + build_meta.build_wheel(sys.argv[1]))"
 USE = """
