@@ -4,7 +4,8 @@
     python benchmarks/hang.py faults [--ranks 2 3 4] [--runs 10] [--limit 2] [--only loops stops]
 
 The first trains a stack of layers under stage 3, where most is sent, and switches the watch on and off between rounds
-of the same engine: seconds of the clock and of the processor, and a collective's entry in the ledger alone. The second
+of the same engine: seconds of the clock and of the processor, which differ between rounds by more than the watch takes;
+and what the watch itself takes, entries of collectives and its two threads, by the processor time of each. The second
 starts jobs of which rank 1 goes wrong (tests/harness/stuck.py), and prints the seconds from the fault to the end of the
 job beside the limit and five seconds, and how many reports named rank and place.
 """
@@ -40,21 +41,35 @@ def _launch(ranks: int, *words: str, folder: str, limit: float | None = None) ->
     return subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
 
 
-def _entry_us(guard: Any, count: int = 20_000) -> float:
-    """Microseconds of one collective's entry in the ledger, beneath thirty calls."""
-    import torch
+def _own_ms(guard: Any, groups: Any, steps: Any, count: int) -> tuple[float, float, float]:
+    """Entries a step, and processor milliseconds that they and the watch's threads take of it."""
+    spent = {"entries": 0.0, "threads": 0.0, "collectives": 0.0}
 
-    note = guard.ledger.listener("bench")
+    def timed(function: Any, what: str) -> Any:
+        def call(*arguments: Any, **words: Any) -> Any:
+            begun = time.thread_time()
+            answer = function(*arguments, **words)
+            spent[what] += time.thread_time() - begun
+            return answer
 
-    def deep(level: int) -> float:
-        if level:
-            return deep(level - 1)
-        begun = time.perf_counter()
-        for _ in range(count):
-            note("all_gather", 4096, torch.float32, 2)()
-        return (time.perf_counter() - begun) / count * 1e6
+        return call
 
-    return deep(30)
+    def begins(listener: Any) -> Any:
+        begin = timed(listener, "entries")
+
+        def call(*arguments: Any) -> Any:
+            end = begin(*arguments)
+            spent["collectives"] += end is not None
+            return end and timed(end, "entries")
+
+        return call
+
+    for group in groups:
+        group.ledger[:] = map(begins, group.ledger)
+    for name in ("_exchange", "_glance", "_waits_too_long"):
+        setattr(guard, name, timed(getattr(guard, name), "threads"))
+    steps()
+    return spent["collectives"] / count, spent["entries"] / count * 1e3, spent["threads"] / count * 1e3
 
 
 def train(options: argparse.Namespace) -> None:
@@ -86,28 +101,32 @@ def train(options: argparse.Namespace) -> None:
     for _ in range(3):
         steps()
     rounds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    entries = 0
     for index in range(2 * options.rounds):
         on = index % 4 in (1, 2)  # off, on, on, off: a drift of the machine meets both alike
         if on:
             guard = watch(3600.0)
             assert guard is not None
             guard.follow(engine)
+        steps()  # a watch that begins meets every place for the first time
         rounds[on].append(steps())
         if on:
-            entries = guard.ledger.events // 2 // options.steps
             guard.stop()
             for group in groups.values():
                 group.ledger.clear()
+    guard = watch(3600.0)
+    assert guard is not None
+    guard.follow(engine)
+    steps()
+    count, entries, threads = _own_ms(guard, groups.values(), steps, options.steps)
     if mesh.job.index == 0:
         for position, what in enumerate(("clock", "processor")):
             off, on_s = (statistics.median(r[position] for r in rounds[kind]) for kind in (False, True))
             _line(f"{what}: {off * 1e3:.2f} ms a step without, {on_s * 1e3:.2f} ms with: {on_s / off - 1:+.2%}")
-        off = statistics.median(r[1] for r in rounds[False])  # a busy machine makes that of the clock longer
-        guard = watch(3600.0)
-        entry_us = min(_entry_us(guard) for _ in range(5))
-        share = entries * entry_us / off / 1e6
-        _line(f"{entries} collectives a step, {entry_us:.2f} us each: {share:.2%} of a step's processor time")
+        step = statistics.median(r[1] for r in rounds[False]) * 1e3
+        _line(
+            f"the watch itself: {count:.0f} entries a step {entries:.3f} ms, its threads {threads:.3f} ms: "
+            f"{(entries + threads) / step:.2%} of a step's processor time"
+        )
     engine.destroy()
 
 
