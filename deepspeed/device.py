@@ -90,6 +90,18 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
     return method
 
 
+def _tensor_of(dtype: torch.dtype) -> Any:
+    """A property that makes tensors of ``dtype``: of the sizes that it is given, or of one list of values."""
+
+    def make(self: "Accelerator", *given: Any) -> torch.Tensor:
+        device = self.current_device_name()
+        if given and not isinstance(given[0], int):
+            return torch.tensor(given[0], dtype=dtype, device=device)
+        return torch.empty(given or 0, dtype=dtype, device=device)
+
+    return property(lambda self: functools.partial(make, self))
+
+
 def _process_stats() -> dict[str, int]:
     return {"allocated_bytes.all.current": hostmem.rss_bytes(), "allocated_bytes.all.peak": hostmem.peak_rss_bytes()}
 
@@ -145,6 +157,11 @@ class Accelerator:
     set_device = _forwarded("set_device")
     current_device = _forwarded("current_device", 0, on_cpu=lambda: int(os.environ.get("LOCAL_RANK", "0")))
     synchronize = _forwarded("synchronize")
+
+    # tensors of a dtype on the current device, from a size or from values
+    ByteTensor, IntTensor, LongTensor = map(_tensor_of, (torch.uint8, torch.int32, torch.int64))
+    FloatTensor, DoubleTensor = map(_tensor_of, (torch.float32, torch.float64))
+    HalfTensor, BFloat16Tensor = map(_tensor_of, (torch.float16, torch.bfloat16))
 
     # random numbers
     def default_generator(self, device_index: int = 0) -> torch.Generator:

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.checkpoint.weights.weights import torch_file
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.client.gathered import state_names, whole_shape, whole_weights
@@ -69,8 +69,8 @@ class EngineCheckpoint:
         ValueError for an empty ``save_dir``, UsageError inside a forward or backward.
         """
         self._check_alive()
-        if not str(save_dir):
-            raise ValueError("save_checkpoint needs a save_dir, and got an empty one")
+        if save_dir is None or not str(save_dir):
+            raise FolderNameError(f"save_checkpoint needs a save_dir, and got {save_dir!r}")
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         self._check_between_passes("save_checkpoint")
@@ -107,7 +107,7 @@ class EngineCheckpoint:
         if len(set(tags)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
             text = f"ranks save under different tags ({', '.join(dict.fromkeys(tags))})"
             if self._config.checkpoint.tag_validation == "FAIL":
-                raise CheckpointError(f"{text}, and checkpoint.tag_validation is FAIL; pass the same tag on every rank")
+                raise TagsDifferError(f"{text}, and checkpoint.tag_validation is FAIL; pass the same tag on every rank")
             logger.warning("%s; the first rank's is taken", text)
         return folders.check_tag(tags[0])
 

@@ -53,6 +53,10 @@ class EngineReports:
     mp_world_size = property(attrgetter("mesh.tp.size"))
     data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"))
 
+    managed_gradient_accumulation = property(attrgetter("_managed"))
+    pipeline_parallelism = False
+    _is_gradient_accumulation_boundary = property(attrgetter("_forced_boundary"))  # None: nobody has forced it
+
     train_micro_batch_size_per_gpu = answers("_micro")
     gradient_accumulation_steps = answers("_gas")
     zero_optimization_stage = answers("_config.zero_stage")  # client-facing name
@@ -73,6 +77,7 @@ class EngineReports:
     get_global_grad_norm = answers(lambda self: self._hear()._result.norm)
     places = property(attrgetter("_parts.tiers.describe"))  # where offloaded states rest, in words
     attached = property(attrgetter("runtime.attached"))  # a context with optimizer state that rests on a drive
+    loss_scaler = property(attrgetter("_scaler"))
     scaler_state = property(attrgetter("_scaler.state_dict"))
     load_scaler_state = property(attrgetter("_scaler.load_state_dict"))
     train_batch_size = answers(lambda self: self._micro * self._gas * self.mesh.data.size)

@@ -87,6 +87,14 @@ class CheckpointError(DeepSpeedError, RuntimeError):
     """A checkpoint is incomplete, damaged, of another model, or cannot be written; nothing was loaded or replaced."""
 
 
+class TagsDifferError(CheckpointError, AssertionError):
+    """Ranks save under different tags, and the configuration forbids that."""
+
+
+class FolderNameError(UsageError, ValueError):
+    """A folder was asked for by an empty name, or by None."""
+
+
 class PlainStateError(CheckpointError, TypeError):
     """State for a checkpoint holds what cannot be stored without pickle; every place is named."""
 

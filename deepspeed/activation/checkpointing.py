@@ -127,15 +127,11 @@ def _name(function: Callable[..., Any]) -> str:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, keeping only the inputs until backward.
 
-    Keyword arguments must not hold tensors that need a gradient (UsageError). Without a tensor among ``args`` that
-    needs one, the non-reentrant kind is used, because the reentrant one would silently give the parameters no gradient.
+    The non-reentrant kind is used with a keyword argument that needs a gradient, and without a tensor among ``args``
+    that does, because the reentrant one would silently give the former, or the parameters, no gradient.
     """
-    needing = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
-    if needing:
-        raise UsageError(
-            f"checkpoint({_name(function)}): the tensor {needing[0]!r} needs a gradient; pass it by position."
-        )
-    reentrant = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+    by_name = any(isinstance(value, torch.Tensor) and value.requires_grad for value in kwargs.values())
+    reentrant = not by_name and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
     return _run(function, args, kwargs, reentrant=reentrant)
 
 

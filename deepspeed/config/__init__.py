@@ -19,7 +19,11 @@ from deepspeed.config.model.blocks import (
     ZenFlowConfig as ZenFlowConfig,
     ZeroConfig as ZeroConfig,
 )
-from deepspeed.config.model.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
+from deepspeed.config.model.root import (
+    DeepSpeedConfig as DeepSpeedConfig,
+    ZeroBlockOfPrograms as ZeroBlockOfPrograms,
+    load_config as load_config,
+)
 from deepspeed.config.parse import read_config_source as read_config_source
 from deepspeed.errors import BatchConfigError as BatchConfigError, DeepSpeedConfigError as DeepSpeedConfigError
 

@@ -9,7 +9,7 @@ this process's variables, the file in the home directory, the file in the curren
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError, nearest_hint
 
@@ -39,22 +39,34 @@ def read_entries(path: str, what: str) -> list[tuple[str, str]]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise DeepSpeedConfigError(f"{what} {path} cannot be read ({why}); check the path and its lines") from error
-    kept = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
-    return [(f"{what} {path}, line {number}", line) for number, line in kept]
+    return numbered_lines(lines, f"{what} {path}")
+
+
+def numbered_lines(lines: Iterable[str], name: str) -> list[tuple[str, str]]:
+    """Place, in what is called ``name``, and text of every line that is neither blank nor a comment."""
+    stripped = enumerate(map(str.strip, lines), start=1)
+    return [(f"{name}, line {number}", line) for number, line in stripped if line and not line.startswith("#")]
 
 
 def load_hostfile(path: str) -> dict[str, int]:
     """Return host -> number of slots in file order (the order gives the node ranks).
 
-    Raises DeepSpeedConfigError (a ValueError) when the file cannot be read, and on a line of another form, a host
-    without a slot, a repeated host or no host at all.
+    Raises DeepSpeedConfigError (a ValueError) when the file cannot be read, and as ``hosts_of``.
+    """
+    return hosts_of(read_entries(path, "hostfile"), f"hostfile {path}")
+
+
+def hosts_of(entries: Iterable[tuple[str, str]], name: str) -> dict[str, int]:
+    """Host -> number of slots, of (place, line) of what is called ``name``.
+
+    Raises DeepSpeedConfigError on a line of another form, a host without a slot, a repeated host or no host at all.
     """
     hosts: dict[str, int] = {}
-    for where, line in read_entries(path, "hostfile"):
+    for where, line in entries:
         match = _LINE.match(line)
         if match is None:
             raise DeepSpeedConfigError(f"{where} is {line[:80]!r}; expected one host per line, 'name slots=N'")
@@ -65,8 +77,19 @@ def load_hostfile(path: str) -> dict[str, int]:
             raise DeepSpeedConfigError(f"{where} gives host {host!r} no slot; delete the line, or --exclude the host")
         hosts[host] = slots
     if not hosts:
-        raise DeepSpeedConfigError(f"hostfile {path} names no host; add at least one line 'name slots=N'")
+        raise DeepSpeedConfigError(f"{name} names no host; add at least one line 'name slots=N'")
     return hosts
+
+
+def parse_range_list(text: str) -> list[int]:
+    """The numbers of ``"0-3,6"``, sorted, each once. DeepSpeedConfigError for anything else."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdecimal() or (dash and (not high.isdecimal() or int(high) < int(low))):
+            raise DeepSpeedConfigError(f"{text!r} is no list of numbers and ranges; write it like 0-3,6")
+        numbers |= set(range(int(low), int(high if dash else low) + 1))
+    return sorted(numbers)
 
 
 def parse_filter(spec: str) -> dict[str, list[int] | None]:

@@ -21,7 +21,10 @@ from deepspeed.launcher.hostfile import (
     environment_file_name,
     exported,
     filter_hosts,
+    hosts_of,
     load_hostfile,
+    numbered_lines,
+    parse_range_list as parse_range_list,
     read_environment_files,
 )
 from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, encode_world, job_of, parse_line
@@ -129,6 +132,11 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
         return load_hostfile(hostfile_path)
     logger.warning("hostfile %s does not exist; only the local machine is used", hostfile_path)
     return None
+
+
+def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    """Host -> slot count, of the lines of a hostfile; cluster tools call this."""
+    return hosts_of(numbered_lines(hostfile_lines, "hostfile"), "hostfile")
 
 
 def parse_resource_filter(

@@ -71,7 +71,10 @@ class LRSchedule:
     def _write(self, iteration: int) -> None:
         self._last_lr = self._rates(iteration)
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):  # compiled and captured steps hold that tensor
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _start(self) -> None:
         if self.last_batch_iteration == -1:
@@ -232,7 +235,7 @@ class _Warmup(LRSchedule):
             logger.warning("%s: warmup_num_steps is 0, 1 is used", name)
         if kind not in ("log", "linear"):
             logger.warning("%s: warmup_type %r is unknown, 'log' is used", name, kind)
-        self.warmup_num_steps, self.linear = max(2, count), kind == "linear"
+        self.warmup_num_steps, self.warmup_type = max(2, count), "linear" if kind == "linear" else "log"
         self.total_num_steps = self.settings.get("total_num_steps", math.inf)
         if self.total_num_steps < self.warmup_num_steps:
             text = "%s: total_num_steps %s is less than warmup_num_steps %s"
@@ -243,7 +246,7 @@ class _Warmup(LRSchedule):
         if iteration >= self.warmup_num_steps:
             return 1.0
         steps = self.warmup_num_steps
-        return iteration / steps if self.linear else math.log(iteration + 1) / math.log(steps)
+        return iteration / steps if self.warmup_type == "linear" else math.log(iteration + 1) / math.log(steps)
 
 
 class WarmupLR(_Warmup):

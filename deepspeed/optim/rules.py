@@ -59,6 +59,7 @@ class AdamBase(GroupStep, torch.optim.Adam):
     host_op, cuda_op, heeds_skip = CPU_ADAM, FUSED_ADAM, True
     torch_keys = ("maximize", "differentiable", "foreach")
     _update = staticmethod(adam_update_)
+    adam_w_mode = adamw_mode = property(lambda self: self.defaults["decoupled_weight_decay"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group (torch's own rules) and settle whether it runs on the fused kernel."""

@@ -4,6 +4,7 @@ The heaviest part is as light as any cut allows, and of such cuts one with the l
 the other parts are even too. Boundaries are ``parts + 1`` ascending positions, of which the first is 0.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -16,6 +17,11 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Boundaries of parts of equal length; of lengths that differ by one the longer ones come first."""
     share, longer = divmod(num_items, num_parts)
     return [part * share + min(part, longer) for part in range(num_parts + 1)]
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """The sum of ``weights`` up to and with each of them."""
+    return list(itertools.accumulate(weights))
 
 
 def _heaviest(prefix: np.ndarray, parts: int) -> float:

@@ -164,8 +164,8 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
     inner_only = (Spread.SHARDED, Spread.REPLICATED)[:axes]
     everywhere = inner_only if inner is not None and inner == mics else (Spread.SHARDED,) * axes
     rest = everywhere if stage >= 1 else replicated
-    blocks = (zero.offload_param, zero.offload_optimizer)
-    param_tier, optim_tier = (TIERS[block.device.value] if block is not None else Tier.DEVICE for block in blocks)
+    param_tier = TIERS[zero.param_tier.value]
+    optim_tier = Tier.DEVICE if zero.offload_optimizer is None else TIERS[zero.offload_optimizer.device.value]
     # Gradients wait where the update will read them: in host memory.
     grad_tier = Tier.HOST if optim_tier is not Tier.DEVICE else Tier.DEVICE
     param = StatePlan(inner_only if stage == 3 else replicated, param_tier)

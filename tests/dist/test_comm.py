@@ -7,6 +7,8 @@ import torch.distributed as dist
 import deepspeed
 import deepspeed.comm as comm
 from deepspeed.comm import collectives, group_getters as groups, trace
+from deepspeed.comm.norms import clip_grad_norm_
+from deepspeed.comm.partitioned import PartitionedTensor
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
 from tests.harness.pool import RankPool
@@ -219,3 +221,43 @@ def _told_by_the_mpu() -> list[int]:
 
 def test_the_getters_ask_the_mpu_of_initialize(pool2: RankPool) -> None:
     assert pool2.run(_told_by_the_mpu) == [[2, 7, 2, 2]] * 2
+
+
+def _cut_and_whole() -> None:
+    rank, whole = comm.get_rank(), torch.arange(15.0).reshape(3, 5)
+    part = PartitionedTensor(whole, dist.group.WORLD)
+    assert part.data().tolist() == whole.flatten()[(slice(0, 8), slice(8, 15))[rank]].tolist()
+    assert torch.equal(part.full(), whole)
+    again = PartitionedTensor.from_meta(part.to_meta(), part.data().clone(), dist.group.WORLD)
+    assert again.full_size() == [3, 5]
+    assert torch.equal(again.full(), whole)
+    meta = part.to_meta()
+    meta[3] = 3
+    with pytest.raises(ValueError, match="cut into 3 parts, the group has 2 ranks"):
+        PartitionedTensor.from_meta(meta, part.data(), dist.group.WORLD)
+
+
+def test_a_tensor_in_parts_is_whole_again(pool2: RankPool) -> None:
+    pool2.run(_cut_and_whole)
+
+
+class _Ranks:
+    """The part of an mpu that clipping asks for."""
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+
+def _clipped_over_two() -> None:
+    rank = comm.get_rank()
+    whole, cut = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    cut.model_parallel = True
+    whole.grad, cut.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0 * rank, 0.0])
+    norm = clip_grad_norm_([whole, cut], 1.0, mpu=_Ranks())
+    assert float(norm) == 5.0  # what is whole counts once
+    assert whole.grad.tolist() == pytest.approx([0.6, 0.0])
+    assert cut.grad.tolist() == pytest.approx([0.8 * rank, 0.0])
+
+
+def test_a_norm_over_model_parallel_ranks_counts_what_is_whole_once(pool2: RankPool) -> None:
+    pool2.run(_clipped_over_two)

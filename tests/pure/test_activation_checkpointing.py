@@ -74,8 +74,9 @@ def test_keyword_arguments() -> None:
     a = checkpointing.checkpoint(block, x, scale=3.0)
     torch.manual_seed(0)
     assert torch.equal(a, block(x, scale=3.0))
-    with pytest.raises(UsageError, match="'weight'"):
-        checkpointing.checkpoint(lambda y, weight: y * weight, x, weight=nn.Parameter(torch.ones(1)))
+    weight = nn.Parameter(torch.ones(1))  # by name, and with a gradient all the same
+    checkpointing.checkpoint(lambda y, weight: y * weight, x, weight=weight).sum().backward()
+    assert torch.equal(weight.grad, x.detach().sum().reshape(1))
 
 
 def test_settings_from_block_and_arguments() -> None:

@@ -218,7 +218,7 @@ def wrong_values(entry: dict[str, Any]) -> Iterator[Any]:
     if not names & {"list", "list[int]", "list[string]"}:
         yield [1, 2]
     if "bool" in names:
-        yield from ("true", 1, "yes")
+        yield from ("true", 2, "yes")
     elif "false" not in names:
         yield True
     if names & {"int", "float"} and entry.get("auto_runtime") != "native":

@@ -174,7 +174,7 @@ INVALID: dict[str, dict[str, Any]] = {
     "unknown key": {"train_batch_sizes": 8},
     "unknown inner key": {"zero_optimization": {"stages": 2}},
     "text for a number": {"train_batch_size": "8"},
-    "number for a flag": {"bf16": {"enabled": 1}},
+    "text for a flag": {"bf16": {"enabled": "true"}},
     "out of range": {"zero_optimization": {"stage": 4}},
     "size 0": {"train_micro_batch_size_per_gpu": 0},
     "no such choice": {"gradient_allreduce_op": "max"},

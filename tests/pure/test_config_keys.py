@@ -245,7 +245,7 @@ def test_legacy_offload_flags() -> None:
     assert zero(cpu_offload=False, cpu_offload_param=None) == ZeroConfig()
     text = message(zero_optimization={"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}})
     assert "both are given. Keep offload_optimizer" in text
-    for key, value in (("cpu_offload", 1), ("cpu_offload_use_pin_memory", "yes")):
+    for key, value in (("cpu_offload", 2), ("cpu_offload_use_pin_memory", "yes")):
         assert f"zero_optimization.{key} must be true or false, not {value!r}" in message(
             zero_optimization={key: value}
         )

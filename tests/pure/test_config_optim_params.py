@@ -170,7 +170,7 @@ REFUSED = [
     ("optimizer", "Adam", {"betas": 0.9}, "optimizer.params.betas must be a list of two numbers, not 0.9."),
     ("optimizer", "Adam", {"betas": [0.9, 1]}, "optimizer.params.betas must be less than 1, not 1"),
     ("optimizer", "Adam", {"betas": [0.9, "x"]}, "optimizer.params.betas must be a finite number, not 'x'."),
-    ("optimizer", "Adam", {"torch_adam": 1}, "optimizer.params.torch_adam must be true or false, not 1."),
+    ("optimizer", "Adam", {"torch_adam": 2}, "optimizer.params.torch_adam must be true or false, not 2."),
     (
         "optimizer",
         "Adam",
@@ -251,7 +251,7 @@ def test_refused(part: str, name: str, params: dict[str, Any], text: str) -> Non
 def test_all_faults_come_at_once_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
-        '{"train_batch_size": 1, "fp16": {"enabled": 1},\n"optimizer": {"type": "Adam",\n"params": {\n"lr": '
+        '{"train_batch_size": 1, "fp16": {"enabled": 2},\n"optimizer": {"type": "Adam",\n"params": {\n"lr": '
         '-1,\n"bettas": 3}},\n'
         '"scheduler": {\n"type": "Warmup"}}'
     )

@@ -60,7 +60,6 @@ BROKEN = [
         {"gradient_clipping": 0, **z(compute_grad_norm=False, stage=2, offload_optimizer=CPU)},
         "cannot be combined with offload_optimizer",
     ),
-    (z(stage=2, offload_param=CPU), "offload_param needs stage 3"),
     (z(stage=3, offload_param={"device": "nvme"}), "needs offload_param.nvme_path"),
     (z(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio below 1.0 needs stage 3"),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
@@ -115,14 +114,14 @@ def test_lenient_ignores_ranks_and_unfinished_params() -> None:
 
 def test_all_contradictions_are_listed() -> None:
     with pytest.raises(DeepSpeedConfigError, match="has 2 problems"):
-        load(fp16={"enabled": True}, bf16={"enabled": True}, **z(stage=1, offload_param=CPU))
+        load(fp16={"enabled": True}, bf16={"enabled": True}, **z(stage=0, offload_optimizer=CPU))
 
 
 def test_a_rule_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     text = '{"train_batch_size": 1, "fp16": {"enabled": true},\n"bfloat16": {\n"enabled": true},\n'
-    text += '"zero_optimization": {"stage": 1,\n'
-    path.write_text(text + '"offload_param": {\n"device": "nvme"}}}')
+    text += '"zero_optimization": {"stage": 0,\n'
+    path.write_text(text + '"offload_optimizer": {\n"device": "nvme"}}}')
     with pytest.raises(DeepSpeedConfigError) as caught:
         load_config(path, world_size=1, check_support=False)
     assert [fault.rpartition(" (")[2] for fault in caught.value.faults] == ["line 1)", "line 6)", "line 5)"]
@@ -165,6 +164,8 @@ SHARDED_ONLY = {
     "param_persistence_threshold",
     "prefetch_bucket_size",
     "zero_hpz_partition_size",
+    *("offload_param.device", "offload_param.nvme_path", "offload_param.pin_memory", "offload_param.max_in_cpu"),
+    *("offload_param.buffer_count", "offload_param.buffer_size"),
 }
 
 

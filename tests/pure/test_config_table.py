@@ -20,6 +20,7 @@ EXTENSIONS = {
     *(f"checkpoint.{name}" for name in ("allow_pickle", "async", "client_files", "keep_last", "rate_limit")),
     *("checkpoint.restore_data", "checkpoint.restore_rng", "memory.device_limit", "memory.host_limit", "seed"),
     *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather", "hang_timeout"),
+    "optimizer.torch_adam",
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
 }
 

@@ -169,7 +169,7 @@ def accepted_kinds(path: str, value: Any) -> bool:
     kind = kinds(path)
     return (
         (isinstance(value, str) and "string" in kind)
-        or (isinstance(value, bool) and "bool" in kind)
+        or ((isinstance(value, bool) or (type(value) is int and value in (0, 1))) and "bool" in kind)
         or (
             isinstance(value, int | float)
             and not isinstance(value, bool)

@@ -62,9 +62,9 @@ def test_leaf_by_class_or_name(wanted: list) -> None:
 
 def test_leaf_by_module_name() -> None:
     model = _model()
-    assert leaf.set_z3_leaf_modules_by_name(model, ["experts.1"]) == [model["experts"][1]]
-    assert leaf.set_z3_leaf_modules_by_suffix(model, ["0", "ead"]) == [model["experts"][0]]
-    leaf.set_z3_leaf_modules_by_name(model, ["experts.1"], flag=False)
+    assert leaf.set_z3_leaf_modules_by_name(model, ["experts.1", "none"]) == ([model["experts"][1]], ["none"])
+    assert leaf.set_z3_leaf_modules_by_suffix(model, ["0", "ead"]) == ([model["experts"][0]], ["ead"])
+    leaf.set_z3_leaf_modules_by_name(model, "experts.1", flag=False)
     assert leaf.get_z3_leaf_modules(model) == [model["experts"][0]]
     assert not leaf.z3_leaf_parameter(nn.Parameter(torch.zeros(1)))
 
@@ -78,6 +78,8 @@ def test_leaf_nothing_found() -> None:
     ):
         with pytest.raises(ValueError, match="No module of ModuleDict"):
             call(_model(), wanted)
-        assert call(_model(), wanted, raise_if_not_found=False) == []
+        none = call(_model(), wanted, raise_if_not_found=False)
+        assert none in ([], ([], ["nowhere"]))
+    assert len(leaf.set_z3_leaf_modules(_model(), "Expert")) == 2
     with pytest.raises(TypeError):
-        leaf.set_z3_leaf_modules(_model(), "Expert")
+        leaf.set_z3_leaf_modules(_model(), 3)

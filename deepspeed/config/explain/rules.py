@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepspeed.config.model.blocks import OffloadDeviceEnum
+from deepspeed.config.model.blocks import OffloadDeviceEnum, OffloadParamConfig
 from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
 from deepspeed.config.model.values import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, is_auto
 
@@ -104,9 +104,8 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     optimizer, param, stage = zero.offload_optimizer, zero.offload_param, zero.stage
     for name, block in (("offload_optimizer", optimizer), ("offload_param", param)):
         homeless = block is not None and block.device is OffloadDeviceEnum.nvme and not block.nvme_path
+        homeless &= name == "offload_optimizer" or stage == 3
         yield homeless, f"{_ZERO}.{name}.device", f'"nvme" needs {name}.nvme_path, a folder on the drive.'
-    text = f"needs stage 3, where parameters are sharded; the stage is {stage}."
-    yield param is not None and stage != 3, f"{_ZERO}.offload_param", text
     shared = optimizer is not None and optimizer.ratio < 1.0
     yield shared and stage != 3, f"{_ZERO}.offload_optimizer.ratio", "below 1.0 needs stage 3."
     text = "needs stage 1, 2 or 3; the stage is 0."
@@ -158,6 +157,7 @@ def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
     if cfg.zero.stage != 3:
         text = f"stage {cfg.zero.stage} does not shard parameters"
         why |= {f"{_ZERO}.{name}": text for name in _PARAMETERS_SHARDED}
+        why |= {f"{_ZERO}.offload_param.{name}": text for name in OffloadParamConfig.model_fields}
     if not cfg.fp16.dynamic:
         why |= {f"fp16.{name}": "fp16.loss_scale is a fixed number" for name in _DYNAMIC_SCALE}
     if cfg.compute_dtype == "fp32":

@@ -293,6 +293,12 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     mics_shard_size: _ShardGroup = key(-1, "Ranks that hold one copy of all states together (MiCS); -1 for all ranks.")
     divergence: _Divergence = key("tolerate", "Ranks that take different branches: tolerate, error, or no check.")
 
+    @property
+    def param_tier(self) -> OffloadDeviceEnum:
+        """Where parameters rest: below stage 3 on the device, whatever ``offload_param`` says."""
+        block = self.offload_param if self.stage == 3 else None
+        return OffloadDeviceEnum.none if block is None else block.device
+
     @field_validator("offload_param", "offload_optimizer")
     @classmethod
     def _no_device_is_no_offload(cls, value: OffloadConfig | None) -> OffloadConfig | None:

@@ -230,3 +230,19 @@ def load_config(
     report.raise_faults()
     assert config is not None, "without one there are faults"
     return config
+
+
+class _ReadsKeys(_ModelMeta):
+    """Gives the block the constructor that clients know: keys as a file spells them, or settings of other blocks."""
+
+    def __call__(cls, **keys: Any) -> blocks.ZeroConfig:
+        zero = load_config({values.TRAIN: 1, "zero_optimization": keys}, world_size=1, lenient=True).zero
+        overlap = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
+        return zero.model_copy(update={"overlap_comm": overlap})
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, blocks.ZeroConfig)
+
+
+class ZeroBlockOfPrograms(blocks.ZeroConfig, metaclass=_ReadsKeys):
+    """``zero_optimization`` as a program builds it: ``overlap_comm`` is true or false, by the stage where not given."""

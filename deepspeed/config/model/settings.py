@@ -163,4 +163,7 @@ def support_faults(config: "DeepSpeedConfig") -> list[tuple[str, str]]:
 def inert_notes(config: "DeepSpeedConfig") -> list[str]:
     """One clause per written key that is accepted without effect, for the log."""
     written = [item for item in settings(config) if item.origin == "file"]
-    return [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]
+    notes = [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]
+    stage = config.zero.stage
+    idle = config.zero.offload_param is not None and stage != 3
+    return notes + [f"zero_optimization.offload_param (stage {stage} does not shard parameters)"] * idle

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from deepspeed.config.explain.messages import Judgement
-from deepspeed.config.model.values import BATCH_KEYS, Key, Support, is_auto
+from deepspeed.config.model.values import BATCH_KEYS, Key, Support, flag, is_auto
 from deepspeed.config.parse import enclosing
 
 _GATHERED = "each unit is gathered whole"
@@ -124,7 +124,7 @@ def one_spelling(head: str, block: dict[str, Any], report: Judgement) -> dict[st
 
 def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
     """Replace the old flags ``cpu_offload*`` by the blocks they stand for."""
-    given = {key: block.pop(key, None) for key in LEGACY_KEYS}
+    given = {key: flag(block.pop(key, None)) for key in LEGACY_KEYS}
     for old, value in given.items():
         path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
         if value is not None and not isinstance(value, bool):

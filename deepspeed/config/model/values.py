@@ -133,6 +133,11 @@ def whole_number(value: Any) -> int:
     raise ValueError(f"must be a whole number, not {value!r}{quoted_hint(value)}")
 
 
+def flag(value: Any) -> Any:
+    """True and false, also as the numbers 1 and 0, which many files that people share have."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
 def _period(value: Any) -> Any:
     """A step count that may be infinite, which means never; JSON has no infinity, and files spell it as a word."""
     if value == float("inf") or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
@@ -200,7 +205,7 @@ def freeze(value: Any) -> Any:
     return tuple(freeze(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-Flag = StrictBool
+Flag = Annotated[StrictBool, BeforeValidator(flag)]  # the schema for editors knows true and false alone
 Int = Annotated[int, BeforeValidator(whole_number)]
 Num = Annotated[float, BeforeValidator(finite_number)]
 Count = Annotated[Int, Field(ge=0)]

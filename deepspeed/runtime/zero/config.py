@@ -1,1 +1,1 @@
-from deepspeed.config import OffloadDeviceEnum, ZeroConfig as DeepSpeedZeroConfig
+from deepspeed.config import OffloadDeviceEnum, ZeroBlockOfPrograms as DeepSpeedZeroConfig

@@ -36,6 +36,12 @@ class DeepSpeedOptimizer:
         return float(self._engine.current_loss_scale())
 
     cur_scale = loss_scale
+    loss_scaler = property(lambda self: self._engine.loss_scaler)
+    dynamic_loss_scale = property(lambda self: self._engine.dynamic_loss_scale())
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss has to go through ``engine.scale`` before a backward of the client's own."""
+        return self.dynamic_loss_scale or self.loss_scale != 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update with the gradients at hand (clients without the engine's ``step`` call this). Collective."""

@@ -273,8 +273,7 @@ class Init:
 def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
     """Where shards wait for ``initialize``, and the sizes that belong to it."""
     offload = make_plan(cfg, world_size).offload if cfg is not None else OffloadPlan()
-    block = cfg.zero.offload_param if cfg is not None else None
-    wanted = remote_device or (block.device.value if block is not None else "none")
+    wanted = remote_device or ("none" if cfg is None else cfg.zero.param_tier.value)
     if wanted not in TIERS:
         raise UsageError(f"zero.Init(remote_device={remote_device!r}): the places are 'cpu' and 'nvme'")
     if wanted == "nvme" and not offload.param_folder:

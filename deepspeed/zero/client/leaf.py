@@ -1,6 +1,6 @@
 """Leaf modules: declared to be gathered as one unit. Correctness never needs the mark; it is accepted and honoured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -41,7 +41,8 @@ def _mark(
     return chosen
 
 
-def _by_class(model: nn.Module, classes: list[type] | list[str], *, flag: bool, required: bool) -> list[nn.Module]:
+def _by_class(model: nn.Module, classes: Any, *, flag: bool, required: bool) -> list[nn.Module]:
+    classes = [classes] if isinstance(classes, str | type) else classes
     if not isinstance(classes, list | tuple | set) or not all(isinstance(entry, type | str) for entry in classes):
         raise TypeError(f"Leaf modules are given as a list of classes or class names, got {classes!r}.")
     types = tuple(entry for entry in classes if isinstance(entry, type))
@@ -70,18 +71,41 @@ def unset_z3_leaf_modules(
     return _by_class(model, leaf_module_classes, flag=False, required=raise_if_not_found)
 
 
+def _by_label(
+    model: nn.Module,
+    what: str,
+    labels: str | Iterable[str],
+    of: Callable[[str, str], bool],
+    *,
+    flag: bool,
+    needed: bool,
+) -> tuple[list[nn.Module], list[str]]:
+    wanted = [labels] if isinstance(labels, str) else list(labels)
+    required = (what, wanted) if needed else None
+    chosen = _mark(model, lambda name, _: any(of(name, label) for label in wanted), flag=flag, required=required)
+    names = [name for name, _ in model.named_modules()]
+    return chosen, [label for label in wanted if not any(of(name, label) for name in names)]
+
+
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, leaf_module_names: list[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark (with ``flag=False`` unmark) modules by their full name in ``model``. ValueError when nothing matches."""
-    required = ("name", leaf_module_names) if raise_if_not_found else None
-    return _mark(model, lambda name, _: name in leaf_module_names, flag=flag, required=required)
+    model: nn.Module, leaf_module_names: str | Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark (with ``flag=False`` unmark) modules by their full name in ``model``.
+
+    Returns them, and the names that no module has. ValueError when nothing matches and ``raise_if_not_found``.
+    """
+    return _by_label(model, "name", leaf_module_names, str.__eq__, flag=flag, needed=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, leaf_module_suffixes: list[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules whose name ends in one of the suffixes, at a dot. Raises ValueError when nothing matches."""
-    required = ("name ending", leaf_module_suffixes) if raise_if_not_found else None
-    suffixes = tuple(f".{suffix}" for suffix in leaf_module_suffixes)
-    return _mark(model, lambda name, _: f".{name}".endswith(suffixes), flag=flag, required=required)
+    model: nn.Module, leaf_module_suffixes: str | Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules whose name ends in one of the suffixes, at a dot; returns them and the suffixes that fit no name.
+
+    Raises ValueError when nothing matches and ``raise_if_not_found``.
+    """
+
+    def ends(name: str, suffix: str) -> bool:
+        return f".{name}".endswith(f".{suffix}")
+
+    return _by_label(model, "name ending", leaf_module_suffixes, ends, flag=flag, needed=raise_if_not_found)

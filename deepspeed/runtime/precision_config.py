@@ -1,0 +1,1 @@
+from deepspeed.config import Bf16Config as DeepSpeedBF16Config, Fp16Config as DeepSpeedFP16Config

@@ -1,0 +1,216 @@
+"""What programs written for DeepSpeed spell, ask and import: the same here, or refused with a sentence."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfigError, load_config
+from deepspeed.config.model.settings import inert_notes
+from deepspeed.errors import DeepSpeedError, NotYetError
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
+from deepspeed.runtime.lr_schedules import WarmupLR
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.utils import clip_grad_norm_, get_global_norm, prefix_sum_inc
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+
+
+def _load(**keys: Any) -> Any:
+    return load_config({"train_batch_size": 1} | keys, world_size=1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_booleans_may_be_zero_and_one(number: int) -> None:
+    config = _load(
+        zero_allow_untested_optimizer=number,
+        wall_clock_breakdown=number,
+        bf16={"enabled": number},
+        zero_optimization={"stage": 2, "cpu_offload": number},
+    )
+    assert config.wall_clock_breakdown is config.bf16.enabled is bool(number)
+    assert (config.zero.offload_optimizer is not None) is bool(number)
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.0, "true", "1"])
+def test_no_other_number_or_text_is_a_boolean(value: Any) -> None:
+    with pytest.raises(DeepSpeedConfigError, match="must be true or false"):
+        _load(bf16={"enabled": value})
+
+
+def test_torch_adam_beside_params_has_no_effect_and_says_so() -> None:
+    config = _load(optimizer={"type": "Adam", "params": {"lr": 1}, "torch_adam": True})
+    assert any("optimizer.torch_adam (it is read inside optimizer.params)" in note for note in inert_notes(config))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload_param_below_the_stage_that_shards_parameters_has_no_effect(stage: int, device: str) -> None:
+    config = _load(zero_optimization={"stage": stage, "offload_param": {"device": device}})
+    assert config.zero.param_tier.value == "none"
+    assert f"zero_optimization.offload_param (stage {stage} does not shard parameters)" in inert_notes(config)
+
+
+def test_offload_param_on_a_drive_needs_its_folder_where_it_counts() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="needs offload_param.nvme_path"):
+        _load(zero_optimization={"stage": 3, "offload_param": {"device": "nvme"}})
+
+
+def test_blocks_that_programs_build() -> None:
+    zero = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7, offload_param={"device": "cpu"})
+    assert (zero.stage, zero.prefetch_bucket_size, zero.offload_param.device.value) == (3, 7, "cpu")
+    assert isinstance(zero, DeepSpeedZeroConfig)
+    assert zero.overlap_comm is True
+    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False
+    assert DeepSpeedZeroConfig(stage=2, overlap_comm=True).overlap_comm is True
+    block = DeepSpeedZeroOffloadParamConfig(device="cpu", pin_memory=True)
+    assert DeepSpeedZeroConfig(stage=3, offload_param=block).offload_param.pin_memory is True
+    assert DeepSpeedFP16Config(enabled=True).initial_scale_power == 16
+    assert DeepSpeedBF16Config(enabled=True).enabled
+    with pytest.raises(DeepSpeedConfigError, match="did you mean 'stage'"):
+        DeepSpeedZeroConfig(stagee=3)
+
+
+NAMES = {
+    "deepspeed.checkpoint.constants": "OPTIMIZER_STATE_DICT PARAM_SHAPES ZERO_STAGE SINGLE_PARTITION_OF_FP32_GROUPS",
+    "deepspeed.launcher.runner": "_parse_hostfile parse_range_list fetch_hostfile encode_world_info",
+    "deepspeed.runtime.precision_config": "DeepSpeedFP16Config DeepSpeedBF16Config",
+    "deepspeed.runtime.utils": "PartitionedTensor partition_balanced partition_uniform see_memory_usage",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_importable(module: str) -> None:
+    there = importlib.import_module(module)
+    assert [name for name in NAMES[module].split() if not hasattr(there, name)] == []
+
+
+def test_lines_of_a_hostfile_and_ranges() -> None:
+    runner = importlib.import_module("deepspeed.launcher.runner")
+    assert runner._parse_hostfile(["# hosts", "one slots=2", "", "two slots=4"]) == {"one": 2, "two": 4}
+    with pytest.raises(ValueError, match="hostfile, line 2 names host 'one' a second time"):
+        runner._parse_hostfile(["one slots=2", "one slots=2"])
+    assert runner.parse_range_list("4,0-2,1") == [0, 1, 2, 4]
+    for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
+        with pytest.raises(DeepSpeedConfigError, match="no list of numbers"):
+            runner.parse_range_list(wrong)
+
+
+def _engine(**config: Any) -> Any:
+    batch = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=batch | config)
+    return engine
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_members_that_clients_read(stage: int) -> None:
+    engine = _engine(zero_optimization={"stage": stage}, fp16={"enabled": True, "initial_scale_power": 4})
+    optimizer = engine.optimizer
+    assert optimizer.loss_scaler.loss_scale == optimizer.loss_scaler.cur_scale == 16.0
+    assert optimizer.dynamic_loss_scale is True
+    assert optimizer.needs_scaler() is True
+    assert (engine.managed_gradient_accumulation, engine.pipeline_parallelism) == (True, False)
+    assert engine._is_gradient_accumulation_boundary is None
+    engine.set_gradient_accumulation_boundary(False)
+    assert engine._is_gradient_accumulation_boundary is False
+    engine.destroy()
+    engine = _engine(zero_optimization={"stage": stage})
+    assert engine.optimizer.needs_scaler() is False
+    assert engine.basic_optimizer.adam_w_mode is True
+    engine.destroy()
+
+
+def test_a_loss_of_two_engines_goes_through_the_scale_of_each() -> None:
+    """With different scales each engine's own backward part is scaled by its own: the shared loss is cut between."""
+    engines = [_engine(fp16={"enabled": True, "initial_scale_power": power}) for power in (3, 3)]
+    x = torch.ones(2, 4)
+    loss = sum(engine(x.half()).float().sum() for engine in engines)
+    engines[1].scale(engines[0].scale(loss) / engines[0].loss_scale()).backward()
+    for engine in engines:
+        engine.step()
+        assert engine.was_step_applied()
+        assert float(engine.get_global_grad_norm()) == pytest.approx(float(torch.tensor([8 * 4.0 + 2 * 4.0]).sqrt()))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("folder", ["", None])
+def test_a_folder_without_a_name_is_refused_as_clients_expect(folder: Any) -> None:
+    engine = _engine()
+    with pytest.raises(AssertionError, match="needs a save_dir"):
+        engine.save_checkpoint(folder)
+    with pytest.raises((ValueError, DeepSpeedError), match="needs a save_dir"):
+        engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor() -> None:
+    rate = torch.tensor(0.5)
+    schedule = WarmupLR(torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=rate), 0.0, 0.1, 10, "linear")
+    for step in range(3):
+        schedule.step()
+        assert schedule.optimizer.param_groups[0]["lr"] is rate
+        assert float(rate) == pytest.approx(0.01 * step)
+
+
+@pytest.mark.parametrize(("given", "kind"), [("log", "log"), ("linear", "linear"), ("cubic", "log")])
+def test_the_kind_of_warmup_can_be_read(given: str, kind: str) -> None:
+    assert WarmupLR(torch.optim.Adam(nn.Linear(2, 2).parameters()), warmup_type=given).warmup_type == kind
+
+
+def test_a_tensor_by_name_gets_its_gradient_in_a_checkpoint() -> None:
+    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
+    calls = []
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return (x * y).sin()
+
+    deepspeed.checkpointing.checkpoint(product, a, y=b).sum().backward()
+    assert len(calls) == 2
+    assert torch.equal(a.grad, (a * b).cos() * b)
+    assert torch.equal(b.grad, (a * b).cos() * a)
+
+
+def test_tensors_by_kind() -> None:
+    accelerator = get_accelerator()
+    for name, dtype in (
+        ("Byte", torch.uint8),
+        ("Long", torch.int64),
+        ("Half", torch.float16),
+        ("Float", torch.float32),
+    ):
+        make = getattr(accelerator, f"{name}Tensor")
+        assert (make([1, 0]).tolist(), make([1]).dtype, make(2, 3).shape) == ([1, 0], dtype, (2, 3))
+    assert accelerator.BFloat16Tensor(2).dtype is torch.bfloat16
+
+
+def test_groups_without_experts_stay_as_they_are() -> None:
+    group = {"params": [*nn.Linear(2, 2).parameters()], "name": "all"}
+    assert split_groups(group) == [group]
+    assert split_groups([group, group]) == [group, group]
+    group["params"][0].allreduce = False
+    with pytest.raises(NotYetError, match="experts"):
+        split_groups(group)
+
+
+@pytest.mark.parametrize("norm_type", [2, 1, float("inf")])
+def test_gradients_are_clipped_as_by_torch(norm_type: float) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model(torch.ones(2, 4)).sum().backward()
+    norm = clip_grad_norm_(models[0].parameters(), 0.1, norm_type)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(models[1].parameters(), 0.1, norm_type))
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad)
+    assert float(clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0)) == 0.0
+
+
+def test_sums_and_norms_of_parts() -> None:
+    assert prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
+    assert get_global_norm([3.0, 4.0]) == 5.0
