@@ -171,12 +171,13 @@ def _assemble(
     base = choose_optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
     lasting.enter_context(watched(cfg.hang_timeout))
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=plan.divergence != "assume_none", **vars(ways))
+    options: dict[str, Any] = {"control": plan.divergence != "assume_none", "reducing": plan.reducing}
+    mesh = build_mesh(backend, inner_size=plan.inner_size, **options, **vars(ways))
     register_topology(mesh.topology if ways.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     trace.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
-        for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
+        for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)}.values():
             axis.ledger.append(trace.begin)
     split(model, cfg, mesh, base, lasting)
     device = get_accelerator().torch_device()

@@ -29,8 +29,9 @@ class Mesh:
     first), over which states are cut. ``control`` is a host-side (gloo) group over it for messages of a few bytes, None
     for one rank or where none is wanted. ``name`` tells engines apart, and is the same on their ranks. ``tp``: the
     ranks that share each layer; ``pp``: those that hold the stages one batch passes. ``host``: a gloo group over the
-    job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``made``: all groups
-    that are the mesh's to destroy.
+    job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``reducing``: a
+    second group over the first axis, for the sums of gradients, as a communicator runs one collective at a time.
+    ``made``: all groups that are the mesh's to destroy.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -43,7 +44,13 @@ class Mesh:
     pp: AxisGroup = field(default_factory=_alone)
     host: AxisGroup | None = None
     topology: Topology | None = None
+    reducing: AxisGroup | None = None
     made: tuple[AxisGroup, ...] = ()
+
+    @property
+    def sums(self) -> tuple[AxisGroup, ...]:
+        """The axes, inner first, as gradients are reduced over them."""
+        return self.groups if self.reducing is None else (self.reducing, *self.groups[1:])
 
     @property
     def talk(self) -> AxisGroup:
@@ -112,6 +119,7 @@ def build_mesh(
     inner_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     control: bool = True,
+    reducing: bool = False,
     pp: int = 1,
     sp: int = 1,
     tp: int = 1,
@@ -121,9 +129,10 @@ def build_mesh(
     """Create the groups of one engine over ``group`` (default: the whole world). Collective over its ranks.
 
     ``backend``: "nccl" or "gloo". ``pp`` pipeline stages, ``sp`` sequence- and ``tp`` tensor-parallel ranks; the rest
-    is data parallel. ``order``: the ranks as the grid has them, if not ascending; ``known``: groups of the caller's
-    that are used where they fit. One rank needs no process group. Raises UsageError when a group cannot be made,
-    DeepSpeedConfigError when the sizes do not multiply to the number of ranks.
+    is data parallel. ``reducing``: with a group for the sums of gradients. ``order``: the ranks as the grid has them,
+    if not ascending; ``known``: groups of the caller's that are used where they fit. One rank needs no process group.
+    Raises UsageError when a group cannot be made, DeepSpeedConfigError when the sizes do not multiply to the number of
+    ranks.
     """
     plain = plain_mesh(backend, group=group)
     everyone, rank = plain.job, dist.get_rank() if dist.is_initialized() else 0
@@ -155,7 +164,9 @@ def build_mesh(
     data = over(topology.axis(rank, "dp_outer", "dp"))
     shares = {axis: over(topology.axis(rank, axis)) for axis, ways in (("tp", tp), ("pp", pp)) if ways > 1}
     groups = (zero,) if len(axes) == 1 else tuple(over(axis) for axis in axes)
-    return Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, made=tuple(made), **shares)
+    apart = new(groups[0], "reductions", backend) if reducing and groups[0].size > 1 else None
+    mesh = Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, **shares)
+    return replace(mesh, reducing=apart, made=tuple(made))
 
 
 def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, AxisGroup]:

@@ -129,7 +129,7 @@ class Gradients:
         if filled and any(flying is unit for flying, _, _ in self._flying):
             self._land_all()  # what it must be added to is still on its way there
         # The receivers of gloo add in the dtype of what rests.
-        exact = self.final and not filled and all(a.size == 1 or a.backend != "gloo" for a in unit.mesh.groups)
+        exact = self.final and not filled and all(a.size == 1 or a.backend != "gloo" for a in unit.mesh.sums)
         if contribution is not None and exact and torch.promote_types(contribution, dtype) is dtype:
             dtype = dtype if store.on_drive else contribution
         if isinstance(store, Stored) and unit.device.type == "cpu":
@@ -321,7 +321,7 @@ def reduce_over_axes(
     outer, whose links are slower; the dtype of ``partial`` travels on all of them.
     """
     assert unit.plan.grad is not None
-    ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, streams[: len(unit.mesh.groups)], strict=True))
+    ways = list(zip(unit.plan.grad.spread, unit.mesh.sums, streams[: len(unit.mesh.sums)], strict=True))
     transfer, piece = after, partial
     for position, (way, group, stream) in enumerate(ways, 1):
         last, numel = position == len(ways), piece.numel() // (group.size if way is Spread.SHARDED else 1)

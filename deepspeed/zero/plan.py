@@ -144,6 +144,7 @@ class ZeroPlan:
     live_numel: int
     overlap: bool
     divergence: str
+    reducing: bool = False  # sums of gradients have a communicator of their own
     watch: bool = True  # after an overflow the log names who produced it
     offload: OffloadPlan = OffloadPlan()
 
@@ -184,6 +185,7 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         live_numel=int(zero.max_live_parameters),
         overlap=zero.overlap_comm is not False,
         divergence=zero.divergence,
+        reducing=zero.separate_reduce_group and stage == 3,
         watch=zero.compute_grad_norm,
         offload=_offload(config),
     )

@@ -196,6 +196,7 @@ def _zero_probes() -> dict[str, Probe]:
         "stage": Probe(base(1), 3),
         "reduce_bucket_size": Probe(base(2), 2000),
         "overlap_comm": Probe(three, value=False),
+        "separate_reduce_group": Probe(three, value=True),
         "compute_grad_norm": Probe(base(2), value=False),
         "prefetch_bucket_size": Probe(three, 0),
         "allgather_sequential": Probe(three, value=True),

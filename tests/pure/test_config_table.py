@@ -21,6 +21,7 @@ EXTENSIONS = {
     *("checkpoint.restore_data", "checkpoint.restore_rng", "memory.device_limit", "memory.host_limit", "seed"),
     *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather", "hang_timeout"),
     "optimizer.torch_adam",
+    "zero_optimization.separate_reduce_group",
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
 }
 

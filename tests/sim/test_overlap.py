@@ -65,6 +65,8 @@ def write(folder: Path, models: list[Model]) -> None:
         (folder / f"{model.width}x{model.blocks}.json").write_text(config)
     for name, clip in (("clipped", 1.0), ("unclipped", 0.0)):
         (folder / f"{name}.json").write_text(json.dumps(CONFIG | {"gradient_clipping": clip}))
+    apart = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 3, "separate_reduce_group": True}}
+    (folder / "apart.json").write_text(json.dumps(CONFIG | apart))
     (folder / "two.json").write_text(json.dumps(TWO_NODES))
     (folder / "far.json").write_text(json.dumps(FAR))
 
@@ -96,7 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(folder: Path) -> dict[str, Ended]:
     """The short runs."""
     two = [*command(Model(2048, 6), "two", "--gpus", "16", "--device", "far.json", "--trace", "two-trace.json")]
-    return run_all({"short": command(SHORT, "unclipped", "--no-sync"), "two nodes": two}, folder)
+    runs = {name: command(Model(2048, 6), name, "--trace", f"{name}-trace.json") for name in ("unclipped", "apart")}
+    return run_all({"short": command(SHORT, "unclipped", "--no-sync"), "two nodes": two, **runs}, folder)
 
 
 def test_a_few_blocks_of_seven_billion(ended: dict[str, Ended]) -> None:
@@ -121,6 +124,27 @@ def test_the_next_sum_inside_a_node_does_not_wait_for_the_last_between_nodes(
         if one["ts"] <= other["ts"] + 1 < one["ts"] + one["dur"] and other["cat"] != one["cat"]  # microseconds
     ]
     assert len(beside) >= 5, beside
+
+
+def _beside(folder: Path, name: str) -> tuple[int, float]:
+    """Of a trace: how many streams of communicators have work, and how long gathers and reductions run together."""
+    rows = [row for row in json.loads((folder / f"{name}-trace.json").read_text())["traceEvents"] if row["ph"] == "X"]
+    spans = {
+        op: [(row["ts"], row["ts"] + row["dur"], row["tid"]) for row in rows if row["name"] == op]
+        for op in ("all_gather", "reduce_scatter")
+    }
+    streams = {tid for of in spans.values() for _, _, tid in of}
+    both = [min(a[1], b[1]) - max(a[0], b[0]) for a in spans["all_gather"] for b in spans["reduce_scatter"]]
+    return len(streams), sum(seconds for seconds in both if seconds > 0)
+
+
+def test_sums_beside_gathers_where_they_have_a_communicator(ended: dict[str, Ended], folder: Path) -> None:
+    facts = {name: json.loads(ended[name].stdout) for name in ("unclipped", "apart")}
+    assert not facts["unclipped"]["unordered"] and not facts["apart"]["unordered"]
+    one, apart = _beside(folder, "unclipped"), _beside(folder, "apart")
+    assert (one[0], apart[0]) == (1, 2) and one[1] < 1 < apart[1]  # microseconds
+    assert facts["apart"]["exposed_seconds"] <= facts["unclipped"]["exposed_seconds"]
+    assert facts["apart"]["device_bytes"]["peak"] == facts["unclipped"]["device_bytes"]["peak"]
 
 
 @pytest.mark.exhaustive
