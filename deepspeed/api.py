@@ -42,7 +42,7 @@ from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
 from deepspeed.zero.partition import UnitFacts, castable, statistics_dtypes
-from deepspeed.zero.plan import make_plan
+from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -171,14 +171,10 @@ def _assemble(
     base = choose_optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
     lasting.enter_context(watched(cfg.hang_timeout))
-    options: dict[str, Any] = {"control": plan.divergence != "assume_none", "reducing": plan.reducing}
-    mesh = build_mesh(backend, inner_size=plan.inner_size, **options, **vars(ways))
+    mesh = _mesh(backend, cfg, plan, ways)
+    plan = replace(plan, copy_engines=mesh.fetching is not None)
     register_topology(mesh.topology if ways.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
-    trace.configure(cfg)
-    if "comms_logger" in cfg.model_fields_set:
-        for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)}.values():
-            axis.ledger.append(trace.begin)
     split(model, cfg, mesh, base, lasting)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
@@ -198,6 +194,9 @@ def _assemble(
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
     parts = build(model, plan, facts, rules=rules, group_of=place, facts_of=facts_of)
+    if mesh.fetching is not None and mesh.fetching.window is not None:
+        largest = max((u.layout.numel * u.shard.element_size() for u in parts.units if u.movable), default=0)
+        mesh.fetching.window.open(largest, mesh.fetching, device)
     views: list[OptimView] = []
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
@@ -209,6 +208,18 @@ def _assemble(
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
     return engine
+
+
+def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mesh:
+    options: dict[str, Any] = {"reducing": plan.reducing, "copy_engines": plan.copy_engines}
+    control = plan.divergence != "assume_none"
+    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, **options, **vars(ways))
+    trace.configure(cfg)
+    if "comms_logger" in cfg.model_fields_set:
+        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums, *mesh.fetches)
+        for axis in {id(group): group for group in groups}.values():
+            axis.ledger.append(trace.begin)
+    return mesh
 
 
 def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:

@@ -195,6 +195,8 @@ class Accelerator:
     current_stream = _forwarded("current_stream", lambda *_: NullStream())
     default_stream = _forwarded("default_stream", lambda *_: NullStream())
 
+    collectives_version = _forwarded("nccl.version", lambda: (), text="Of NCCL, as numbers; () where there is none.")
+
     # memory, in bytes; on the CPU this process' resident memory
     empty_cache = _forwarded("empty_cache")
     memory_allocated = _forwarded("memory_allocated", 0, on_cpu=hostmem.rss_bytes)

@@ -375,7 +375,7 @@ class Unit:
 
     def start_gather(self) -> Transfer:
         """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
-        axes = zip(self.plan.param.spread, self.mesh.groups, strict=True)
+        axes = zip(self.plan.param.spread, self.mesh.fetches, strict=True)
         cut = [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
         start, stop = self.range_of(StateKind.PARAM)
         piece, rest = self.full[start:stop], self.rest[StateKind.PARAM]

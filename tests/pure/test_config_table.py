@@ -22,6 +22,7 @@ EXTENSIONS = {
     *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather", "hang_timeout"),
     "optimizer.torch_adam",
     "zero_optimization.separate_reduce_group",
+    *("zero_optimization.separate_reduce_group", "zero_optimization.copy_engine_gathers"),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
 }
 

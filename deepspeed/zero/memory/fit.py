@@ -87,9 +87,12 @@ class MemoryPlan:
 
 
 def memory_plan(
-    units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int, shared: bool
-) -> MemoryPlan:
-    """The plan of one rank. ``ways``: ranks on each mesh axis; ``prefetch``: elements that may be gathered ahead."""
+    units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
+    shared: bool, window: bool = False,
+) -> MemoryPlan:  # fmt: skip
+    """The plan of one rank. ``ways``: ranks on each mesh axis; ``prefetch``: elements that may be gathered ahead;
+    ``window``: gathers land in one, as large as the largest unit.
+    """
     table: Counter[tuple[str, Tier]] = Counter()
     host_left, pages = offload.host_param_numel, 0
 
@@ -123,7 +126,7 @@ def memory_plan(
         moving.sort(key=lambda u: -u.numel * u.width)
         after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
         ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
-        table["units gathered at once", Tier.DEVICE] = moving[0].numel * moving[0].width + ahead
+        table["units gathered at once", Tier.DEVICE] = (1 + window) * moving[0].numel * moving[0].width + ahead
     # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
     trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
     together = InFlight.REDUCTIONS + 1
@@ -255,7 +258,8 @@ def fit(
 
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
-        return memory_plan(sized, ways, offload, widths, prefetch=plan.prefetch_numel, shared=shared)
+        options = {"shared": shared, "window": plan.copy_engines}
+        return memory_plan(sized, ways, offload, widths, prefetch=plan.prefetch_numel, **options)
 
     # Rows that need ever less host memory, without another word in the configuration.
     offload, rows = plan.offload, [gradients_on_drive(unit.row) for unit in units]
