@@ -44,6 +44,7 @@ from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fres
 from deepspeed.zero.partition import UnitFacts, castable, statistics_dtypes
 from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.update.rates import measured_share
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -184,11 +185,8 @@ def _assemble(
     place = {p: i for i, group in enumerate(groups) for p in group["params"]} if base is not None else None
     if base is not None:
         check_fresh(base)
-    if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":
-        raise OptimizerConfigError(
-            "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
-            f"{type(base).__name__} cannot do; set ratio to 1, or use the Fused class of the same name"
-        )
+    if base is not None:
+        plan = _shared_update(plan, base, mesh, device)
     facts, facts_of = _facts(cfg, mesh), None
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
@@ -220,6 +218,26 @@ def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mes
         for axis in {id(group): group for group in groups}.values():
             axis.ledger.append(trace.begin)
     return mesh
+
+
+def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> ZeroPlan:
+    """``plan`` with the share of the update that is the device's, which may have to be measured. Collective."""
+    offload, name = plan.offload, type(base).__name__
+    if offload.device_share != 0 and getattr(base, "host_only", False) and device.type != "cpu":
+        raise OptimizerConfigError(
+            "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
+            f"{name} cannot do; set ratio to 1, or use the Fused class of the same name"
+        )
+    if offload.travel and not isinstance(base, GroupStep):
+        raise OptimizerConfigError(
+            'zero_optimization.offload_optimizer.device_states "travel" needs an optimizer of this package (AdamW, '
+            f'Lion, Adagrad, Lamb by name in the configuration), not {name}; set it to "rest"'
+        )
+    if offload.device_share is None:
+        share = measured_share(base, mesh, device)
+        log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
+        offload = replace(offload, device_share=share)
+    return replace(plan, offload=offload)
 
 
 def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:
@@ -285,7 +303,7 @@ def choose_optimizer(
         mark_muon_parameters(model.named_parameters())
         block = cfg.zero.offload_optimizer
         # With a share on the device the class must know both places.
-        host = block is not None and block.ratio == 1.0
+        host = block is not None and block.ratio == 1.0 and block.device_states == "rest"
         base = build_optimizer(cfg.optimizer.type, cfg.optimizer.params, parameters=parameters, offload=host)
     elif cfg.zero_stage in (1, 2):
         raise OptimizerConfigError(

@@ -22,6 +22,7 @@ from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.monitor import MonitorMaster
+from deepspeed.optim.base import GroupStep
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
@@ -30,6 +31,7 @@ from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.step import take_step
+from deepspeed.zero.update.visits import Visits
 
 
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
@@ -68,6 +70,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             # also where no element of theirs is this rank's: the ranks tell each other how their tiles went
             if any(unit.on_drive(StateKind.OPTIM) for unit in self.runtime.units):
                 self.tiles = OptimTiles([v for v in views if v.on_drive], optimizer, parts.tiers.optim_drive().staging)
+            if (
+                isinstance(optimizer, GroupStep)
+                and any(v.unit.plan.visits for v in views)
+                and self.device.type != "cpu"
+            ):
+                self.runtime.visits = Visits(optimizer, parts.tiers, up=self.runtime.up)
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0

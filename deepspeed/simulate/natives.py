@@ -34,6 +34,8 @@ from deepspeed.simulate.events import (
 )
 from deepspeed.simulate.record import Recorder
 from deepspeed.tier import aio, arena, drive
+from deepspeed.zero.update import rates
+from deepspeed.zero.update.shares import Rates
 
 _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
 _PASSES = {FUSED_LAMB: 2}  # how often parameter and moments are read and written
@@ -79,6 +81,12 @@ class _Natives:
         if op in _HOST_POINTERS:
             return _Library(lambda *args: self._host(op, *args))
         return None
+
+    def rates(self, nbytes: int, _device: torch.device) -> Rates:
+        """What would be measured for an update with ``nbytes`` of weight and slots an element."""
+        machine = self._recorder.timeline.machine
+        travel = nbytes / machine["bus_rate"]
+        return Rates((2 * nbytes + 4) / machine["adam_rate"], travel, travel)
 
     def _launch(self, stream: int, name: str, reads: list[Touch], writes: list[Touch], kind: str, passes: int) -> None:
         nbytes = sum(t.stop - t.start for t in reads) + 2 * passes * sum(t.stop - t.start for t in writes)
@@ -259,6 +267,7 @@ def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Ite
                 "usable",
                 lambda op, columns: all(t.device.type == NAME and t.is_contiguous() for c in columns for t in c),
             ),
+            (rates, "_measure", natives.rates),
             (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
             (content, "crc32c", lambda *_: 0),
             (content, "capture_rng", dict),

@@ -26,6 +26,7 @@ from deepspeed.zero.partition import UnitFacts, UnitSpec, castable, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.shares import every_so_many
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,12 @@ def _fitted(
     """The rows of the units, within the limits of the plan and, where something is offloaded, of the fullest host."""
     sizes: list[UnitSize] = []
     specs = [spec for spec, _ in units]
-    # Of offloaded optimizer state the first units, up to the device's share, do not leave it.
-    keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
-    for spec, layout in units:
+    trained = [s.numel if s.trainable else 0 for s in specs]
+    by_device = every_so_many(trained, plan.offload.device_share or 0.0)
+    for (spec, layout), chosen in zip(units, by_device, strict=True):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
-        if row.grad is not None and row.optim is not None and row.optim.away and spec.numel <= keep:
-            keep -= spec.numel
-            row = replace(row, grad=replace(row.grad, tier=Tier.DEVICE), optim=replace(row.optim, tier=Tier.DEVICE))
+        if chosen and row.optim is not None and row.optim.away:
+            row = row.updated_on_device(travels=plan.offload.travel)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
         sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)

@@ -17,6 +17,7 @@ class InFlight:
     UNITS = 2  # typical ones, gathered before they are needed
     READS = 3  # shards on their way from a drive beside the ones being fetched
     GRADIENT_BUFFERS = 3  # one filled by a reduction while two are written
+    VISITS = 2  # units whose optimizer states are on the device for their update: one comes while one goes
 
 
 class StateKind(Enum):
@@ -86,6 +87,11 @@ class UnitPlan:
         """Whether every rank keeps the whole reduced gradient on its device."""
         return self.grad is not None and not self.grad.sharded and not self.grad.away
 
+    @property
+    def visits(self) -> bool:
+        """Whether OPTIM travels to the device for its update: the gradient waits for it there."""
+        return self.grad is not None and self.optim is not None and self.optim.away and not self.grad.away
+
     def of(self, kind: StateKind) -> StatePlan:
         """The rest place of a state that the unit has."""
         state: StatePlan | None = getattr(self, kind.value)
@@ -98,6 +104,12 @@ class UnitPlan:
         states = {kind.value: getattr(self, kind.value) for kind in StateKind}
         return replace(self, **{k: replace(s, spread=s.spread + more) for k, s in states.items() if s is not None})
 
+    def updated_on_device(self, *, travels: bool) -> "UnitPlan":
+        """The row with the gradient on the device, and OPTIM there, too, unless it ``travels`` there."""
+        assert self.grad is not None and self.optim is not None
+        optim = self.optim if travels else replace(self.optim, tier=Tier.DEVICE)
+        return replace(self, grad=replace(self.grad, tier=Tier.DEVICE), optim=optim)
+
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
 
@@ -107,8 +119,9 @@ class OffloadPlan:
     """Places and sizes (in elements, of one rank) behind the tiers of a plan.
 
     ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
-    PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM stays on the device. Limits
-    are bytes; 0 for none. ``save_copies``: saves keep a copy of the states in host memory while training goes on.
+    PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates (None: as
+    the rates of this machine say); it stays there, or with ``travel`` comes for the update. Limits are bytes; 0 for
+    none. ``save_copies``: saves keep a copy of the states in host memory while training goes on.
     """
 
     param_folder: str = ""
@@ -118,7 +131,8 @@ class OffloadPlan:
     optim_folder: str = ""
     optim_buffers: int = 4
     tile_numel: int = 1 << 21
-    device_share: float = 0.0
+    device_share: float | None = 0.0
+    travel: bool = False
     pin_param: bool = True
     pin_optim: bool = True
     block_bytes: int = 1 << 20
@@ -199,7 +213,7 @@ _LEAST_PIECE = 4096  # elements: what travels to a drive is at least a few pages
 def _offload(config: DeepSpeedConfig) -> OffloadPlan:
     zero, aio = config.zero, config.aio
     param, optim = zero.offload_param or OffloadParamConfig(), zero.offload_optimizer or OffloadOptimizerConfig()
-    default = OffloadPlan()
+    default, travel = OffloadPlan(), optim.device_states == "travel"
     tile_chosen, depth_chosen = "sub_group_size" in zero.model_fields_set, "queue_depth" in aio.model_fields_set
     return OffloadPlan(
         param_folder=param.nvme_path or "",
@@ -210,7 +224,8 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         optim_buffers=max(1, int(optim.buffer_count)),
         # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
         tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if tile_chosen else default.tile_numel,
-        device_share=1.0 - float(optim.ratio),
+        device_share=None if travel and "ratio" not in optim.model_fields_set else 1.0 - float(optim.ratio),
+        travel=travel,
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,
         block_bytes=-(-int(aio.block_size) // 4096) * 4096,

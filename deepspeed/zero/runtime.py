@@ -29,6 +29,7 @@ from deepspeed.zero.plan import InFlight, StateKind, ZeroPlan
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.visits import Visits
 
 _ALIKE_S = 10.0  # within which ranks that send each other no messages are to have failed, too
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
@@ -41,7 +42,7 @@ class Runtime:
         self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, accum: torch.dtype, device: torch.device
     ) -> None:
         self.units, self.plan, self.mesh, self.device = units, plan, mesh, device
-        self._stream, self._up = collectives.SideStream(device), collectives.SideStream(device)
+        self._stream, self.up = collectives.SideStream(device), collectives.SideStream(device)
         self.schedule = Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
         words: dict[str, Any] = {"where": self._where, "title": mesh.title, "doubt": functools.partial(doubt, mesh)}
@@ -51,10 +52,11 @@ class Runtime:
         self.steps = self.depth = self.flushes = 0
         self.in_backward = False
         self._one_pass = False
-        # The engine, while it lives; its optimizer, and what of that is updated in tiles.
+        # The engine, while it lives; its optimizer, and what of that is updated in tiles, or visits the device.
         self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None
         self.tiles: OptimTiles | None = None
+        self.visits: Visits | None = None
         # Set by the engine: is the running backward the last one of the accumulation window?
         self.window_ends: Callable[[], bool] = lambda: True
         # Called once when a backward begins; the engine checks loss scaling and sets factors there.
@@ -427,7 +429,7 @@ class Runtime:
         """PARAM of ``units`` follows OPTIM, which changes."""
         self._trim()
         self._discard_idle(units)
-        return Publication(units, up=self._up, gathers=self._stream)
+        return Publication(units, up=self.up, gathers=self._stream)
 
     def publish(self, units: list[Unit]) -> None:
         """After a change: bring PARAM of ``units`` in line with OPTIM. Collective."""

@@ -25,6 +25,7 @@ from deepspeed.zero.plan import StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.visits import Visits
 
 
 class StepResult:
@@ -151,7 +152,7 @@ def _update(
         try:
             if failure is not None:
                 raise failure
-            written = _update_in_memory(runtime.optimizer, views, publication, factor, skip)
+            written = _update_in_memory(runtime.optimizer, views, publication, factor, skip=skip, visits=runtime.visits)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True
             with contextlib.suppress(Exception):
@@ -164,11 +165,18 @@ def _update(
 
 
 def _update_in_memory(
-    optimizer: Any, views: list[OptimView], publication: Publication, factor: float, skip: torch.Tensor | None
+    optimizer: Any,
+    views: list[OptimView],
+    publication: Publication,
+    factor: float,
+    *,
+    skip: torch.Tensor | None,
+    visits: Visits | None,
 ) -> list[OptimView]:
     """At once; but what rests on the host, and this package's kernels update, unit by unit in the order of the forward:
-    what is new travels, to the device and to other ranks, beside the update of the next. Returns for the end of the
-    publication the views whose PARAM is written and that it does not know of.
+    what is new travels, to the device and to other ranks, beside the update of the next; and what ``visits`` the
+    device for its update. Returns for the end of the publication the views whose PARAM is written and that it does not
+    know of.
     """
     if skip is not None and not optimizer.skips_alone():  # a hook of the user's
         if skip.item():
@@ -176,12 +184,15 @@ def _update_in_memory(
         skip = None
     homes = [view.unit if view.unit.plan.of(StateKind.OPTIM).away else None for view in views]
     if not any(homes) or not getattr(type(optimizer), "undisturbed", lambda _: False)(optimizer):
-        return run_step(optimizer, views, optimizer.step, factor, skip=skip)
-    turns = Turns(optimizer)
-    for unit, group in itertools.groupby(zip(homes, views, strict=True), lambda pair: pair[0]):
-        those = [view for _, view in group]
-        written = run_step(optimizer, those, functools.partial(turns.take, those), factor)
-        publication.through(unit, written)
+        with visits.all_at_once(views) if visits is not None else contextlib.nullcontext():
+            return run_step(optimizer, views, optimizer.step, factor, skip=skip)
+    turns, pairs = Turns(optimizer), zip(homes, views, strict=True)
+    parts = [(home, [view for _, view in those]) for home, those in itertools.groupby(pairs, lambda pair: pair[0])]
+    with visits.expected([those for _, those in parts]) if visits is not None else contextlib.nullcontext():
+        for unit, those in parts:
+            with visits.on_device(those) if visits is not None else contextlib.nullcontext():
+                written = run_step(optimizer, those, functools.partial(turns.take, those), factor)
+            publication.through(unit, written)
     return []
 
 

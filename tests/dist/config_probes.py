@@ -225,7 +225,7 @@ def _offload_probes() -> dict[str, Probe]:
         base(3, zero={"offload_param": {**drive, "max_in_cpu": 0}}),
     )
     old = base(3, zero={"cpu_offload": True})
-    block, other = "zero_optimization.offload_", f"{WORKDIR}/elsewhere"
+    block, other, half = "zero_optimization.offload_", f"{WORKDIR}/elsewhere", {**on_host, "ratio": 0.5}
     return {
         "zero_optimization.sub_group_size": Probe(optim, 4096),
         "zero_optimization.cpu_offload": Probe(base(3), value=True),
@@ -237,6 +237,7 @@ def _offload_probes() -> dict[str, Probe]:
         f"{block}optimizer.buffer_count": Probe(optim, 2),
         f"{block}optimizer.pin_memory": Probe(optim, value=False),
         f"{block}optimizer.ratio": Probe(base(3, zero={"offload_optimizer": on_host}), 0.4),
+        f"{block}optimizer.device_states": Probe(base(3, zero={"offload_optimizer": half}), "travel"),
         f"{block}param": Probe(base(3), on_host),
         f"{block}param.device": Probe(param, "cpu"),
         f"{block}param.nvme_path": Probe(param, other),

@@ -138,6 +138,7 @@ def variants(folder: str) -> dict[str, Variant]:
         "param cpu": Variant({"offload_param": CPU}),
         "both cpu": Variant({"offload_optimizer": CPU, "offload_param": CPU}),
         "half cpu": Variant({"offload_optimizer": {**CPU, "ratio": 0.5}, "offload_param": CPU}),
+        "travelling": Variant({"offload_optimizer": {**CPU, "ratio": 0.5, "device_states": "travel"}}),
         "optim nvme": Variant({"offload_optimizer": drive}),
         "tiles": Variant({"offload_optimizer": {**drive, "buffer_count": 2}, "sub_group_size": 4096}),
         "one buffer": Variant(

@@ -44,7 +44,7 @@ COVERING = {
     "stage1-accumulated", "hpz", "recomputed-both-on-host", "parameters-on-host", "both-on-host-accumulated",
     "stage1-optimizer-on-host-unpinned", "optimizer-on-drive", "both-on-drive", "skipping", "held", "looking",
     "failing-on-host", "saving-both-on-host", "writing", "both-on-host-unchecked", "setting-on-host",
-    "stage2-optimizer-on-host", "stage2-optimizer-on-host-accumulated",
+    "stage2-optimizer-on-host", "stage2-optimizer-on-host-accumulated", "stage2-visiting-on-host-unchecked",
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_local_sums_of_a_window_take_what_the_plan_says(facts: dict[str, dict[st
 
 
 # a save has copies beside, and an update that fails in its first step is the one that makes room
-BESIDES = ("stage1-optimizer-on-host-unpinned", "saving", "sooner", "torn")
+BESIDES = ("stage1-optimizer-on-host-unpinned", "saving", "sooner", "torn", "slots")
 ARENA = [name for name in CASES if "-on-" in name and not name.startswith(BESIDES)]
 
 

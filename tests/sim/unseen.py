@@ -66,6 +66,8 @@ SEEN: dict[str, str] = {
     "tier.aio:wait: self.settle()": "drive",
     "tier.aio:close: transfer.settle() (2)": "drive",
     "engine:offload_states: self.runtime.gradients.land_all()": "looking",
+    "zero.update.visits:on_device: visit.coming.wait()": "slots-visiting-on-host",
+    "zero.update.visits:expected: Landing(0).wait()": "slots-visiting-on-host",
 }
 
 _SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
@@ -159,6 +161,7 @@ OUTSIDE: dict[str, str] = {
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
     "observe.": "clocks",
+    "zero.update.rates": "measurements, before there are states",
     "pipe.": "not taken out one by one; tests/sim/test_pipelines.py, tests/dist/test_pipeline_*",
     "tensor.": "as comm.differentiable",
     "zero.failures": "the end of what waits for a program that has failed",

@@ -107,7 +107,13 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
         homeless &= name == "offload_optimizer" or stage == 3
         yield homeless, f"{_ZERO}.{name}.device", f'"nvme" needs {name}.nvme_path, a folder on the drive.'
     shared = optimizer is not None and optimizer.ratio < 1.0
-    yield shared and stage != 3, f"{_ZERO}.offload_optimizer.ratio", "below 1.0 needs stage 3."
+    travels = optimizer is not None and optimizer.device_states == "travel"
+    text = 'below 1.0 needs stage 3, or device_states "travel".'
+    yield shared and stage != 3 and not travels, f"{_ZERO}.offload_optimizer.ratio", text
+    path, on_drive = f"{_ZERO}.offload_optimizer.device_states", optimizer is not None and bool(optimizer.nvme_path)
+    yield travels and on_drive, path, '"travel" needs offload_optimizer.device "cpu": states on a drive do not travel.'
+    text = '"travel" cannot be combined with offload_param: what the device updates is written where parameters rest.'
+    yield travels and param is not None, path, text
     text = "needs stage 1, 2 or 3; the stage is 0."
     yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", text
     text = f"needs stage 3; the stage is {stage}."

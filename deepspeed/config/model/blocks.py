@@ -244,9 +244,17 @@ class OffloadConfig(AutoBlock):
 
 
 class OffloadOptimizerConfig(OffloadConfig, unread.ZeroOptimizationOffloadOptimizerKeys):
-    """``zero_optimization.offload_optimizer``; ``ratio`` is the share of elements updated on the CPU."""
+    """``zero_optimization.offload_optimizer``; ``ratio`` is the share of elements updated on the CPU.
 
-    ratio: Num = key(1.0, "Share of elements that the host updates; the rest stays on the device.", ge=0, le=1)
+    ``device_states`` is an extension: what the device updates rests there, or travels there for its update and back.
+    """
+
+    ratio: Num = key(
+        1.0, "Share of elements that the host updates, every so many-th unit; the device the rest.", ge=0, le=1
+    )
+    device_states: Literal["rest", "travel"] = key(
+        "rest", "States that the device updates rest there, or only visit it."
+    )
 
 
 class OffloadParamConfig(OffloadConfig):

@@ -94,7 +94,7 @@ def memory_plan(
     ``window``: gathers land in one, as large as the largest unit.
     """
     table: Counter[tuple[str, Tier]] = Counter()
-    host_left, pages = offload.host_param_numel, 0
+    host_left, pages, visits = offload.host_param_numel, 0, 0
 
     def add(what: str, tier: Tier, nbytes: int) -> None:
         nonlocal pages
@@ -117,7 +117,12 @@ def memory_plan(
             )
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
-            table["optimizer state", optim.tier] += widths.slots * numel
+            if unit.row.visits and not shared:  # the slots are in the arena, too
+                for _ in range(widths.slots // 4):
+                    add("optimizer state", optim.tier, 4 * numel)
+                visits = max(visits, (4 + widths.slots) * numel)
+            else:
+                table["optimizer state", optim.tier] += widths.slots * numel
         if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
             each = 4 + widths.slots if optim is not None else unit.width
             table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
@@ -136,6 +141,7 @@ def memory_plan(
     cast = max((u.numel * w for u, _ in trained if (w := widths.wire or u.width) != widths.accumulate), default=0)
     travelling = (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
     table["gradients on their way", Tier.DEVICE] = travelling
+    table["optimizer state on a visit", Tier.DEVICE] = InFlight.VISITS * visits
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)

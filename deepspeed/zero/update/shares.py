@@ -1,0 +1,40 @@
+"""Which units the device updates where the rest is updated on the host, and how many. Pure.
+
+Deep Optimizer States (Maurya et al. 2024): every k-th unit, so that both work at the same time from the first unit of
+the update to the last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ROUNDING = 1e-9  # of a share, which is a difference of two decimal numbers
+
+
+def every_so_many(numels: Sequence[int], share: float) -> list[bool]:
+    """For each unit, in the order of the update, whether the device updates it: as soon as that makes them no more than
+    ``share`` of the elements so far. Of equal units with a share of 1/k every k-th.
+    """
+    chosen, total, taken = [], 0, 0
+    for numel in numels:
+        total += numel
+        chosen.append(taken + numel <= share * total * (1 + _ROUNDING))
+        taken += numel if chosen[-1] else 0
+    return chosen
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds an element: of the host's update; of optimizer state on its way to the device, and back."""
+
+    host: float
+    up: float
+    down: float
+
+    def device_share(self) -> float:
+        """The share for which host and bus end together. What comes and what goes have a direction each."""
+        return self.host / (self.host + max(self.up, self.down))
+
+
+def slowest(rates: Sequence[Rates]) -> Rates:
+    """Of all ranks in each respect, as they wait for each other."""
+    return Rates(max(r.host for r in rates), max(r.up for r in rates), max(r.down for r in rates))
