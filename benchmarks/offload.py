@@ -44,8 +44,12 @@ def machine_of(ranks: int, cores: int) -> Machine:
     return replace(machine, values=machine.values | {"gpus_per_node": 1}) if alone else machine
 
 
-def run(row: str, cores: int) -> tuple[Outcome, Machine, int]:
-    """One row, the machine as the rank finds it, and the number of ranks."""
+def run(
+    row: str, cores: int, *, block: dict[str, Any] | None = None, keep: bool = False
+) -> tuple[Outcome, Machine, int]:
+    """One row, the machine as the rank finds it, and the number of ranks. ``block``: more of ``offload_optimizer``;
+    ``keep``: with every span of the last step.
+    """
     model, level, ranks = row.split(":")
     width, blocks = SHAPES[model]
     shape = {"model_type": "gpt2", "n_embd": width, "n_layer": blocks, "n_head": width // 128, "vocab_size": 32000}
@@ -54,7 +58,9 @@ def run(row: str, cores: int) -> tuple[Outcome, Machine, int]:
         path.write_text(str(shape | {"n_positions": 4096}).replace("'", '"'))
         subject = subject_of(str(path), samples=1, sequence=4096, recompute=False)
     machine = machine_of(int(ranks), cores)
-    outcome = simulate(subject, config_of(int(level)), machine, world=int(ranks), steps=4)
+    config = config_of(int(level))
+    config["zero_optimization"]["offload_optimizer"] |= block or {}
+    outcome = simulate(subject, config, machine, world=int(ranks), steps=4, keep=keep)
     return outcome, machine.used_by(int(ranks)), int(ranks)
 
 

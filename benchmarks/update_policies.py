@@ -1,6 +1,6 @@
 """Timelines of one step of ZeRO-Offload on the simulated device, a picture in text for each policy of the update.
 
-    PYTHONPATH=. python benchmarks/update_policies.py                   # prints the pictures of docs/offload.md; minutes
+    PYTHONPATH=. python benchmarks/update_policies.py                  # prints the pictures of docs/offload.md; minutes
     PYTHONPATH=. python benchmarks/update_policies.py travel 1B:2:1     # some policies, and MODEL:STAGE:RANKS
 
 Model and machine are those of ``benchmarks/offload.py``. Each row is a stream, each character the same piece of the
@@ -12,7 +12,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 from benchmarks import offload
 from deepspeed.simulate.events import COMPUTE, HOST
@@ -54,24 +53,14 @@ def picture(spans: Sequence[Interval], begin: float, seconds: float, *, width: i
 
 
 def main() -> int:
-    rows = [word for word in sys.argv[1:] if ":" in word] or ["1B:3:1"]
-    for row in rows:
-        for name in [word for word in sys.argv[1:] if ":" not in word] or POLICIES:
-            config = offload.config_of
-            block = {"device": "cpu", "pin_memory": True, **POLICIES[name]}
-
-            def changed(level: int, config: Any = config, block: dict[str, Any] = block) -> dict[str, Any]:
-                whole: dict[str, Any] = config(level)
-                return whole | {"zero_optimization": {"stage": level, "offload_optimizer": block}}
-
-            with mock.patch.object(offload, "config_of", changed):
-                outcome, _, _ = offload.run(row, 16)
+    words = sys.argv[1:]
+    for row in [word for word in words if ":" in word] or ["1B:3:1"]:
+        for name in [word for word in words if ":" not in word] or POLICIES:
+            outcome, _, _ = offload.run(row, 16, block=POLICIES[name], keep=True)
             assert not outcome.unordered, outcome.unordered[0]
-            spans = outcome.spans
-            begin = min((span.start for span in spans), default=0.0)
-            peak = outcome.peak / 2**30
+            begin, peak = min(span.start for span in outcome.spans), outcome.peak / 2**30
             sys.stdout.write(f"{name}: {1e3 * outcome.seconds:,.0f} ms, at most {peak:.1f} GiB on the device\n")
-            sys.stdout.write("\n".join(picture(spans, begin, outcome.seconds)) + "\n\n")
+            sys.stdout.write("\n".join(picture(outcome.spans, begin, outcome.seconds)) + "\n\n")
             sys.stdout.flush()
     return 0
 
