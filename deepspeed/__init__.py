@@ -45,7 +45,7 @@ _LAZY = {
     "tp_model_init": "deepspeed.tensor.start:",
 }
 _SUBMODULES = (
-    *("accelerator", "checkpoint", "comm", "dist", "git_version_info", "module_inject"),
+    *("accelerator", "checkpoint", "comm", "dist", "elasticity", "git_version_info", "module_inject"),
     *("moe", "ops", "pipe", "runtime", "utils", "zero"),
 )
 

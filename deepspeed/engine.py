@@ -171,7 +171,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:
-            self._saver.settle(wait=False)  # last, so that whoever catches a failed save has not lost a step
+            self._after_update()
 
     def update(self) -> None:
         """One optimizer update from the gradients at hand, or none on overflow. Collective."""
@@ -462,6 +462,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
         self._check_alive()
         self._forget_failed_backward()
+        if training and self._must_load:
+            self._refuse_to_begin_anew()
         if training and self.basic_optimizer is None:
             raise UsageError(
                 f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "

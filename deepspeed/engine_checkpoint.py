@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ from deepspeed.zero.client.gathered import state_names, whole_shape, whole_weigh
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.step import StepResult
+
+if TYPE_CHECKING:
+    from deepspeed.engine_elastic import SaveKeeper
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -46,6 +50,33 @@ class EngineCheckpoint:
         self.runtime.before_update = self._saver.before_update
         self._torn = ""
         self._group_names: list[list[str]] = []
+        self._keeper: SaveKeeper | None = None
+        # A launcher that has started the script anew after it had saved says so.
+        self._must_load = os.environ.get("DS_ELASTIC_SAVED", "")
+
+    def keep_with(self, keeper: "SaveKeeper") -> None:
+        """``keeper`` decides after each update what is saved, until the engine ends (``elasticity.take_part``)."""
+        if self._keeper is not None:
+            self._keeper.close()
+        self._keeper = keeper
+        self._lasting.callback(keeper.close)
+
+    def emergency_deadline(self) -> float | None:
+        """The key ``checkpoint.emergency_deadline``: seconds."""
+        return self._config.checkpoint.emergency_deadline
+
+    def _after_update(self) -> None:
+        """What an update that has ended brings for checkpoints. Collective."""
+        self._saver.settle(wait=False)  # late, so that whoever catches a failed save has not lost a step
+        if self._keeper is not None:
+            self._keeper.at_boundary()
+
+    def _refuse_to_begin_anew(self) -> None:
+        raise UsageError(
+            f"this job has saved {self._must_load} and was started again, and the script trains without having loaded "
+            "a checkpoint: it would repeat samples. Call deepspeed.elasticity.take_part(engine, folder), or "
+            "engine.load_checkpoint(folder), before the first step"
+        )
 
     def load_universal_checkpoint(self) -> bool:
         """The key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
@@ -193,6 +224,7 @@ class EngineCheckpoint:
         Checkpoints of DeepSpeed 0.19 are read too.
         """
         self._check_destroyed()
+        self._must_load = ""
         self._saver.settle(wait=True)
         self._check_between_passes("load_checkpoint")
         source = restore.open_everywhere(

@@ -32,6 +32,27 @@ class OptimizerConfigError(DeepSpeedConfigError, AssertionError):
     """An optimizer or scheduler is unknown, missing or not usable with this configuration."""
 
 
+class ElasticityError(DeepSpeedConfigError):
+    """Something about training on a changing number of ranks."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The block ``elasticity`` is wrong, or no batch can be kept."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The global batch cannot be kept on this number of ranks."""
+
+
+class PreemptedExit(SystemExit):
+    """Raised by ``step()`` when a checkpoint has been saved because the job is to end; the status says so.
+
+    It is that of no signal, and above 127, which Kubernetes' operators count as worth a restart.
+    """
+
+    exit_status = 200
+
+
 class UsageError(DeepSpeedError, RuntimeError, AssertionError):
     """The engine was called in an order or state that cannot work (step before backward, ...)."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.errors import UsageError
+from deepspeed.launcher.elastic.sizes import Elastic, plan
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _NUMBERS = ("N", "P", "PID", "R")
@@ -26,6 +27,13 @@ COMMON_FLAGS: Flags = {
     "--bind_core_list": (None, "LIST", "the cores to give out, as in 0-3,8,10-11; implies binding"),
     "--hang_timeout": (None, "S", "end the job, and say why, when no rank has come further for S seconds"),
     "--enable_each_rank_log": ("None", "DIR", "one log file per rank in this directory"),
+    "--signal_grace": (None, "S", "seconds that ranks may take to end after a signal (default 10)"),
+    "--elastic_training": "go on with the ranks that are left when some are lost (docs/elastic.md)",
+    "--min_elastic_nodes": (-1, "N", "fewest nodes of an elastic job (default 1)"),
+    "--max_elastic_nodes": (-1, "N", "most nodes of it (default: those of the hostfile)"),
+    "--min_ranks": (-1, "N", "fewest ranks of it (default 1)"),
+    "--max_ranks": (-1, "N", "most ranks of it (default: one per slot)"),
+    "--max_restarts": (3, "N", "how often in a row to start again without a new checkpoint (default 3)"),
     "--log_level": ("info", _LEVELS, "verbosity of the launcher"),
     "-q --quiet": "same as --log_level error",
 }
@@ -42,6 +50,8 @@ class Job:
     of their own login. ``on_devices``: each node shows its ranks the devices of ``world`` only; false on the CPU, where
     slots are only counted, and where the ranks are to see what the launcher sees. ``save_pid``: the process id that
     names the pid files, 0 for none. ``hang_timeout``: seconds in which no rank comes further before the job ends.
+    ``signal_grace``: seconds that the ranks may take to end after a signal. ``elastic``: the limits of a job whose
+    number of ranks may change; ``world`` then is the most that it can have.
     """
 
     world: Mapping[str, tuple[int, ...]]
@@ -58,6 +68,8 @@ class Job:
     core_list: str | None = None
     save_pid: int = 0
     hang_timeout: float | None = None
+    signal_grace: float = 10.0
+    elastic: Elastic | None = None
     log_level: str = "info"
     cwd: str = ""
     python: str = "python3"
@@ -118,14 +130,14 @@ def parse_line(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> a
     return options
 
 
-def _seconds(text: str | None) -> float | None:
+def _seconds(flag: str, text: str | None) -> float | None:
     with contextlib.suppress(ValueError):
         if text is None or 0 < float(text) < float("inf"):
             return None if text is None else float(text)
-    raise UsageError(f"--hang_timeout {text} is not a positive number of seconds")
+    raise UsageError(f"{flag} {text} is not a positive number of seconds")
 
 
-def job_of(options: argparse.Namespace, **rest: Any) -> Job:
+def job_of(options: argparse.Namespace, *, world: Mapping[str, tuple[int, ...]], **rest: Any) -> Job:
     """The job of a parsed command line; ``rest`` are its fields that ``COMMON_FLAGS`` do not give."""
     return Job(
         script=options.user_script,
@@ -136,7 +148,10 @@ def job_of(options: argparse.Namespace, **rest: Any) -> Job:
         log_dir=None if options.enable_each_rank_log == "None" else options.enable_each_rank_log,
         bind_cores=options.bind_cores_to_rank,
         core_list=options.bind_core_list,
-        hang_timeout=_seconds(options.hang_timeout),
+        hang_timeout=_seconds("--hang_timeout", options.hang_timeout),
+        signal_grace=_seconds("--signal_grace", options.signal_grace) or Job.signal_grace,
+        elastic=plan(options, nodes=len(world), ranks=sum(map(len, world.values()))),
+        world=world,
         log_level=options.log_level,
         cwd=os.getcwd(),
         python=sys.executable,

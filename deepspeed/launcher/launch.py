@@ -50,7 +50,11 @@ def make_job(options: argparse.Namespace) -> Job:
 
 def _run(options: argparse.Namespace) -> int:
     job = make_job(options)
-    from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
+    # Needs torch; a wrong command line is refused at once.
+    if job.elastic is not None:
+        from deepspeed.launcher.elastic.agent import run_elastic_node as run_node  # noqa: PLC0415
+    else:
+        from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415
 
     status = run_node(job, options.node_rank, runner=options.from_runner)
     sys.stdout.flush()

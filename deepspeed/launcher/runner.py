@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import NoReturn
 
-from deepspeed.config import read_config_source
 from deepspeed.errors import NotYetError, UsageError, nearest_hint
+from deepspeed.launcher.elastic.sizes import named_configs
 from deepspeed.launcher.fanout import check_programs, check_reachable, run_backend, run_over_ssh
 from deepspeed.launcher.hostfile import (
     DEFAULT_HOSTFILE,
@@ -92,8 +92,6 @@ _FLAGS: Mapping[str, Flags] = {
     },
     "not in this release (refused)": {
         "--autotuning": ("", ("", "tune", "run"), "search for a configuration"),
-        "--elastic_training": "change the number of nodes while running",
-        "--min_elastic_nodes --max_elastic_nodes": (-1, "N", "with --elastic_training"),
     },
 }
 
@@ -156,9 +154,6 @@ def refuse_absent(options: argparse.Namespace) -> None:
     """Raise NotYetError for a flag whose effect this release does not have, UsageError for numbers out of range."""
     if options.autotuning:
         raise NotYetError("--autotuning is not in this release; leave it out, and set batch and bucket sizes yourself")
-    if options.elastic_training or options.min_elastic_nodes != -1:
-        what = "--elastic_training and its limits are not in this release"
-        raise NotYetError(f"{what}; leave them out, and resume a checkpoint to go on with other nodes")
     for flag, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
         if port is not None and not 0 <= port <= 65535:
             raise UsageError(f"{flag} {port} is no port number; ports go from 1 to 65535")
@@ -181,6 +176,8 @@ def check_target(options: argparse.Namespace) -> None:
 
 
 def _find_place(options: argparse.Namespace) -> Location:
+    if options.elastic_training and options.node_rank != -1 and options.num_nodes == -1:
+        options.num_nodes = options.max_elastic_nodes
     # The default hostfile need not be there.
     absent = options.hostfile == DEFAULT_HOSTFILE and not os.path.exists(options.hostfile)
     hosts = None if absent else load_hostfile(options.hostfile)
@@ -230,6 +227,10 @@ def _run_here(job: Job, node_rank: int, options: argparse.Namespace, *, on_cpu: 
         ranks = len(job.world[job.hosts[node_rank]])
         logger.info("no accelerator is used; starting %d rank%s on the CPU", ranks, "" if ranks == 1 else "s")
     # Needs torch; a wrong command line is refused at once.
+    if job.elastic is not None:
+        from deepspeed.launcher.elastic.agent import run_elastic_node  # noqa: PLC0415
+
+        return run_elastic_node(job, node_rank)
     from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415
 
     return run_node(job, node_rank)
@@ -249,17 +250,14 @@ def _run_elsewhere(job: Job, options: argparse.Namespace) -> int:
 
 def check_ranks(options: argparse.Namespace, ranks: int) -> None:
     """Refuse a number of ranks that the configuration in the script's arguments (--deepspeed_config) cannot cut."""
-    line = [word for each in options.user_args for word in each.split("=", 1)]
-    named = [line[i + 1] for i, word in enumerate(line[:-1]) if word in ("--deepspeed_config", "--deepscale_config")]
-    for name in named:
-        if os.path.isfile(name):
-            block = read_config_source(name).get("tensor_parallel")
-            ways = block.get("autotp_size") if isinstance(block, dict) else None
-            if isinstance(ways, int) and ways > 1 and ranks % ways:
-                raise UsageError(
-                    f"{name}: tensor_parallel.autotp_size {ways} does not divide the {ranks} ranks of this job; "
-                    f"start a multiple of {ways}"
-                )
+    for name, config in named_configs(options.user_args).items():
+        block = config.get("tensor_parallel")
+        ways = block.get("autotp_size") if isinstance(block, dict) else None
+        if isinstance(ways, int) and ways > 1 and ranks % ways:
+            raise UsageError(
+                f"{name}: tensor_parallel.autotp_size {ways} does not divide the {ranks} ranks of this job; "
+                f"start a multiple of {ways}"
+            )
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -268,7 +266,10 @@ def _launch(options: argparse.Namespace) -> int:
     prepare(options)
     place = _find_place(options)
     job = make_job(options, place)
-    check_ranks(options, job.world_size)
+    if job.elastic is None:
+        check_ranks(options, job.world_size)
+    elif place.node_rank is None and options.launcher != "ssh":
+        raise UsageError(f"--elastic_training needs --launcher ssh or nodes started by hand, not {options.launcher}")
     if options.dry_run:
         sys.stdout.write(describe(job, place, options))
         return 0

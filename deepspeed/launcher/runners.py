@@ -94,7 +94,17 @@ def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[st
         "--hang_timeout": job.hang_timeout,
         "--enable_each_rank_log": job.log_dir,
         "--bind_core_list": job.core_list,
+        "--signal_grace": None if job.signal_grace == Job.signal_grace else job.signal_grace,
     }
+    if (limits := job.elastic) is not None:
+        given |= {
+            "--elastic_training": True,
+            "--min_elastic_nodes": limits.min_nodes,
+            "--max_elastic_nodes": limits.max_nodes,
+            "--min_ranks": limits.sizes[0],
+            "--max_ranks": limits.sizes[-1],
+            "--max_restarts": limits.max_restarts,
+        }
     wanted = {flag: value for flag, value in given.items() if value is not None and value is not False}
     words = [flag if value is True else f"{flag}={value}" for flag, value in wanted.items()]
     return [job.python, "-u", "-m", "deepspeed.launcher.launch", *words, job.script, *job.arguments]

@@ -110,8 +110,11 @@ class PipelineEngine(DeepSpeedEngine):
         if self.monitor.enabled:
             self._losses.append(loss)
         super().step()
-        self.micro_steps += self._gas - 1
         return loss
+
+    def _after_update(self) -> None:
+        self.micro_steps += self._gas - 1  # first, as what follows an update may save
+        super()._after_update()
 
     def eval_batch(
         self,

@@ -8,6 +8,7 @@ import pytest
 from tests.budget.source import PACKAGE, imports, modules, tree
 
 REEXPORTS = ("deepspeed.runtime", "deepspeed.utils", "deepspeed.ops", "deepspeed.accelerator", "deepspeed.monitor")
+REEXPORTS += ("deepspeed.elasticity",)
 
 # Longest matching prefix counts. A module imports only from its own layer or below.
 LAYERS = {
@@ -54,6 +55,7 @@ LAYERS = {
     "deepspeed.tensor": 6,
     "deepspeed.engine": 7,
     "deepspeed.engine_checkpoint": 7,
+    "deepspeed.engine_elastic": 7,
     "deepspeed.engine_reports": 7,
     "deepspeed.api": 7,
     **dict.fromkeys(REEXPORTS, 8),

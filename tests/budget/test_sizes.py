@@ -30,7 +30,7 @@ CORE = (
     "checkpoint.load",
 )
 TOOLS = ("verify", "bench", "report", "checkpoint.tool", "config.tool", "observe.program", "simulate")
-SURFACE = ("zero.client", "checkpoint.save.client_files", "tier.aio_handle")
+SURFACE = ("config.model.elastic", "zero.client", "checkpoint.save.client_files", "tier.aio_handle")
 # Files a folder, sub-folders not counted.
 FOLDER_FILES = 15
 

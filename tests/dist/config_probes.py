@@ -312,9 +312,32 @@ def _checkpoint_probes() -> dict[str, Probe]:
         "keep_last": Probe(plain, 1, scenario="checkpoint"),
         "rate_limit": Probe(behind, "1GiB", scenario="checkpoint"),
         "client_files": Probe(plain, value=False, scenario="checkpoint"),
+        "emergency_deadline": Probe(plain, 60, scenario="checkpoint"),
         "restore_data": Probe(plain, value=False, scenario="checkpoint"),
         "restore_rng": Probe(plain, value=False, scenario="checkpoint"),
         "allow_pickle": Probe(base(2, checkpoint={"allow_pickle": True}), value=False, scenario="odd client"),
+    }
+
+
+def _elasticity_probes() -> dict[str, Probe]:
+    """On two ranks a global batch of 12, the largest within 20 that 1 to 4 ranks can cut."""
+    block = {"enabled": True, "max_train_batch_size": 20, "micro_batch_sizes": [1], "max_gpus": 4}
+    few, both = ("train_micro_batch_size_per_gpu",), {**block, "ignore_non_elastic_batch_info": True}
+    changed = {
+        "max_train_batch_size": 36,
+        "micro_batch_sizes": [1, 2, 5],
+        "min_gpus": 3,
+        "max_gpus": 2,
+        "version": 0.3,
+        "model_parallel_size": 2,
+        "num_gpus_per_node": 2,
+    }
+    smaller = base(drop=few, elasticity={**block, "max_gpus": 2})
+    return {
+        **{name: Probe(base(drop=few, elasticity=block), value) for name, value in changed.items()},
+        "prefer_larger_batch": Probe(smaller, value=False),
+        "enabled": Probe(base(elasticity={**both, "enabled": False}), value=True),
+        "ignore_non_elastic_batch_info": Probe(base(elasticity=both), value=False),
     }
 
 
@@ -360,6 +383,7 @@ PROBES: dict[str, Probe] = {
     **_under("activation_checkpointing", _activation_probes()),
     **_under("checkpoint", _checkpoint_probes()),
     **_under("pipeline", _pipeline_probes()),
+    **_under("elasticity", _elasticity_probes()),
     **_offload_probes(),
     **_report_probes(),
     **_monitor_probes("csv_monitor"),

@@ -28,6 +28,7 @@ from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
+from deepspeed.engine_elastic import SaveKeeper
 from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -281,6 +282,9 @@ def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:
     out |= {"random": torch.rand(1).item(), "data": str(engine.training_dataloader.state_dict())}
     dist.barrier()
     out |= {"client": sorted(client), "kept": sorted(p.name for p in Path(place[0]).rglob("*"))}
+    keeper = SaveKeeper(engine, place[0], every=0, state={})
+    out["emergency"] = keeper.deadline_s
+    keeper.close()
     dist.barrier()  # the folder is the first rank's, and goes with its run
     return out
 

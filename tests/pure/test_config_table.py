@@ -14,10 +14,13 @@ from deepspeed.config.model.values import Support
 KEYS = all_keys(DeepSpeedConfig)
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 CURRENT = {entry["path"] for entry in DOCUMENTED if entry["status"] in ("current", "docs-only")}
+# Removed from the reference format, and honoured here.
+CURRENT |= {entry["path"] for entry in DOCUMENTED if entry["path"].startswith("elasticity.")}
 # Keys of this package that the reference format does not have.
 EXTENSIONS = {
     "tensor_parallel.sequence_parallel_norms",
     *(f"checkpoint.{name}" for name in ("allow_pickle", "async", "client_files", "keep_last", "rate_limit")),
+    "checkpoint.emergency_deadline",
     *("checkpoint.restore_data", "checkpoint.restore_rng", "memory.device_limit", "memory.host_limit", "seed"),
     *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather", "hang_timeout"),
     "optimizer.torch_adam",

@@ -28,10 +28,12 @@ FLAGS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_
 --launcher --launcher_args --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid
 --enable_each_rank_log --hang_timeout
 --autotuning --bind_cores_to_rank --bind_core_list --ssh_port --venv_script --log_level -q --quiet --elastic_training
---min_elastic_nodes --max_elastic_nodes --dry_run --dry-run -h --help"""
+--min_elastic_nodes --max_elastic_nodes --min_ranks --max_ranks --max_restarts --signal_grace
+--dry_run --dry-run -h --help"""
 NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --no_python --no_local_rank --save_pid
 --enable_each_rank_log --hang_timeout
---bind_cores_to_rank --bind_core_list --log_level -q --quiet --on_devices --from_runner -h --help"""
+--bind_cores_to_rank --bind_core_list --log_level -q --quiet --on_devices --from_runner -h --help
+--elastic_training --min_elastic_nodes --max_elastic_nodes --min_ranks --max_ranks --max_restarts --signal_grace"""
 
 
 def test_flags() -> None:
@@ -93,8 +95,14 @@ MULTI = ("--hostfile", "hosts", "--no_ssh_check")
         ("-H hosts --launcher slurm t.py", "needs the program 'srun'"),
         ('-H hosts --launcher_args "\'" t.py', "cannot be split"),
         ("--autotuning run t.py", "--autotuning is not in this release"),
-        ("--elastic_training t.py", "--elastic_training and its limits are not in this release"),
-        ("--max_elastic_nodes 3 t.py", "not in this release"),
+        ("--max_elastic_nodes 3 t.py", "--max_elastic_nodes needs --elastic_training"),
+        ("--elastic_training --num_gpus 4 --min_ranks 5 t.py", "--min_ranks 5 is above the 4 rank(s)"),
+        ("--elastic_training --num_gpus 4 --min_ranks 3 --max_ranks 2 t.py", "--min_ranks 3 is above the 2 rank(s)"),
+        ("--elastic_training --min_elastic_nodes 2 --max_elastic_nodes 1 t.py", "--min_elastic_nodes 2 is above the 1"),
+        ("--elastic_training --max_ranks 0 t.py", "--max_ranks 0 must be at least 1"),
+        ("--elastic_training --max_restarts -1 t.py", "--max_restarts -1 cannot be negative"),
+        ("--signal_grace 0 t.py", "--signal_grace 0 is not a positive number of seconds"),
+        ("-H hosts --elastic_training --launcher slurm t.py", "--elastic_training needs --launcher ssh or nodes"),
         ("--master_port 70000 t.py", "--master_port 70000 is no port number"),
         ("--nun_gpus 2 t.py", "did you mean '--num_gpus'"),
         ("--log_level loud t.py", "invalid choice"),

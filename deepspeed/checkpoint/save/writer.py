@@ -38,6 +38,7 @@ from deepspeed.tier.arena import Arena
 _LIST = "rank_{:05d}.list"
 _DATA = "rank_{:05d}.bin"
 _FAILED = "rank_{:05d}.failed"
+_NOTE = "DS_CHECKPOINT_NOTE"  # variable: the file in which to leave the name of the newest checkpoint
 _GIVEN_UP = "given up, because the save failed on another rank"
 _LONG_S = 3.0  # a bar appears when it takes longer
 _GLANCE_S = 0.05  # between looks at the other ranks while this one waits
@@ -367,3 +368,6 @@ class Saver:
             if keep is not None and (removed := folders.prune(order.save_dir, keep, protect=(order.tag,))):
                 logger.info("removed older checkpoints: %s", ", ".join(removed))
             logger.info("saved checkpoint %s", final)
+            if note := os.environ.get(_NOTE):  # an elastic launcher wants to know
+                with contextlib.suppress(OSError):
+                    folders.write_atomically(Path(note), str(final).encode())

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from deepspeed.config.model.blocks import OffloadDeviceEnum, OffloadParamConfig
+from deepspeed.config.model.elastic import share_of
 from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
 from deepspeed.config.model.values import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, is_auto
+from deepspeed.errors import ElasticityConfigError
 
 if TYPE_CHECKING:
     from deepspeed.config.model.root import DeepSpeedConfig
@@ -34,6 +36,8 @@ def resolve_batch(cfg: "DeepSpeedConfig", *, lenient: bool) -> dict[str, int]:
     """
     train, micro, steps = (getattr(cfg, name) for name in BATCH_KEYS)
     world, autos = cfg.world_size, [key for key in BATCH_KEYS if is_auto(cfg.source.get(key))]
+    if cfg.elasticity.enabled:
+        return _elastic_batch(cfg, [key for key in BATCH_KEYS if getattr(cfg, key) is not None])
     if lenient:
         micro, steps = micro or 1, steps or 1
         return dict(zip(BATCH_KEYS, (train or micro * steps * world, micro, steps), strict=True))
@@ -58,6 +62,18 @@ def resolve_batch(cfg: "DeepSpeedConfig", *, lenient: bool) -> dict[str, int]:
             f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived."
         )
     return dict(zip(BATCH_KEYS, (product, micro, steps), strict=True))
+
+
+def _elastic_batch(cfg: "DeepSpeedConfig", given: list[str]) -> dict[str, int]:
+    """The batch sizes of the elasticity block. Raises ElasticityError (a ValueError)."""
+    if given and not cfg.elasticity.ignore_non_elastic_batch_info:
+        raise ElasticityConfigError(
+            f"{given[0]} is given beside elasticity.enabled, which chooses the batch sizes. Delete "
+            f"{' and '.join(given)}, or set elasticity.ignore_non_elastic_batch_info to true."
+        )
+    ways = cfg.tensor_parallel.ways
+    train, micro, _ = share_of(cfg.elasticity, cfg.world_size * ways, ways=ways)
+    return dict(zip(BATCH_KEYS, (train, micro, train // (micro * cfg.world_size)), strict=True))
 
 
 def _precision_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:

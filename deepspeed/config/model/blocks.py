@@ -116,7 +116,7 @@ class MemoryConfig(Block):
 
 
 class CheckpointConfig(unread.CheckpointKeys):
-    """``checkpoint``: saving and loading. The last six keys, and ``async``, are extensions."""
+    """``checkpoint``: saving and loading. The last seven keys, and ``async``, are extensions."""
 
     tag_validation: _OnTags = key("WARN", "When ranks save under different tags: WARN (rank 0's counts), IGNORE, FAIL.")
     load_universal: Flag = key(False, "Load the universal format.", _INERT, "files tell their kind")
@@ -126,6 +126,9 @@ class CheckpointConfig(unread.CheckpointKeys):
     client_files: Flag = key(True, "Write small *_states.pt files for programs that look for them.")
     restore_rng: Flag = key(True, "load_checkpoint restores the random number generators of each rank.")
     restore_data: Flag = key(True, "load_checkpoint brings the engine's data loader to where it was.")
+    emergency_deadline: Num | None = key(
+        25.0, "Seconds in which a save must end that SIGTERM or SIGUSR1 asks for; null: signals do not save.", gt=0
+    )
     in_background: Flag = key(False, "save_checkpoint copies the state and writes it during training.", alias="async")
 
 

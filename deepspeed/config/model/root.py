@@ -8,6 +8,7 @@ from pydantic import Field, SkipValidation, ValidationError
 from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, unknown_key
 from deepspeed.config.explain.rules import resolve_batch, rule_violations
 from deepspeed.config.model import blocks, unread, values
+from deepspeed.config.model.elastic import ElasticityConfig
 from deepspeed.config.model.optim_params import PARAM_BLOCKS, check_params
 from deepspeed.config.model.settings import support_faults
 from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
@@ -80,6 +81,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     comet: blocks.CometConfig = Field(default_factory=blocks.CometConfig)
     comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
+    elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     tensorboard: blocks.TensorBoardConfig = Field(default_factory=blocks.TensorBoardConfig)

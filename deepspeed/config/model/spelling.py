@@ -50,8 +50,6 @@ REMOVED_KEYS: Mapping[str, str] = {
     "curriculum_learning": "Use the block data_efficiency.data_sampling.curriculum_learning; the keys go under "
     "curriculum_metrics.<name>",
     "nebula": "Use the checkpoint block (checkpoint.writer for how files are written) and an ordinary folder",
-    "elasticity": "Delete the block and write the batch sizes; what starts the job restarts it (torchrun "
-    "--max-restarts)",
     "compression_training": _QUANTIZE,
     "compression_training.layer_reduction": "Build the smaller model yourself and copy the layers to keep into it",
     **{f"compression_training.{name}_quantization": _QUANTIZE for name in ("weight", "activation")},

@@ -28,14 +28,13 @@ from deepspeed.launcher.job import Job, encode_world
 from deepspeed.launcher.node.loop import (
     FAILURE_GRACE_S,
     LOSS_GRACE_S,
-    SIGNAL_GRACE_S,
     TICK_S,
     Message,
     Post,
     join_limit,
     silence_limit,
 )
-from deepspeed.launcher.node.verdict import RankEnd, Verdict, interrupted, judge, lost
+from deepspeed.launcher.node.verdict import RankEnd, Verdict, interrupted, judge, lost, preempted
 from deepspeed.observe.log import logger
 
 SAY_AFTER_S = 5.0
@@ -129,7 +128,7 @@ class Hub:
         elif kind == "failed":
             self._stop(signal.SIGTERM, FAILURE_GRACE_S)
         elif kind == "signal":
-            number, grace_s = message["number"], 0.0 if message["immediate"] else SIGNAL_GRACE_S
+            number, grace_s = message["number"], 0.0 if message["immediate"] else self._job.signal_grace
             self._end(interrupted(number), number, grace_s)
         elif kind == "report":
             host, ahead_s = self._job.hosts[node] if self._heard else "", time.time() - message["now"]
@@ -161,7 +160,9 @@ class Hub:
         if not self._decided and self.present <= self._ends.keys():
             self._decided = True
             ends = [end for node in sorted(self._ends) for end in self._ends[node]]
-            verdict = self._cause or judge(ends, self._losses, show_traceback=self._job.world_size > 1)
+            verdict = judge(ends, self._losses, show_traceback=self._job.world_size > 1)
+            if self._cause is not None and verdict != preempted():
+                verdict = self._cause
             self._tell({"kind": "verdict", "status": verdict.status, "text": verdict.text})
 
     def _tell(self, message: Message, nodes: set[int] | None = None) -> None:
@@ -246,7 +247,7 @@ class Spoke:
         """Raises UsageError, or what torch raises, when this node cannot take part; queue.Empty without a port."""
         end = time.monotonic() + self._join_s
         address, port = self._job.master_addr, self.port.get(timeout=self._join_s)
-        _await_port(address, port, end - time.monotonic())
+        await_port(address, port, end - time.monotonic())
         left = timedelta(seconds=max(5.0, end - time.monotonic()))
         store = TCPStore(address, port, is_master=False, timeout=left, wait_for_workers=False)
         if store.get(_KEY).decode() != encode_world(self._job.world):
@@ -258,7 +259,7 @@ class Spoke:
         raise UsageError(f"node 0 cannot take this node in: {what}")
 
 
-def _await_port(address: str, port: int, limit_s: float) -> None:
+def await_port(address: str, port: int, limit_s: float) -> None:
     """Return when something listens there, and say after a while what is waited for. Raises UsageError at the limit."""
     started, silent = time.monotonic(), True
     while True:

@@ -118,10 +118,14 @@ class Ranks:
         for _, process in self._processes:
             process.poll()
 
-    def failures(self) -> list[RankEnd]:
-        """How every rank ended that did not return 0; one that even SIGKILL has not ended counts as killed now."""
+    def failures(self, *, ended_only: bool = False) -> list[RankEnd]:
+        """How every rank ended that did not return 0; one that even SIGKILL has not ended counts as killed now, unless
+        ``ended_only``.
+        """
         ends = []
         for index, (rank, process) in enumerate(self._processes):
+            if ended_only and index not in self._ends:
+                continue
             exitcode, moment = self._ends.get(index, (-signal.SIGKILL, time.time()))
             if exitcode != 0:
                 raised, traceback = None, ""  # it ended without an exception, or while it was writing

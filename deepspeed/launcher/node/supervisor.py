@@ -21,7 +21,6 @@ from deepspeed.launcher.node.hub import Hub, Spoke, bind_store
 from deepspeed.launcher.node.loop import (
     FAILURE_GRACE_S,
     LOSS_GRACE_S,
-    SIGNAL_GRACE_S,
     EventLoop,
     Message,
     signals_to,
@@ -63,6 +62,7 @@ def rank_environment(job: Job, node_rank: int, local: int, go: Message, cores: t
         "OMP_NUM_THREADS": len(cores) or threads,
         "PYTHONPATH": os.pathsep.join([report_path, user_path]) if user_path else report_path,
         "DS_LAUNCHER_PID": os.getpid(),
+        "DS_SIGNAL_GRACE_S": f"{job.signal_grace:g}",
         **({"DS_HANG_TIMEOUT": job.hang_timeout} if job.hang_timeout else {}),
         **({"DS_USER_PYTHONPATH": user_path} if user_path else {}),
     }
@@ -164,7 +164,7 @@ class Member(EventLoop):
             self._verdict = interrupted(number)
             return
         self._link.send({"kind": "signal", "number": number, "immediate": immediate})
-        self._stop(number, 0.0 if immediate else SIGNAL_GRACE_S)
+        self._stop(number, 0.0 if immediate else self._job.signal_grace)
 
     def _stop(self, number: int, grace_s: float) -> None:
         """End the ranks: ``number`` to each, once, and SIGKILL to what is left after ``grace_s``."""
@@ -212,7 +212,7 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         raise UsageError(f"--master_port is needed {what}")
     member = Member(job, node_rank)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals_to(lambda number: member.post("signal", number)))
+        stack.enter_context(signals_to(lambda number: member.post("signal", number), signal.SIGUSR1))
         if job.pid_file:
             stack.enter_context(pid_file(job.pid_file))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))

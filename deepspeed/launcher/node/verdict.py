@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed.errors import JobHungError
+from deepspeed.errors import JobHungError, PreemptedExit
 
 # A rank that ends without an exception cannot stamp the moment itself; the launcher sees its end a little late, while a
 # peer may stamp the broken connection at once.
@@ -90,6 +90,12 @@ def interrupted(number: int) -> Verdict:
     return Verdict(128 + number, f"deepspeed: all ranks have been stopped after {signal_name(number)}\n")
 
 
+def preempted() -> Verdict:
+    """The verdict on a job whose ranks have saved a checkpoint, because one was told to end, and ended."""
+    status = PreemptedExit.exit_status
+    return Verdict(status, f"deepspeed: a checkpoint was saved and all ranks have ended, as asked (status {status})\n")
+
+
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; the number itself when it has no name."""
     return next((known.name for known in signal.Signals if known == number), str(number))
@@ -110,6 +116,8 @@ def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, s
     watched = next((end for end in ends if end.was_watched), None)
     if watched is not None:
         return watched.verdict(show_traceback=show_traceback)
+    if any(end.exitcode == PreemptedExit.exit_status for end in ends):  # no rank ends so before the save is complete
+        return preempted()
     cause = min(ends, key=lambda end: (end.is_consequence, end.from_another, end.failed_at, end.rank), default=None)
     if loss and (cause is None or cause.is_consequence or cause.failed_at > last_heard - UNSTAMPED_LEAD_S):
         return loss

@@ -1,0 +1,163 @@
+"""Taking part in a job that may be stopped, and started again with another number of ranks, at any moment.
+
+[Note: one step for all] A signal reaches ranks at different moments, or one of them only. So no rank acts on it alone:
+at each accumulation boundary all tell each other whether they were asked, and the boundary at which one says yes is the
+step that all save. A checkpoint has its name when it is whole, so a process that is killed meanwhile leaves none.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.comm.collectives import merge
+from deepspeed.errors import PreemptedExit, UsageError
+from deepspeed.observe.log import log_dist, logger
+
+if TYPE_CHECKING:
+    from deepspeed.engine import DeepSpeedEngine
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LAUNCHER_KILLS = "DS_SIGNAL_GRACE_S"  # when a launcher kills its ranks after a signal; it says so in this variable
+_FOR_ENDING_S = 1.0  # of that time, what a process needs to end
+_STATE = "take_part"  # the key of the client state
+
+
+def take_part(engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, every: int = 0) -> dict[str, Any]:
+    """Go on from the newest complete checkpoint in ``folder``, if there is one, and keep ``engine`` saved there.
+
+    From then on ``engine.step()`` saves every ``every`` updates (0: only when asked), and SIGTERM and SIGUSR1 on any
+    rank make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
+    ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first; what is in it is saved with
+    every checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``, and what
+    ``load_checkpoint`` raises.
+    """
+    if not str(folder):
+        raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
+    if every < 0:
+        raise UsageError(f"take_part(every={every}): the number of updates between two checkpoints cannot be negative")
+    loaded = engine.load_checkpoint(folder)[1] or {}
+    state: dict[str, Any] = loaded.get(_STATE, {})
+    engine.keep_with(SaveKeeper(engine, folder, every=every, state=state))
+    return state
+
+
+class Alarm:
+    """Hears ``SIGNALS`` in this process, also while its main thread is in native code; ``asked`` from the first on.
+
+    ``late(number)`` is called from a thread when ``deadline_s`` seconds have passed without ``close``.
+    """
+
+    def __init__(self, deadline_s: float, late: Callable[[int], None]) -> None:
+        self.asked = 0  # the signal's number
+        self._deadline_s, self._late, self._owner = deadline_s, late, os.getpid()
+        self._over = threading.Event()
+        self._way_back = contextlib.ExitStack()
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("signals do not save a checkpoint, because take_part was not called from the main thread")
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._reader, self._writer = reader, writer
+        # The interpreter writes each signal's number there at once; a handler has to wait for the main thread.
+        self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._way_back.callback(signal.signal, number, signal.signal(number, self._heard))
+        self._way_back.callback(signal.set_wakeup_fd, self._wakeup)
+        os.register_at_fork(after_in_child=_forget(weakref.ref(self)))
+        threading.Thread(target=self._watch, name="emergency-save", daemon=True).start()
+
+    def _heard(self, number: int, frame: object) -> None:
+        self.asked = self.asked or number
+
+    def _watch(self) -> None:
+        while data := os.read(self._reader, 64):
+            number = next((n for n in data if n in SIGNALS), 0)
+            if number == 0:
+                continue
+            self.asked = self.asked or number
+            name = signal.Signals(number).name
+            os.write(2, f"deepspeed: {name} received; saving a checkpoint within {self._deadline_s:g} s\n".encode())
+            if not self._over.wait(self._deadline_s):
+                self._late(number)
+            return
+
+    def disarm(self) -> None:
+        """The save has ended in time."""
+        self._over.set()
+
+    def close(self) -> None:
+        """Give the signals back."""
+        if self._owner != os.getpid() or self._over.is_set() and self.asked:
+            return  # while ending a second signal must not do what the first one was kept from
+        self._over.set()
+        if threading.current_thread() is threading.main_thread():
+            self._way_back.close()
+
+    def forget(self) -> None:
+        """In a child that was forked: signals are its own affair, and not this process's."""
+        self._way_back.pop_all()
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _forget(alarm: "weakref.ref[Alarm]") -> Callable[[], None]:
+    def forget() -> None:
+        known = alarm()
+        if known is not None and signal.getsignal(SIGNALS[0]) == known._heard:
+            known.forget()
+
+    return forget
+
+
+class SaveKeeper:
+    """Saves one engine to one folder: every so many updates, and when a signal says that the job is to end."""
+
+    def __init__(
+        self, engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, every: int, state: dict[str, Any]
+    ) -> None:
+        self._engine, self._folder, self._every, self._state = weakref.proxy(engine), str(folder), every, state
+        self._saved = engine.global_steps  # the update that was saved, or loaded, last
+        self._alarm: Alarm | None = None
+        deadline_s = engine.emergency_deadline()
+        if deadline_s is not None:
+            grace = os.environ.get(_LAUNCHER_KILLS)
+            if grace is not None and float(grace) < deadline_s + _FOR_ENDING_S:
+                deadline_s = max(0.5 * float(grace), float(grace) - _FOR_ENDING_S)
+            self._alarm = Alarm(deadline_s, self._too_late)
+        self.deadline_s = deadline_s  # from the signal to the end of the save; None: signals do not save
+
+    def at_boundary(self) -> None:
+        """After an update. Collective. Raises PreemptedExit when a checkpoint was saved because a rank was asked."""
+        engine, step = self._engine, int(self._engine.global_steps)
+        asked = self._alarm.asked if self._alarm is not None else 0
+        if self._alarm is not None and engine.mesh.job.size > 1:
+            asked = merge([asked], [], engine.mesh.talk)[0][0]
+        due = self._every > 0 and step % self._every == 0
+        if (due or asked) and self._saved != step:
+            begun = time.monotonic()
+            engine.save_checkpoint(self._folder, client_state={_STATE: self._state})
+            self._saved = step
+            if asked:
+                log_dist(f"the checkpoint of update {step} took {time.monotonic() - begun:.1f} s")
+        if asked and self._alarm is not None:
+            engine.wait_for_checkpoint()
+            self._alarm.disarm()
+            name = signal.Signals(asked).name
+            log_dist(f"ending with status {PreemptedExit.exit_status}: update {step} is saved, after {name}")
+            raise PreemptedExit(PreemptedExit.exit_status)
+
+    def _too_late(self, number: int) -> None:
+        text = f"deepspeed: no checkpoint was finished within {self.deadline_s:g} s of {signal.Signals(number).name}"
+        os.write(2, f"{text}; the one before it stays the newest. Ending with status {128 + number}\n".encode())
+        os._exit(128 + number)
+
+    def close(self) -> None:
+        """Give the signals back; nothing is saved any more."""
+        if self._alarm is not None:
+            self._alarm.close()

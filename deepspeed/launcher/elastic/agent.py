@@ -1,0 +1,293 @@
+"""torch's elastic agent with this launcher's ranks: when to restart is its decision, how ranks start and end is ours.
+
+``SimpleElasticAgent`` leaves starting, stopping and watching workers to its subclasses. Here they are the rank
+processes of every job (``node.ranks``): crash reports name the rank that failed first, no process outlives the agent.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from deepspeed.errors import PreemptedExit, UsageError
+from deepspeed.launcher.elastic.membership import JOIN, Membership
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.machine import own_address, pid_file, plan_cores
+from deepspeed.launcher.node.hub import await_port, bind_store
+from deepspeed.launcher.node.loop import FAILURE_GRACE_S, join_limit, signals_to, tell_command, watch_command
+from deepspeed.launcher.node.ranks import Guard, Ranks
+from deepspeed.launcher.node.supervisor import rank_arguments, rank_environment, rank_log_files
+from deepspeed.launcher.node.verdict import (
+    LOST_HOST_STATUS,
+    RankEnd,
+    Verdict,
+    interrupted,
+    judge,
+    preempted,
+)
+from deepspeed.observe.log import logger
+
+_POLL_S = 0.1
+_TELL_S = 3.0  # how long to wait for what other nodes say of their ranks
+_KILL_S = 2.0
+_FAREWELL_S = 1.0
+
+
+class NodeAgent(SimpleElasticAgent):
+    """The ranks of one node, round after round. ``received`` are signals of this process that the ranks get too."""
+
+    def __init__(self, job: Job, membership: Membership, *, scratch: str) -> None:
+        assert job.elastic is not None
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=1,  # until the first rendezvous
+            rdzv_handler=membership,
+            entrypoint=sys.executable,
+            max_restarts=job.elastic.max_restarts,
+            monitor_interval=_POLL_S,
+        )
+        super().__init__(spec)
+        self._job, self._membership, self._scratch = job, membership, scratch
+        membership.set_ranks = lambda ranks: setattr(spec, "local_world_size", ranks)
+        self._ranks: Ranks | None = None
+        self._guard: Guard | None = None
+        self.received: list[tuple[int, bool]] = []  # signal, and whether the ranks get no time
+        self.verdict: Verdict | None = None
+        self._starting = False
+
+    # -- torch's interface ------------------------------------------------------------------------------------------
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._starting = True  # it may wait for long: a signal ends it
+        try:
+            self._obey()
+            super()._rendezvous(worker_group)
+        finally:
+            self._starting = False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        start = self._membership.round
+        assert start is not None
+        job = replace(self._job, world=start.world, master_addr=start.address)
+        if job.log_dir:
+            job = replace(job, log_dir=os.path.join(job.log_dir, f"round{start.number}"))
+        ranks, number = len(job.devices(start.node)), start.number
+        if start.number:
+            logger.info("round %d: %d ranks on %d node(s)", number, job.world_size, len(job.hosts))
+        scratch = os.path.join(self._scratch, f"round{number}")
+        os.makedirs(scratch, exist_ok=True)
+        self._guard = Guard([self._scratch])
+        self._ranks = Ranks(self._guard, lambda exitcode: None, scratch=scratch, stdin=subprocess.DEVNULL)
+        go = {"port": start.port, "run_id": f"{self._membership.get_run_id()}_{number}"}
+        more = {
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+            "TORCHELASTIC_MAX_RESTARTS": str(worker_group.spec.max_restarts),
+            "DS_CHECKPOINT_NOTE": os.path.join(self._scratch, "checkpoint"),
+            **({"DS_ELASTIC_SAVED": saved} if (saved := self._membership.saved) else {}),
+        }
+        cores = plan_cores(job, ranks)
+        for local, log_file in enumerate(rank_log_files(job, start.node)):
+            environment = rank_environment(job, start.node, local, go, cores[local]) | more
+            self._ranks.start(
+                job.first_rank(start.node) + local, rank_arguments(job, local), environment, log_file, cores[local]
+            )
+        return dict.fromkeys(range(ranks))
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # After a checkpoint those that take part save once more and end by themselves.
+        joining = self._membership.over == JOIN
+        self._end_ranks(signal.SIGTERM if joining else 0, self._job.signal_grace if joining else FAILURE_GRACE_S)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end_ranks(death_sig, 0.0)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._ranks is not None
+        self._obey()
+        failed = self._ranks.failures(ended_only=True)
+        if not failed:
+            done = self._ranks.all_ended
+            results = {worker.global_rank: None for worker in worker_group.workers} if done else {}
+            return RunResult(WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=results)
+        if self._membership.over:  # another node's ranks failed first, or all start anew: no crash of ours
+            return RunResult(WorkerState.HEALTHY)
+        if all(end.exitcode == PreemptedExit.exit_status for end in failed):
+            self._end_ranks(0, self._job.signal_grace)
+            self.verdict = preempted()
+            raise SignalException("preempted", signal.SIGTERM)
+        first = self._membership.end_round("a rank failed")
+        self._end_ranks(0, FAILURE_GRACE_S)  # no signal: it would ask for a save, for which the rank that failed lacks
+        ends = self._ranks.failures()
+        self._membership.leave_ends([asdict(end) for end in ends])
+        dead = [end for end in ends if end.exitcode < 0 and not end.is_consequence and not end.stopped_by_us]
+        crashes = self._membership.count_crash() if first == "a rank failed" else 0
+        # The number of restarts that are left counts from the last checkpoint on, and is that of all nodes.
+        self._remaining_restarts = worker_group.spec.max_restarts + 1 - max(1, crashes)
+        if self._remaining_restarts > 0:
+            start = self._membership.round
+            assert start is not None
+            base = replace(self._job, world=start.world).first_rank(start.node)
+            self._membership.lose([end.rank - base for end in dead])
+            cause = self._cause(0.0)
+            logger.warning(
+                "%s; starting again from %s (%d of %d restarts without a new checkpoint)",
+                cause.text.partition("\n")[0].removeprefix("deepspeed: ").partition("; all")[0],
+                self._membership.saved or "the beginning",
+                max(1, crashes),
+                worker_group.spec.max_restarts,
+            )
+        return RunResult(WorkerState.FAILED)
+
+    # -- inner --------------------------------------------------------------------------------------------------------
+    def interrupt(self, number: int, immediate: bool = False) -> None:  # noqa: FBT001, FBT002 - a value of an event
+        """This process was told to end; safe in a signal handler. Raises SignalException while it waits for others."""
+        self.received.append((number, immediate or len(self.received) > 0))
+        if self._starting or self._in_exit_barrier:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+
+    def _obey(self) -> None:
+        """Pass a received signal on, give the ranks their time, and leave. Raises SignalException then."""
+        if not self.received:
+            return
+        number, immediate = self.received[0]
+        if self._ranks is not None:
+            self._ranks.signal(number)
+            until = time.monotonic() + (0.0 if immediate else self._job.signal_grace)
+            while not self._ranks.all_ended and time.monotonic() < until and len(self.received) < 2:
+                time.sleep(_POLL_S)
+            ends = self._ranks.failures()
+            saved = ends and all(end.exitcode == PreemptedExit.exit_status for end in ends)
+            self.verdict = preempted() if saved and self._ranks.all_ended else interrupted(number)
+        else:
+            self.verdict = interrupted(number)
+        raise SignalException(f"signal {number}", signal.Signals(number))
+
+    def _end_ranks(self, number: int, grace_s: float) -> None:
+        if self._ranks is None:
+            return
+        if number and grace_s > 0 and not self._ranks.all_ended:
+            self._ranks.signal(number)
+        self._wait(grace_s)
+        self._ranks.kill_groups()
+        self._wait(_KILL_S)
+        self._ranks.reap()
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
+
+    def _wait(self, limit_s: float) -> None:
+        assert self._ranks is not None
+        until = time.monotonic() + limit_s
+        while not self._ranks.all_ended and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def _cause(self, wait_s: float) -> Verdict:
+        """What ended this round, from what all nodes have said of it."""
+        reports = self._membership.ends(wait_s)
+        several = len(reports) > 1
+        ends = [
+            RankEnd(**end).on_another_clock(ahead_s, host=host if several else "")
+            for host, (ahead_s, listed) in reports.items()
+            for end in listed
+        ]
+        return judge(ends, [], show_traceback=True)
+
+    def decide(self) -> Verdict:
+        """Run all rounds; the verdict on the job. Raises UsageError when too few ranks come together."""
+        try:
+            failed = self.run().is_failed()
+        except SignalException:
+            return self.verdict or interrupted(self.received[0][0] if self.received else signal.SIGTERM)
+        except RendezvousError as error:
+            status, text = self._membership.agree_on(LOST_HOST_STATUS, f"deepspeed: {error}\n")
+            return Verdict(status, text)
+        if not failed:
+            return Verdict(0)
+        cause, limit = self._cause(_TELL_S), self._worker_group.spec.max_restarts
+        why = f"deepspeed: given up after {limit} restart(s) without a new checkpoint (--max_restarts {limit})\n"
+        status, text = self._membership.agree_on(cause.status or 1, why + cause.text)
+        self._membership.set_closed()
+        return Verdict(status, text)
+
+
+def _join(job: Job, node_rank: int, *, runner: str) -> Store:
+    """The store in which the nodes meet: node 0's, or the command's over ssh."""
+    if node_rank == 0 and runner != "ssh":
+        return bind_store(job.master_addr, job.master_port)
+    await_port(job.master_addr, job.master_port, join_limit())
+    return TCPStore(job.master_addr, job.master_port, is_master=False, wait_for_workers=False)
+
+
+def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
+    """Run one node's part of the elastic ``job`` and return the job's exit status; no process of it is left here then.
+
+    ``runner`` "ssh": a ``deepspeed`` command elsewhere started this node and reads its output. The status is 0, that of
+    the rank that failed first in the last round, 200 when all ranks have saved and ended on a signal, 128 + S after
+    signal S. Raises UsageError before any rank is started, or when too few ranks come together.
+    """
+    assert job.elastic is not None
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what it has to say, this launcher says
+    if job.elastic.max_nodes > 1 and job.master_port == 0:
+        raise UsageError("--master_port is needed when nodes are started one by one: the others cannot know a free one")
+    host = job.hosts[node_rank] if node_rank < len(job.hosts) else f"node{node_rank}"
+    devices = job.devices(min(node_rank, len(job.hosts) - 1))
+    agent: NodeAgent | None = None
+
+    def hear(kind: str, *values: Any) -> None:  # of the command, from a thread
+        if kind == "interrupt" and agent is not None:
+            agent.received.append((values[0], values[1]))
+        elif kind == "lost" and agent is not None:
+            agent.received += [(signal.SIGTERM, True), (signal.SIGTERM, True)]
+
+    with contextlib.ExitStack() as stack:
+        stop = lambda n: agent.interrupt(n) if agent is not None else sys.exit(128 + n)  # noqa: E731
+        stack.enter_context(signals_to(stop, signal.SIGUSR1))
+        if job.pid_file:
+            stack.enter_context(pid_file(job.pid_file))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
+        if runner == "ssh":
+            tell_command({"kind": "join"})
+            watch_command(hear)
+        store = _join(job, node_rank, runner=runner)
+        address = "127.0.0.1" if job.master_addr == "127.0.0.1" else own_address(job.master_addr)
+        note = os.path.join(scratch, "checkpoint")
+        membership = Membership(store, job.elastic, host=host, address=address, devices=devices, note=note)
+        agent = NodeAgent(job, membership, scratch=scratch)
+        verdict = _decided(agent, host)
+        with contextlib.suppress(RuntimeError):
+            membership.shutdown()
+        if runner == "ssh":
+            tell_command({"kind": "verdict", "status": verdict.status, "text": verdict.text})
+        else:
+            sys.stdout.flush()
+            sys.stderr.write(verdict.text)
+            sys.stderr.flush()
+        if node_rank == 0 and runner != "ssh" and job.elastic.max_nodes > 1:
+            time.sleep(_FAREWELL_S)  # the store goes with this process, and the others have yet to read their last word
+    return verdict.status
+
+
+def _decided(agent: NodeAgent, host: str) -> Verdict:
+    try:
+        return agent.decide()
+    except UsageError as error:
+        return Verdict(LOST_HOST_STATUS, f"deepspeed: {error}\n")
+    except RuntimeError as error:  # torch's of the store
+        why = str(error).partition("\n")[0]
+        return Verdict(LOST_HOST_STATUS, f"deepspeed: the store in which the nodes meet is gone: {why}\n")

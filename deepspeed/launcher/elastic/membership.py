@@ -1,0 +1,243 @@
+"""Who takes part in the next round of an elastic job: torch's rendezvous, and what it leaves open.
+
+torch's ``DynamicRendezvousHandler`` finds the nodes. Around it: how many ranks each node runs (the largest allowed
+number that is there), a store of their own for the ranks of each round, newcomers wait for a checkpoint, and a node of
+which nothing is heard ends the round, also where its ranks' connections do not break.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from deepspeed.errors import UsageError
+from deepspeed.launcher.elastic.sizes import Elastic, share_ranks, too_few
+from deepspeed.launcher.node.loop import join_limit, silence_limit
+from deepspeed.observe.log import logger
+
+_RUN = "deepspeed_elastic"
+_BEAT_S = 1.0
+_LAST_CALL_S = 3  # how long a round waits for more nodes once it has enough
+JOIN = "a checkpoint was saved, and more ranks can take part"  # a reason to end a round
+_OVER, _CRASHES, _SAVED, _VERDICT = "over", "crashes", "saved", "verdict"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One start of all ranks. ``world``: host -> its devices, in node order; ``number`` counts from 0."""
+
+    number: int
+    node: int
+    world: dict[str, tuple[int, ...]]
+    address: str
+    port: int
+
+
+class Membership(RendezvousHandler):
+    """One node's part in the rendezvous, and in what is known of the job; used by the thread of its agent.
+
+    ``devices`` are all that the node has. ``note``: the file in which a rank leaves the newest checkpoint's name.
+    """
+
+    def __init__(
+        self, store: Store, limits: Elastic, *, host: str, address: str, devices: tuple[int, ...], note: str
+    ) -> None:
+        self._limits, self._host, self._address, self._note = limits, host, address, note
+        self._devices, self._lost = devices, set[int]()
+        self._job = PrefixStore("deepspeed/elastic", store)
+        beat_s = max(1, round(silence_limit() / 3))
+        # Else it would hand out one store for all rounds, with what the ranks of earlier ones have left in it.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._inner = DynamicRendezvousHandler.from_backend(
+            _RUN,
+            store,
+            C10dRendezvousBackend(store, _RUN),
+            limits.min_nodes,
+            limits.max_nodes,
+            local_addr=address,
+            timeout=RendezvousTimeout(join=timedelta(seconds=join_limit()), last_call=timedelta(seconds=_LAST_CALL_S)),
+            keep_alive_interval=beat_s,
+            keep_alive_max_attempt=3,
+        )
+        self._server: TCPStore | None = None  # of the ranks of this round
+        self._round_store: PrefixStore | None = None
+        self.round: Round | None = None
+        self.set_ranks: Callable[[int], None] = lambda ranks: None  # the agent's number of ranks
+        self._note_seen = ""
+        self._wanted_since: int | None = None  # checkpoints of this round when somebody began to wait
+        self._next_beat, self._heard = 0.0, dict[int, tuple[int, float]]()
+
+    # -- torch's interface ------------------------------------------------------------------------------------------
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next round, with a number of ranks that is allowed. Raises UsageError when there never is one."""
+        end = time.monotonic() + join_limit()
+        while True:
+            info = self._inner.next_rendezvous()
+            start = self._divide(info)
+            if isinstance(start, Round):
+                break
+            if time.monotonic() > end:
+                raise UsageError(f"{start}; no more came within {join_limit():g} s")
+            logger.info("%s; waiting for more", start)
+            time.sleep(_BEAT_S)
+        self.round, self._round_store = start, PrefixStore("deepspeed", info.store)
+        self._wanted_since, self._heard = None, {}
+        self.set_ranks(len(start.world[list(start.world)[start.node]]))
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(start.address, start.port))
+
+    def num_nodes_waiting(self) -> int:
+        """1 when all ranks are to be started anew: this round is over elsewhere, or somebody joins after a save."""
+        assert self._round_store is not None
+        self._beat()
+        saved = self._checkpoints()
+        if self._wanted_since is not None and saved > self._wanted_since:
+            self._lost = set()  # what was lost is tried again
+            self.end_round(JOIN)
+        if self.over:
+            return 1
+        if not self._lost and self._inner.num_nodes_waiting() == 0:
+            self._wanted_since = None
+            return 0
+        if self._wanted_since is None:
+            self._wanted_since = saved
+        return 0
+
+    # -- what this node knows and tells -------------------------------------------------------------------------------
+    @property
+    def over(self) -> str:
+        """Why this round has ended, on some node; empty while it goes on."""
+        store = self._round_store
+        return store.get(_OVER).decode() if store is not None and store.check([_OVER]) else ""
+
+    def end_round(self, why: str) -> str:
+        """Have all nodes end this round; the reason that was given first."""
+        assert self._round_store is not None
+        return self._round_store.compare_set(_OVER, "", why).decode()
+
+    def lose(self, local_ranks: list[int]) -> None:
+        """These ranks' devices are left out until the next checkpoint, but never all of the node."""
+        assert self.round is not None
+        mine = self.round.world[list(self.round.world)[self.round.node]]
+        self._lost |= {mine[local] for local in local_ranks}
+        if self._lost >= set(self._devices):
+            self._lost = set()
+
+    def count_crash(self) -> int:
+        """Failed rounds one after the other without a checkpoint in between, this one included."""
+        assert self.round is not None
+        if self._job.add(f"crashed/{self.round.number}", 1) == 1:
+            self._job.add(_CRASHES, 1)
+        return int(self._job.add(_CRASHES, 0))
+
+    def leave_ends(self, ends: list[dict[str, Any]]) -> None:
+        """How this node's ranks of the round have ended."""
+        assert self._round_store is not None and self.round is not None
+        self._round_store.set(f"ends/{self.round.node}", json.dumps([time.time(), ends]))
+
+    def ends(self, wait_s: float) -> dict[str, tuple[float, list[dict[str, Any]]]]:
+        """Host -> (its clock is so many seconds behind, how its ranks have ended), of nodes that say so in time."""
+        assert self._round_store is not None and self.round is not None
+        reports, until = dict[str, tuple[float, list[dict[str, Any]]]](), time.monotonic() + wait_s
+        for node, host in enumerate(self.round.world):
+            while not self._round_store.check([f"ends/{node}"]) and time.monotonic() < until:
+                time.sleep(0.05)
+            if self._round_store.check([f"ends/{node}"]):
+                sent_at, ends = json.loads(self._round_store.get(f"ends/{node}"))
+                reports[host] = 0.0 if len(self.round.world) == 1 else time.time() - sent_at, ends
+        return reports
+
+    @property
+    def saved(self) -> str:
+        """The newest checkpoint of the job; empty while there is none."""
+        return self._job.get(_SAVED).decode() if self._job.check([_SAVED]) else ""
+
+    def agree_on(self, status: int, text: str) -> tuple[int, str]:
+        """The first verdict holds for all nodes."""
+        status, text = json.loads(self._job.compare_set(_VERDICT, "", json.dumps([status, text])))
+        return status, text
+
+    # -- inner --------------------------------------------------------------------------------------------------------
+    def _divide(self, info: RendezvousInfo) -> Round | str:
+        """This round, or why it cannot be. All nodes come to the same."""
+        store, nodes = PrefixStore("deepspeed", info.store), range(info.world_size)
+        left = [d for d in self._devices if d not in self._lost]
+        store.set(f"slots/{info.rank}", json.dumps([self._host, left, self._devices]))
+        nodes_say = [json.loads(store.get(f"slots/{node}")) for node in nodes]
+        for whole in (1, 2):  # with the devices that are not lost, or else with all
+            size = self._limits.largest(sum(len(each[whole]) for each in nodes_say), info.world_size)
+            if size:
+                break
+        else:
+            return too_few(self._limits, sum(len(each[2]) for each in nodes_say), info.world_size)
+        if whole == 2:
+            self._lost = set()
+        shares = share_ranks([len(each[whole]) for each in nodes_say], size)
+        if info.rank == 0:
+            self._server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            number = self._job.add("rounds", 1) - 1
+            store.set("start", json.dumps([number, self._address, self._server.port]))
+        number, address, port = json.loads(store.get("start"))
+        names = [each[0] for each in nodes_say]
+        unique = names if len(set(names)) == len(names) else [f"{name}#{node}" for node, name in enumerate(names)]
+        world = {name: tuple(each[whole][:share]) for name, each, share in zip(unique, nodes_say, shares, strict=True)}
+        return Round(number, info.rank, world, address, port)
+
+    def _beat(self) -> None:
+        """Tell that this node lives, and end the round when another has been silent for too long."""
+        assert self._round_store is not None and self.round is not None
+        now, others = time.monotonic(), len(self.round.world) - 1
+        if not others or now < self._next_beat:
+            return
+        if now > self._next_beat + 3 * _BEAT_S:  # this process was suspended, or busy: its own silence says nothing
+            self._heard = {}
+        self._next_beat = now + _BEAT_S
+        self._round_store.add(f"beat/{self.round.node}", 1)
+        for node, host in enumerate(self.round.world):
+            count = self._round_store.add(f"beat/{node}", 0)
+            before, since = self._heard.get(node, (-1, now))
+            self._heard[node] = (count, now if count != before else since)
+            if now - self._heard[node][1] > silence_limit():
+                self.end_round(f"host {host} (node {node}) has not been heard for {silence_limit():g} s")
+
+    def _checkpoints(self) -> int:
+        """How many checkpoints this round has saved; what a rank of this node has noted is passed on."""
+        assert self._round_store is not None
+        try:
+            with open(self._note, encoding="utf-8") as file:
+                newest = f"{os.fstat(file.fileno()).st_mtime_ns} {file.read()}"
+        except OSError:
+            newest = ""
+        if newest and newest != self._note_seen:
+            self._note_seen = newest
+            self._job.set(_SAVED, newest.partition(" ")[2])
+            self._job.set(_CRASHES, "0")
+            self._round_store.add("checkpoints", 1)
+        count = self._round_store.add("checkpoints", 0)
+        return int(count)
