@@ -1,0 +1,111 @@
+"""Elastic jobs: whatever is killed, training goes on from the newest complete checkpoint, and no sample is lost or
+repeated.
+"""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import elastic
+from tests.harness.elastic import ElasticJob, records
+from tests.harness.pool import RankPool
+
+pytestmark = pytest.mark.timeout(900)
+FOUR = ("--num_gpus", "4", "--min_ranks", "2", "--max_ranks", "4")
+
+
+def _undisturbed(folder: str, steps: int) -> None:
+    elastic.train(folder, steps=steps, every=0)
+
+
+def assert_same_training(disturbed: Path, pool: RankPool, alone: Path, steps: int) -> None:
+    """Each update of ``disturbed`` saw the very samples of a run on one rank, and so came to the same loss."""
+    pool.run(_undisturbed, str(alone), steps)
+    ours, theirs = records(disturbed), records(alone)
+    assert sorted(ours) == sorted(theirs) == list(range(steps))
+    assert [ours[step][0] for step in range(steps)] == [theirs[step][0] for step in range(steps)]
+    assert max(abs(ours[step][1] - theirs[step][1]) for step in range(steps)) < 1e-3
+    assert theirs[steps - 1][1] < 0.8 * theirs[0][1]  # it does learn something
+
+
+def test_a_killed_rank_is_left_out_and_taken_in_again_at_the_next_checkpoint(tmp_path: Path, pool1: RankPool) -> None:
+    job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "60", "--pause", "0.1", "--every", "6"))
+    job.until(lambda: job.updates() >= 8, "eight updates")
+    job.kill(1)
+    status, out = job.finish()
+    assert status == 0, out
+    assert "failed first, with signal SIGKILL; starting again from" in out and "global_step6" in out
+    sizes = [ranks for _, (_, _, ranks) in sorted(records(job.folder).items())]
+    assert sizes[0] == 2 and 1 in sizes and sizes[-1] == 2
+    assert_same_training(job.folder, pool1, tmp_path / "alone", 60)
+
+
+def test_a_rank_that_is_asked_to_end_makes_all_save_the_same_update(tmp_path: Path) -> None:
+    job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "999", "--pause", "0.05", "--every", "0"))
+    job.until(lambda: job.updates() >= 3, "three updates")
+    job.kill(1, signal.SIGUSR1)
+    status, out = job.finish()
+    assert status == 200, out
+    assert "a checkpoint was saved and all ranks have ended, as asked (status 200)" in out
+    saved = max(int(path.name.removeprefix("global_step")) for path in (job.folder / "checkpoints").glob("global_*"))
+    assert saved == job.updates()  # not one update more, on any rank
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_is_asked_to_end_goes_on_later_with_another_number_of_ranks(tmp_path: Path, pool1: RankPool) -> None:
+    first = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "50", "--pause", "0.1"))
+    first.until(lambda: first.updates() >= 9, "nine updates")
+    first.process.send_signal(signal.SIGTERM)
+    status, out = first.finish()
+    assert status == 200, out
+    again = ElasticJob(tmp_path / "job", "--num_gpus", "3", words=("--steps", "50"), name="again")
+    assert again.finish()[0] == 0
+    assert_same_training(tmp_path / "job", pool1, tmp_path / "alone", 50)
+
+
+@pytest.mark.exhaustive
+def test_a_crash_loop_ends_with_the_error_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    job = ElasticJob(tmp_path / "job", "--num_gpus", "2", "--max_restarts", "1", words=("--fail", "raises"))
+    status, out = job.finish()
+    assert status == 1, out
+    assert "given up after 1 restart(s) without a new checkpoint (--max_restarts 1)" in out
+    assert out.rstrip().endswith("ValueError: the cause") and "deepspeed: rank 1 (pid" in out
+
+
+@pytest.mark.exhaustive
+def test_a_script_that_would_begin_anew_is_stopped(tmp_path: Path) -> None:
+    job = ElasticJob(
+        tmp_path / "job",
+        *("--num_gpus", "2", "--max_restarts", "1"),
+        words=("--fail", "forgets", "--every", "2", "--pause", "0.2", "--steps", "99"),
+    )
+    job.until(lambda: (job.folder / "checkpoints" / "latest").exists(), "a checkpoint")
+    job.kill(1)
+    status, out = job.finish()
+    assert status == 1 and "it would repeat samples. Call deepspeed.elasticity.take_part(engine, folder)" in out, out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+def test_a_random_rank_killed_twenty_times_costs_no_sample(tmp_path: Path, pool1: RankPool) -> None:
+    """Kills at any moment: in a step, in a save, while ranks start."""
+    chance, steps, kills = random.Random(0), 400, 0
+    words = ("--steps", str(steps), "--pause", "0.15", "--every", "5")
+    job = ElasticJob(tmp_path / "job", *FOUR, "--max_restarts", "20", words=words)
+    while kills < 20:
+        goal = job.updates() + chance.randrange(2, 12)
+        job.until(lambda goal=goal: job.updates() >= min(goal, steps - 20), f"update {goal}", 300.0)
+        time.sleep(chance.random())
+        if alive := job.pids():
+            try:
+                job.kill(chance.choice(sorted(alive)))
+            except (KeyError, ProcessLookupError):
+                continue
+            kills += 1
+    status, out = job.finish(900.0)
+    assert status == 0, out
+    assert {ranks for _, _, ranks in records(job.folder).values()} == {2, 3, 4}
+    assert_same_training(job.folder, pool1, tmp_path / "alone", steps)

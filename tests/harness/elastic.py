@@ -1,0 +1,177 @@
+"""An elastic job whose ranks write down every sample they train on, and what may happen to it.
+
+Run as a script by the launcher: ``elastic.py FOLDER [--steps N] [--every N] [--pause S] [--fail MODE]``. Before each
+update every rank leaves ``record/UPDATE.ROUND.RANK``: the samples of its part of the batch and the sum of their
+losses.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = 480  # ten epochs of 40 updates
+BATCH = 12
+CONFIG: dict[str, Any] = {
+    "elasticity": {"enabled": True, "max_train_batch_size": BATCH, "micro_batch_sizes": [1, 2, 3], "max_gpus": 4},
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+    "fp16": {"enabled": False},
+    "zero_optimization": {"stage": 2},
+    "checkpoint": {"keep_last": 2},
+}
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Sample ``i``: its number, and what is learnt from it."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(i))
+        return i, x, x.square().sum().view(1)
+
+
+def train(
+    folder: str, *, steps: int, every: int, pause: float = 0.0, fail: str = "", config: dict[str, Any] = CONFIG
+) -> None:
+    """Train ``steps`` updates on all ranks, going on from what is in ``folder``."""
+    import deepspeed
+    from deepspeed.elasticity import take_part
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=Numbers())
+    if fail != "forgets":
+        state = take_part(engine, f"{folder}/checkpoints", every=every)
+        state["starts"] = state.get("starts", 0) + 1
+    rank, attempt = int(os.environ.get("RANK", "0")), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if fail == "raises" and rank == 1:
+        raise ValueError("the cause")
+    ids, total = list[int](), 0.0
+    while engine.global_steps < steps:
+        for numbers, x, y in loader:
+            loss = nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            ids, total = [*ids, *numbers.tolist()], total + loss.item() * len(numbers)
+            if engine.is_gradient_accumulation_boundary():
+                _record(Path(folder), f"{engine.global_steps}.{attempt}.{rank}", [ids, total])
+                ids, total = [], 0.0
+                time.sleep(pause)
+            engine.step()
+            if fail == "forgets" and engine.global_steps % every == 0 and not engine.micro_steps % 4:
+                engine.save_checkpoint(f"{folder}/checkpoints")
+            if engine.global_steps >= steps:
+                break
+    engine.destroy()
+
+
+def _record(folder: Path, name: str, what: object) -> None:
+    place = folder / "record"
+    place.mkdir(exist_ok=True, parents=True)
+    (place / f".{name}").write_text(json.dumps(what))
+    os.rename(place / f".{name}", place / name)
+
+
+def records(folder: Path) -> dict[int, tuple[list[int], float, int]]:
+    """Update -> samples of all ranks, their mean loss, and the number of ranks, of the last round that made it."""
+    rounds: dict[int, dict[int, list[Any]]] = {}
+    for file in (folder / "record").glob("[0-9]*.*.*"):
+        step, attempt, _ = map(int, file.name.split("."))
+        rounds.setdefault(step, {}).setdefault(attempt, []).append(json.loads(file.read_text()))
+    last = {step: made[max(made)] for step, made in rounds.items()}
+    return {
+        step: (sorted(i for ids, _ in ranks for i in ids), sum(t for _, t in ranks) / BATCH, len(ranks))
+        for step, ranks in last.items()
+    }
+
+
+class ElasticJob:
+    """A ``deepspeed`` command with the flags for an elastic job, its output in ``out``, its temporary files in
+    ``tmp``.
+    """
+
+    def __init__(
+        self, folder: Path, *flags: str, words: tuple[str, ...] = (), enter: tuple[str, ...] = (), name: str = "job"
+    ) -> None:
+        self.folder, self.scratch, self.out = folder, folder / f"{name}.tmp", folder / f"{name}.out"
+        self.scratch.mkdir(parents=True)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
+        env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)}
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes it, and leaves it
+        command = [*enter, sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", *flags]
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, __file__, str(folder), *words],
+                cwd=folder,
+                env=env,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def pids(self) -> dict[int, int]:
+        """Local rank -> process, of this launcher."""
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+            match = re.search(r"--local_rank=(\d+)", " ".join(line))
+            if match and __file__ in line and parent == self.process.pid:
+                found[int(match[1])] = int(pid)
+        return found
+
+    def updates(self) -> int:
+        """How many updates have been made."""
+        return len({file.name.split(".")[0] for file in (self.folder / "record").glob("[0-9]*.*.*")})
+
+    def until(self, condition: Callable[[], object], what: str, limit_s: float = 120.0) -> None:
+        """Wait, and fail with the job's output when it ends before."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.out.read_text()}"
+            assert time.monotonic() < end, f"waited {limit_s:g} s for {what}:\n{self.out.read_text()}"
+            time.sleep(0.05)
+
+    def finish(self, limit_s: float = 300.0) -> tuple[int, str]:
+        """Status and output; no process of it is left, and no temporary file."""
+        try:
+            status = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the job has not ended within {limit_s:g} s:\n{self.out.read_text()}") from None
+        text = self.out.read_text()
+        assert not self.pids() and list(self.scratch.iterdir()) == [], text
+        return status, text
+
+    def kill(self, local: int, number: int = signal.SIGKILL) -> None:
+        """Send ``number`` to one rank."""
+        os.kill(self.pids()[local], number)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("folder")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--fail", default="")
+    given = parser.parse_args()
+    train(given.folder, steps=given.steps, every=given.every, pause=given.pause, fail=given.fail)
