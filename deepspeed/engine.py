@@ -110,6 +110,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.half() if t.is_floating_point() else t)
         if self.module.training:
             self.tput_timer.start()
+            if self.monitor.enabled:
+                self.update_metrics.note_inputs(inputs, kwargs)
         cast: Any = contextlib.nullcontext()
         if self.torch_autocast_enabled():
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
@@ -168,6 +170,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
                 log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
             self._write_metrics()
+        if self.step_profile is not None:
+            self.step_profile.micro_batch_ends(self.global_steps if boundary else None)
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:

@@ -4,6 +4,7 @@ Switched off, the measurements synchronise and time nothing.
 """
 
 import contextlib
+import importlib
 import math
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import raise_not_yet
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
+from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
 from deepspeed.zero.step import StepResult
@@ -145,6 +147,12 @@ class EngineReports:
         reports = throughput.enabled and every is not None and math.isfinite(every)
         measured = Namespace(enabled=reports, synchronized=throughput.synchronized)
         self.tput_timer = ThroughputTimer(measured, config.train_batch_size, steps_per_output=every)
+        self.update_metrics, self.step_profile, self.flops_profiler = UpdateMetrics(), None, None
+        if config.flops_profiler.enabled:  # torch's counter takes a while to import
+            kind = importlib.import_module("deepspeed.profiling.flops_profiler.in_engine").StepProfile
+            self.step_profile = kind(self.module, config, self.mesh.job)
+            self.flops_profiler = self.step_profile.profiler
+            self._lasting.callback(self.step_profile.close)
 
     @contextlib.contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -152,11 +160,12 @@ class EngineReports:
             yield
             return
         self._phases.append(name)
-        timer = self.timers(name)
+        timer, profile = self.timers(name), self.step_profile
         before = timer.elapsed(reset=False)
         timer.start()
         try:
-            yield
+            with contextlib.nullcontext() if profile is None else profile.phase(name):
+                yield
         finally:
             timer.stop()
             self._phases.remove(name)
@@ -173,6 +182,7 @@ class EngineReports:
         if self._losses:
             values["train_loss"] = float(torch.stack([loss.float() for loss in self._losses]).mean())
             self._losses.clear()
+        values |= self.update_metrics.of_update(self)
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent.items() if time > 0}
         known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
         self.monitor.write_events([(name, value, self.global_samples) for name, value in known.items()])

@@ -52,6 +52,7 @@ LAYERS = {
     "deepspeed.pipe.orders": 2,
     "deepspeed.moe": 6,
     "deepspeed.module_inject": 6,
+    "deepspeed.profiling": 6,
     "deepspeed.tensor": 6,
     "deepspeed.engine": 7,
     "deepspeed.engine_checkpoint": 7,

@@ -274,6 +274,22 @@ def _report_probes() -> dict[str, Probe]:
     }
 
 
+def _profile_probes() -> dict[str, Probe]:
+    on = base(flops_profiler={"enabled": True, "profile_step": 0})
+    changed = {
+        "recompute_fwd_factor": 0.5,
+        "profile_step": 1,
+        "module_depth": 0,
+        "top_modules": 3,
+        "detailed": False,
+        "output_file": f"{WORKDIR}/profile.txt",
+        "peak_tflops": 0.001,
+    }
+    probes = {f"flops_profiler.{name}": Probe(on, value, scenario="longer") for name, value in changed.items()}
+    off = base(flops_profiler={"enabled": False, "profile_step": 0})
+    return probes | {"flops_profiler.enabled": Probe(off, value=True)}
+
+
 def _monitor_probes(block: str) -> dict[str, Probe]:
     on = base(**{block: {"enabled": True, "output_path": WORKDIR, "job_name": "a"}})
     return {
@@ -386,6 +402,7 @@ PROBES: dict[str, Probe] = {
     **_under("elasticity", _elasticity_probes()),
     **_offload_probes(),
     **_report_probes(),
+    **_profile_probes(),
     **_monitor_probes("csv_monitor"),
     **_monitor_probes("tensorboard"),
     **_service_probes(),

@@ -272,8 +272,12 @@ def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) 
         "train_loss",
         "loss_scale",
         *(f"elapsed_time_ms_{phase}" for phase in ("forward", "backward", "step")),
+        *("grad_norm", "grad_norm_clipped", "memory_host_bytes", "memory_host_peak_bytes"),
+        *("states_host_bytes", "states_drive_bytes"),
     )
-    assert set(files) == {"Mine_accuracy.csv", "losses", *(f"Train_Samples_{name}.csv" for name in names)}
+    rates = {"Train_Samples_samples_per_s.csv"}  # from the second update on
+    assert set(files) == {"Mine_accuracy.csv", "losses", *rates, *(f"Train_Samples_{name}.csv" for name in names)}
+    assert len(files["Train_Samples_samples_per_s.csv"].splitlines()) == 3
     assert files["Mine_accuracy.csv"] == "step,accuracy\n7,0.5\n"
     for name in names:
         title, *rows = files[f"Train_Samples_{name}.csv"].splitlines()

@@ -27,6 +27,7 @@ EXTENSIONS = {
     "zero_optimization.separate_reduce_group",
     *("zero_optimization.separate_reduce_group", "zero_optimization.copy_engine_gathers"),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
+    "flops_profiler.peak_tflops",
 }
 
 

@@ -179,6 +179,19 @@ class CommsLoggerConfig(AutoBlock):
     debug: Flag = key(False, "Name the calling function in each record.")
 
 
+class FlopsProfilerConfig(Block):
+    """``flops_profiler``: operations and latencies of one update. ``peak_tflops`` is an extension."""
+
+    enabled: Flag = key(False, "Time update profile_step, count the operations of the next one, and report both.")
+    recompute_fwd_factor: Num = key(0.0, "Share of the forward that a backward repeats, where none is counted.", ge=0)
+    profile_step: Int = key(1, "Updates before the one that is timed; 0: the first.", ge=0)
+    module_depth: Int = key(-1, "Deepest level of modules in the table by class; -1: all.", ge=-1)
+    top_modules: Int = key(1, "Classes shown at each level.", ge=1)
+    detailed: Flag = key(True, "Show every module.")
+    output_file: PathText | None = key(None, "File for the report; null writes it to the log.")
+    peak_tflops: Num | None = key(None, "Peak of a device in 10**12 operations a second; null: as its name says.", gt=0)
+
+
 class ThroughputConfig(AutoBlock):
     """``timers.throughput``: samples per second."""
 

@@ -82,6 +82,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
+    flops_profiler: blocks.FlopsProfilerConfig = Field(default_factory=blocks.FlopsProfilerConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     tensorboard: blocks.TensorBoardConfig = Field(default_factory=blocks.TensorBoardConfig)
