@@ -90,6 +90,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
         self.runtime.optimizer, self.runtime.tiles = optimizer, self.tiles
+        if isinstance(optimizer, GroupStep):
+            settle = weakref.WeakMethod(self.runtime.settle)
+            optimizer.before_looking = lambda: (now := settle()) and now()
 
     def give_way(self, params: set[nn.Parameter]) -> bool:
         """Another engine wants ``params``: an inference engine over no others is destroyed. Whether it was."""
@@ -428,6 +431,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             return
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
+        self.runtime.settle()
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
         self.runtime.before_update()  # what leaves the device may still be copied for a save
@@ -493,6 +497,18 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
         if self.tiles is not None:
             self.tiles.check_whole()
+        if self.runtime.worker is not None:
+            self.runtime.worker.check()
+
+    def _end_update(self) -> Exception | None:
+        """Wait for an update under way at the end of the engine; its failure."""
+        try:
+            self.runtime.settle()
+        except UsageError as error:
+            return error
+        finally:
+            self.runtime.forget_updates()
+        return None
 
     def collect_python_gc(self) -> int:
         """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
@@ -510,7 +526,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         whole = not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
         collective = self._saver.running or self.mesh.tp.size > 1 or whole
         together = not collective or meet_at_end(self.mesh, comes=not self.runtime.broken)
-        failed = self._end_save(together=together)
+        torn = self._end_update()
+        failed = self._end_save(together=together) or torn
         self._way_back.close()
         self._hear()  # the log is told what was left out
         self._destroyed = True
@@ -526,6 +543,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             self.tiles.close()
         dismantle(self._parts, together=together)
         if self.basic_optimizer is not None:
+            if isinstance(self.basic_optimizer, GroupStep):
+                self.basic_optimizer.before_looking = None
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
                 group["params"] = []

@@ -108,6 +108,7 @@ class EngineCheckpoint:
         config = self._config.checkpoint
         name, state = self._common_tag(tag), client_state or {}
         gradients = self.runtime.gradients
+        self.runtime.settle()
         gradients.withdraw()
         gradients.land_all()
         gradients.collect()
@@ -227,6 +228,8 @@ class EngineCheckpoint:
         self._must_load = ""
         self._saver.settle(wait=True)
         self._check_between_passes("load_checkpoint")
+        if (failed := self._end_update()) is not None:  # until all is loaded
+            self._torn = str(failed)
         source = restore.open_everywhere(
             self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle
         )

@@ -63,6 +63,7 @@ class GroupStep(torch.optim.Optimizer):
     heeds_skip = False  # whether ``_on_cuda`` leaves everything as it is where ``self._skip`` is not 0
     # where the rounded parameters of one step go, those that went there, and what gradients are to be multiplied by
     _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor], Mapping[torch.Tensor, float]] | None = None
+    before_looking: Callable[[], None] | None = None  # an engine's: until the state of an update under way is there
     _skip: torch.Tensor | None = None  # a number on the device: where it is not 0 the step changes nothing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -70,6 +71,13 @@ class GroupStep(torch.optim.Optimizer):
         if "keywords" in vars(cls):
             first = "model_params" if cls.host_only else "params"
             cls.__init__ = constructor(first, cls.keywords, cls._build, unused=cls.unused)  # type: ignore[method-assign]
+
+    def _look(self) -> Any:
+        if self.before_looking is not None:
+            self.before_looking()
+        return vars(self)["state"]
+
+    state: Any = property(_look, lambda self, value: vars(self).__setitem__("state", value))
 
     def _build(self, params: Any, settings: Group) -> None:
         name = type(self).__name__
@@ -92,11 +100,16 @@ class GroupStep(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update(self.param_groups)
+        return loss
+
+    @torch.no_grad()
+    def update(self, groups: list[Group]) -> None:
+        """What ``step`` does with its groups, with ``groups``."""
         # everything is checked before anything changes
-        for group, kinds in [(g, self._checked_params(g)) for g in self.param_groups]:
+        for group, kinds in [(g, self._checked_params(g)) for g in groups]:
             for params in kinds:
                 self._update_group(params, [p.grad for p in params if p.grad is not None], group)
-        return loss
 
     def load_kernels(self) -> None:
         """Build and load the kernels of the devices that parameters are on, which else the first ``step`` does."""

@@ -2,13 +2,13 @@
 
 A recorder emits them; order, memory and time are found by consumers that read the sequence once. A stream is a number:
 ``COMPUTE``, those that the program makes, those of communicators and drives, ``HOST``, the program itself, and
-``BEHIND``, the thread of its save.
+``BEHIND`` and ``WORKER``, the threads of its save and of its update.
 """
 
 from typing import NamedTuple
 
 HOST, COMPUTE = -1, 0
-DRIVE_READS, DRIVE_WRITES, BEHIND = -2, -3, -4
+DRIVE_READS, DRIVE_WRITES, BEHIND, WORKER = -2, -3, -4, -5
 
 # Where a buffer lies: memory of the device; host memory that the driver's caching allocator pinned; that the program
 # itself registered; ordinary host memory; a drive.

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,15 +26,16 @@ from deepspeed.simulate.events import (
     BEHIND,
     DRIVE_READS,
     DRIVE_WRITES,
-    HOST,
     PAGEABLE,
     REGISTERED,
+    WORKER,
     Launch,
     Touch,
     Work,
 )
 from deepspeed.simulate.record import Recorder
 from deepspeed.tier import aio, arena, drive
+from deepspeed.tier.behind import Turn, Worker
 from deepspeed.zero.update import rates
 from deepspeed.zero.update.shares import Rates
 
@@ -122,7 +124,7 @@ class _Natives:
         ]
         reads = [t for t in touches[1:2] if t is not None]
         writes = [t for t in (touches[0], *touches[2:]) if t is not None]
-        self._launch(HOST, op.name, reads, writes, "adam", 1)
+        self._launch(self._recorder.host, op.name, reads, writes, "adam", 1)
         return 0
 
 
@@ -201,7 +203,7 @@ class _Thread:
             self._work()
 
     def _work(self) -> None:
-        with self._recorder.behind():
+        with self._recorder.behind(BEHIND):
             self._target()
         self._end = self._recorder.record(BEHIND)
 
@@ -214,6 +216,26 @@ class _Thread:
         if self._end is None:
             self._work()
         self._recorder.host_wait("end of a save", event=self._end)
+
+
+class _Turns:
+    """In the place of the thread of an update: a stream of its own, which begins with what the program has handed over
+    and on which the program waits for the end of a turn once.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._ends = recorder, weakref.WeakKeyDictionary[Turn, int]()
+
+    def take(self, worker: Worker, turn: Turn) -> None:
+        worker._ident = threading.get_ident()
+        with self._recorder.behind(WORKER):
+            turn.take()
+        worker._ident = None
+        self._ends[turn] = self._recorder.record(WORKER)
+
+    def wait(self, turn: Turn) -> None:
+        if (end := self._ends.pop(turn, None)) is not None:
+            self._recorder.host_wait("end of an update", event=end)
 
 
 class _File:
@@ -249,7 +271,7 @@ class _File:
 @contextlib.contextmanager
 def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
     """Inside, native kernels and drives are simulated; ``replace(owner, name, value)`` puts one thing in place."""
-    natives = _Natives(recorder)
+    natives, turns = _Natives(recorder), _Turns(recorder)
 
     def forget() -> None:
         for module in (cuda, host):
@@ -273,6 +295,8 @@ def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Ite
             (content, "capture_rng", dict),
             (collect, "pack_scalar", lambda _: 0),
             (writer, "Thread", functools.partial(_Thread, recorder)),
+            (Worker, "_pass", lambda worker, turn: turns.take(worker, turn)),
+            (Turn, "_until_ended", lambda turn: turns.wait(turn)),
             (writer, "RankFile", functools.partial(_File, recorder)),
             (writer.Saver, "_finish", lambda *_: None),
             (arena, "Pages", functools.partial(_Pages, recorder)),

@@ -14,6 +14,7 @@ from deepspeed.simulate.events import (
     DRIVE_WRITES,
     HOST,
     PINNED,
+    WORKER,
     Allocate,
     Event,
     Free,
@@ -45,7 +46,7 @@ class Access(NamedTuple):
     site: Site
 
     def __str__(self) -> str:
-        where = "by the host" if self.stream == HOST else f"on stream {self.stream}"
+        where = {HOST: "by the host", WORKER: "by the update"}.get(self.stream, f"on stream {self.stream}")
         return f"{'write' if self.writes else 'read'} of {self.name} {where} at {place_of(self.site)}"
 
 
@@ -119,7 +120,7 @@ class OrderCheck:
         elif event.stream is not None:
             clocks = [self._clocks[event.stream]]
         else:
-            clocks = list(self._clocks.values())
+            clocks = [clock for stream, clock in self._clocks.items() if stream != WORKER]  # no matter of the device
         for clock in clocks:
             _merge(self._clocks[HOST], clock)
 
@@ -183,7 +184,7 @@ class OrderCheck:
         buffer = self._buffers.get(event.buffer)
         if buffer is None:
             return
-        home = buffer.allocated.stream if buffer.allocated.place == DEVICE else HOST
+        home = buffer.allocated.stream
         whole = (0, buffer.allocated.nbytes, home, self._number)
         freed = Access(*whole, writes=True, name="the allocator", site=event.site)
         # The next owner's kernels come after this in the program, and so after all that the program has waited for.

@@ -29,6 +29,7 @@ from deepspeed.simulate.events import (
     BEHIND,
     DEVICE,
     HOST,
+    WORKER,
     Event,
     HostWait,
     Launch,
@@ -153,10 +154,10 @@ class Recorder(TorchDispatchMode):
         self.action = ""  # of a pipeline: what it computes now, which kernels are done for
         self.host = HOST  # who does what is done on the host
         self.early = False  # threads do their work when they start, not when they are waited for
-        self.stores = Stores(self.emit, lambda: self.phase)
+        self.stores = Stores(self.emit, lambda: self.phase, lambda: self.host)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
         self.listeners.append(self.silent.feed)
-        self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", 0: "compute"}
+        self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", WORKER: "update", 0: "compute"}
         self._listing = False  # the elements of one list come in one copy, which has been waited for
         self._events = itertools.count(1)
         self._communicators: dict[str, int] = {}
@@ -186,11 +187,13 @@ class Recorder(TorchDispatchMode):
             self.emit(HostWait(what, stream, event, self.stores.site(_SITE_DEPTH)))
         elif event is not None:
             self.wait(self.host, event)
+        elif stream is not None:
+            self.wait(self.host, self.record(stream))
 
     @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
-        """Inside it is not the program that goes on, but the thread of a save."""
-        self.host = BEHIND
+    def behind(self, host: int) -> Iterator[None]:
+        """Inside it is not the program that goes on, but another thread of it."""
+        self.host = host
         try:
             yield
         finally:
@@ -374,6 +377,8 @@ class Recorder(TorchDispatchMode):
             self._by_host(writes=touches[1])
 
     def _launch(self, stream: int, name: str, reads: Sequence[Touch], writes: Sequence[Touch], work: Work) -> None:
+        if self.host == WORKER != stream:  # it has come so far
+            self.wait(stream, self.record(WORKER))
         label = self._unit() if work.kind in ("collective", "up", "down") else self.action or self.phase
         site = self.stores.site(_SITE_DEPTH)
         self.emit(Launch(stream, name, tuple(reads), tuple(writes), work, site, label))

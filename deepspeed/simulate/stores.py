@@ -83,10 +83,12 @@ class _Store:
 
 
 class Stores:
-    """Every storage that the simulation has met. Events go to ``emit``; ``phase()`` names what nobody else does."""
+    """Every storage that the simulation has met. Events go to ``emit``; ``phase()`` names what nobody else does, and
+    ``host()`` is who does what is done on the host.
+    """
 
-    def __init__(self, emit: Callable[[Event], None], phase: Callable[[], str]) -> None:
-        self._emit, self._phase = emit, phase
+    def __init__(self, emit: Callable[[Event], None], phase: Callable[[], str], host: Callable[[], int]) -> None:
+        self._emit, self._phase, self._host = emit, phase, host
         self._frames = _Frames()
         self._stores: dict[int, _Store] = {}
         self._count = 0
@@ -149,7 +151,7 @@ class Stores:
     def _fill(self, store: _Store, nbytes: int) -> None:
         self._count += 1
         store.buffer, store.nbytes, store.address, store.covered = self._count, nbytes, None, set()
-        stream = MODULE.current_stream().number if store.place == DEVICE else HOST
+        stream = MODULE.current_stream().number if store.place == DEVICE else self._host()
         site = self.site(4)
         self._emit(Allocate(store.buffer, nbytes, store.place, stream, self._category(site), site))
 

@@ -13,7 +13,21 @@ from typing import NamedTuple
 
 from deepspeed.errors import PipelineError
 from deepspeed.simulate.costs import Machine
-from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Talk, Wait, place_of
+from deepspeed.simulate.events import (
+    COMPUTE,
+    HOST,
+    WORKER,
+    Event,
+    HostWait,
+    Launch,
+    Phase,
+    Record,
+    Talk,
+    Wait,
+    place_of,
+)
+
+_IN_MEMORY = ("adam", "host")  # kinds of work that take the rate of the host's memory
 
 
 class Interval(NamedTuple):
@@ -88,11 +102,18 @@ class Timeline:
         self._program = deque[Event]()
         self._queues = defaultdict[int, deque[_Item]](deque)
         self._counts = Counter[str]()
+        self._lost = 0.0  # of the next update, to what the program has done in host memory meanwhile
 
     @property
     def end(self) -> float:
-        """When all that was launched is done."""
-        return max([self.now, *(mark.time for mark in self._ready.values())])
+        """When all that was launched is done; with an update behind the program, that and kernels."""
+        if WORKER in self._ready:
+            return max(self.now, self._at(COMPUTE).time)
+        return self._idle()
+
+    def _idle(self) -> float:
+        """When the device is done with all that was launched."""
+        return max([self.now, *(mark.time for stream, mark in self._ready.items() if stream != WORKER)])
 
     def restart(self) -> None:
         """Count from here on, with the program and the device both idle."""
@@ -152,7 +173,11 @@ class Timeline:
         """The program's part of an event; False where it cannot go on yet."""
         if isinstance(event, Launch):
             if event.stream == HOST:
-                self.host_work(self.machine.seconds(event.work, event.name), event.name)
+                seconds = self.machine.seconds(event.work, event.name)
+                self.host_work(seconds + self._shared(event, seconds), event.name)
+                return True
+            if event.stream == WORKER:
+                self._give(event.stream, event)
                 return True
             if self.machine.on_host and self._queues[COMPUTE]:
                 return False
@@ -170,6 +195,12 @@ class Timeline:
         elif isinstance(event, Talk):
             return self._talk(event)
         return True
+
+    def _shared(self, event: Launch, seconds: float) -> float:
+        """By how much what the program does in host memory takes longer beside an update, which loses as much."""
+        busy = min(seconds, max(0.0, self._at(WORKER).time - self.now)) if event.work.kind in _IN_MEMORY else 0.0
+        self._lost += busy
+        return busy
 
     def _number(self, channel: str) -> int:
         self._counts[channel] += 1
@@ -201,7 +232,7 @@ class Timeline:
         elif any(queues):
             return False
         else:
-            time = self.end if event.stream is None else self._at(event.stream).time
+            time = self._idle() if event.stream is None else self._at(event.stream).time
         key = (event.what, place_of(event.site))
         self.waits[key] += 1
         if time > self.now:
@@ -237,6 +268,8 @@ class Timeline:
     def _launch(self, event: Launch, item: _Item) -> bool:
         ready, seconds = self._at(event.stream).time, self.machine.seconds(event.work, event.name)
         start = max(ready, item.given)
+        if event.stream == WORKER:
+            seconds, self._lost = seconds + self._lost, 0.0
         if item.number and self._meetings is not None:
             work = event.work
             begin = self._meetings.begin(work.channel, item.number, self.rank, work.ranks, start)

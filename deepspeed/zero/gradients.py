@@ -102,6 +102,7 @@ class Gradients:
 
     def reduce(self, unit: Unit) -> None:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
+        unit.settle()  # its update reads the last one
         if unit in self._shown:
             self.withdraw()
         partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
@@ -247,6 +248,7 @@ class Gradients:
         return ready
 
     def _zero(self, unit: Unit) -> None:
+        unit.settle()
         target = self._rest(unit)
         target.memory.zero_()
         self._send(unit, ARRIVED, target)

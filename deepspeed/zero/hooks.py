@@ -71,6 +71,14 @@ def _drop_gradient(param: nn.Parameter) -> None:
     param.grad = None
 
 
+def _settling(units: list[Unit]) -> Callable[..., None]:
+    def settle(*_: Any) -> None:  # a function: a client's copy of the model copies no units
+        for unit in units:
+            unit.settle()
+
+    return settle
+
+
 def hold_clipping() -> Borrowed:
     """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use where it sees no gradients: on shards."""
     clip = torch.nn.utils.clip_grad_norm_
@@ -141,6 +149,9 @@ class ModuleHooks:
         self._compiled = self._compiled or any(map(_is_compiled, self._modules))
         for module, indices in self._touches.items():
             movable = [units[i] for i in indices if units[i].movable]
+            late = [units[i] for i in indices if self._late(units[i])]
+            if late and not self._compiled:
+                self.forward_handles.append(module.register_forward_pre_hook(_settling(late)))
             if module is self._model or (movable and not (self._compiled and module in self._inside)):
                 self._hook_module(module, movable)
         if self._model not in self._touches:
@@ -154,6 +165,13 @@ class ModuleHooks:
                     hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
+
+    def _late(self, unit: Unit) -> bool:
+        """Whether the unit stays, and may be updated behind the program: what reads it past torch's functions, as an
+        extension does, finds it when its module, or the block around that, has begun.
+        """
+        behind = self._runtime.worker is not None and unit.plan.optim is not None and unit.plan.optim.away
+        return behind and not unit.movable
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -213,6 +231,8 @@ class ModuleHooks:
             if is_root:
                 self._running[module] += 1
             recompute = inside_backward()
+            if module is self._model and (self._compiled or not torch.is_grad_enabled()):
+                runtime.settle()  # compiled code, and the fused modules of an evaluation, know no face
             if recompute:
                 self._arm()
             elif module is self._model and self._checked_at != runtime.steps:

@@ -10,8 +10,9 @@ import copy
 import functools
 import itertools
 import re
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,12 +122,35 @@ def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tu
             yield f"{unit.name}[{group}]", group, first, last, (last - first,)
 
 
+class MasterList(list[nn.Parameter]):
+    """The parameters of a group: who takes one out may read it, and waits for an update under way, as for ``state``."""
+
+    def __init__(self, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(params)
+        self._optimizer = weakref.ref(optimizer)
+
+    def _look(self) -> None:
+        if (look := getattr(self._optimizer(), "before_looking", None)) is not None:
+            look()
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self._look()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._look()
+        return super().__getitem__(index)
+
+    def __reduce__(self) -> Any:
+        return list, ([*self],)
+
+
 def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
     """Point the optimizer's groups at the views. Raises OptimizerConfigError when it has already taken steps."""
     initial = check_fresh(optimizer)
     optimizer.state.clear()
     for index, group in enumerate(optimizer.param_groups):
-        group["params"][:] = [v.param for v in views if v.group == index]
+        group["params"] = MasterList([v.param for v in views if v.group == index], optimizer)
     for view in views if initial else ():
         optimizer.state[view.param] = {key: _like(value, view.param) for key, value in initial[view.group].items()}
 
@@ -160,15 +184,16 @@ def run_step(
     *,
     source: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    frozen: Collection[Unit] | None = None,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
     returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
-    ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes.
+    ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``: if that was asked
+    before.
     """
     # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
     writing = getattr(type(optimizer), "writing_outputs", None)
-    # values of what was frozen after ``initialize`` are put back; asked once a unit, of which there may be many views
-    frozen = {unit for unit in {v.unit for v in views} if not all(p.requires_grad for p in unit.params)}
+    frozen = frozen_later(views) if frozen is None else frozen
     writable = [v for v in views if v.unit not in frozen] if writing is not None else []
     outputs = {v.param: out for v in writable if (out := v.output()) is not None}
     scales = {v.param: factor * v.unit.facts.after for v in views if writing and v.param.device.type == "cpu"}
@@ -193,6 +218,16 @@ def run_step(
         for view in views:
             view.param.grad = None
     return [v for v in views if v.param in written]
+
+
+def captured_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of the groups as they are now, without parameters."""
+    return [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def frozen_later(views: list[OptimView]) -> set[Unit]:
+    """Units with parameters that were frozen after ``initialize``, the values of which are put back."""
+    return {unit for unit in {v.unit for v in views} if not all(p.requires_grad for p in unit.params)}
 
 
 class Turns:

@@ -11,6 +11,7 @@ runs its forward, and otherwise refuses (docs/architecture.md, section 9). Priva
 ``torch._C.DisableTorchFunctionSubclass`` and ``torch._C._storage_Use_Count`` (does anything hold views of a storage?).
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -117,11 +118,15 @@ def unmark_zero_parameter(parameter: nn.Parameter) -> None:
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """No values here: the unit is released, or being filled. An alias never gets values of its own again."""
+    """No values here: the unit is released, or being filled. An alias never gets values of its own again. The update of
+    a unit that is never released is waited for.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
             return False
     unit = getattr(tensor, "_ds_unit", None)
+    if unit is not None and not unit.movable:
+        unit.settle()
     return isinstance(tensor, ReleasedTensor) or unit is None or not unit.whole
 
 
@@ -162,6 +167,10 @@ class ReleasedFace:
             raise _refusal(func, costly[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _is_hollow(cast(torch.Tensor, self))  # torch asks for the class first, which may be another one then
+        return super().__deepcopy__(memo) if isinstance(self, ReleasedFace) else copy.deepcopy(self, memo)  # type: ignore[misc]
 
 
 class ReleasedTensor(ReleasedFace, torch.Tensor):
@@ -284,15 +293,20 @@ def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:
     if not isinstance(parameter, ReleasedFace):
         point(parameter, void.expand(local_of(parameter).shape))
         parameter.__class__ = released_class(type(parameter))
-        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        _note_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
 
 
 def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give ``parameter`` its own class back, over ``values``."""
     if isinstance(parameter, ReleasedFace):
         parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
-        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        _note_status(parameter, ZeroParamStatus.AVAILABLE)
     point(parameter, values)
+
+
+def _note_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
+    if not getattr(parameter, "ds_persist", True):
+        parameter.ds_status = status  # type: ignore[attr-defined]
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:

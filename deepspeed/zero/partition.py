@@ -27,7 +27,9 @@ _PACK_NUMEL = 1_000_000
 
 
 class UnitState(Enum):
-    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled; READY both."""
+    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled (also by an update
+    in another thread); READY both.
+    """
 
     ABSENT = "absent"
     FETCHING = "fetching"
@@ -46,7 +48,7 @@ class GradState(Enum):
 _LEGAL: dict[Enum, set[Enum]] = {
     UnitState.ABSENT: {UnitState.FETCHING},
     UnitState.FETCHING: {UnitState.READY},
-    UnitState.READY: {UnitState.ABSENT},
+    UnitState.READY: {UnitState.ABSENT, UnitState.FETCHING},
     # gradients may be dropped at any time, or stay
     GradState.EMPTY: {GradState.EMPTY, GradState.LOCAL, GradState.COLLAPSED},
     GradState.LOCAL: {GradState.EMPTY, GradState.LOCAL, GradState.REDUCED},

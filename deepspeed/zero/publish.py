@@ -1,13 +1,15 @@
 """From OPTIM to PARAM: rounding, the way to the device, and the gathers over ranks that share the update."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.comm.collectives import SideStream
-from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.comm.collectives import AxisGroup, SideStream
+from deepspeed.tier.behind import Worker
+from deepspeed.tier.store import Landing, Memory, round_into
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import Spread, StateKind
@@ -35,6 +37,27 @@ class Publication:
         while unit in self._waiting:
             self._start(spent=True)
 
+    def spare(self, unit: Unit) -> bool:
+        """Leave ``unit`` out, where no other rank takes part in it, nor anything but memory, and nobody has the old
+        values in a context; whether that is so. It is for ``leave_to``.
+        """
+        shown = unit.movable and unit.state is UnitState.READY
+        if shown or unit.tiled or unit.on_drive(StateKind.PARAM) or _wider(unit):
+            return False
+        self._waiting.remove(unit)
+        return True
+
+    def leave_to(self, worker: Worker, unit: Unit, update: Callable[[], Sequence[OptimView]]) -> None:
+        """Let ``worker`` call ``update``, which does what ``through`` wants, and publish ``unit``."""
+
+        def turn() -> Transfer:
+            written = [(view.start, view.stop) for view in update()]
+            piece = unit.within(StateKind.PARAM, unit.shard, *unit.range_of(StateKind.OPTIM))
+            same = unit.master is None or piece.data_ptr() == unit.master.data_ptr()
+            return ARRIVED if same else publish_rest(unit, piece, written, up=self._up, spent=True)
+
+        unit.update_behind(worker.hand_over(turn))
+
     def finish(self, written: Sequence[OptimView] | None = None) -> None:
         """All that is left, also after an error; what was started has ended on the compute stream. With ``written`` as
         ``through`` the last unit.
@@ -59,14 +82,20 @@ class Publication:
         self._transfers.append(_publish(unit, ranges, up=self._up, spent=spent))
 
 
+def _wider(unit: Unit) -> list[AxisGroup]:
+    """The groups over which what this rank has updated is gathered."""
+    assert unit.plan.optim is not None
+    axes = zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True)
+    cut = [group for p, o, group in axes if p is Spread.REPLICATED and o is Spread.SHARDED]
+    return [group for group in reversed(cut) if group.size > 1]
+
+
 def _publish(unit: Unit, written: Sequence[tuple[int, int]], *, up: SideStream, spent: bool) -> Transfer:
     """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
     assert unit.master is not None and unit.plan.optim is not None
     start, stop = unit.range_of(StateKind.OPTIM)
     base, _ = unit.range_of(StateKind.PARAM)
-    axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
-    replicated = [group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED]
-    wider = [group for group in replicated if group.size > 1]
+    wider = _wider(unit)
     away = unit.on_drive(StateKind.PARAM)
     if away and not wider:
         return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
@@ -74,7 +103,7 @@ def _publish(unit: Unit, written: Sequence[tuple[int, int]], *, up: SideStream, 
     with unit.values(StateKind.PARAM, write=True) as resting:
         piece = resting[start - base : stop - base]
         if not unit.tiled and piece.data_ptr() != unit.master.data_ptr():
-            transfer = unit.publish_rest(piece, written, up=up, spent=spent)
+            transfer = publish_rest(unit, piece, written, up=up, spent=spent)
         for group in wider:
             numel = piece.numel() * group.size
             wide_start = (start - base) // numel * numel
@@ -89,4 +118,32 @@ def _publish(unit: Unit, written: Sequence[tuple[int, int]], *, up: SideStream, 
             piece = whole
         if away:
             transfer.wait()
+    return transfer
+
+
+def publish_rest(
+    unit: Unit, piece: torch.Tensor, written: Iterable[tuple[int, int]], *, up: SideStream, spent: bool
+) -> Transfer:
+    """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges. Once the
+    gradient is ``spent``, what goes from host to device is rounded into its memory, and travels ``up``.
+    """
+    assert unit.master is not None
+    base, stop = unit.range_of(StateKind.OPTIM)
+    if spent and piece.device.type != "cpu" == unit.master.device.type:
+        source = unit.master if piece.dtype is unit.master.dtype else unit.outbox(spent=True)
+        if source is not None:
+            if source is not unit.master:
+                publish_rest(unit, source, written, up=up, spent=False)
+            return up.run(lambda: _climb(unit, source, piece))
+    done, transfers = base, []
+    for lo, hi in [*sorted(written), (stop, stop)]:
+        if done < lo:
+            transfers.append(round_into(piece[done - base : lo - base], unit.master[done - base : lo - base]))
+        done = hi
+    return Several(transfers)
+
+
+def _climb(unit: Unit, source: torch.Tensor, piece: torch.Tensor) -> Transfer:
+    transfer = Memory(source).get(piece)
+    unit.note_landing(Landing(piece.nbytes))
     return transfer

@@ -6,6 +6,7 @@ in which order, is agreed between the ranks (agreement.py); what to fetch early 
 
 import contextlib
 import functools
+import os
 import traceback
 import weakref
 from collections import deque
@@ -20,6 +21,7 @@ from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
+from deepspeed.tier.behind import Worker
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.failures import Aftermath, RankState, break_off_all, doubt, error_of, patience
 from deepspeed.zero.gradients import Gradients
@@ -43,7 +45,7 @@ class Runtime:
     ) -> None:
         self.units, self.plan, self.mesh, self.device = units, plan, mesh, device
         self._stream, self.up = collectives.SideStream(device), collectives.SideStream(device)
-        self.schedule = Schedule()
+        self.worker, self.schedule = _worker(units, device), Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
         words: dict[str, Any] = {"where": self._where, "title": mesh.title, "doubt": functools.partial(doubt, mesh)}
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], **words)
@@ -107,6 +109,7 @@ class Runtime:
     @contextlib.contextmanager
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[dict[str, Any]]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory; what the optimizer keeps for it."""
+        view.unit.settle()
         tiles, state = self.tiles, self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
         if write:
             self.before_update()
@@ -177,7 +180,10 @@ class Runtime:
 
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
+        units = list(units)
         movable = [u for u in units if u.movable]
+        for unit in units if len(movable) < len(units) else ():
+            unit.settle()
         indices = {u.index for u in movable}
         for unit in movable:
             self.schedule.use(unit.index)
@@ -409,6 +415,7 @@ class Runtime:
         """
         if self.depth or self.in_backward:
             raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
+        self.settle()
         self.gradients.final = True
         self.gradients.hold = False
         self.gradients.withdraw()
@@ -425,6 +432,20 @@ class Runtime:
             self._pay(after=error)
             return [unit for unit in self.units if unit.trainable], error
 
+    def settle(self) -> None:
+        """Until no update is under way in another thread. UsageError where one has failed."""
+        if self.worker is not None and self.worker.busy and not self.worker.inside():
+            for unit in self.units:
+                unit.settle()
+            self.worker.busy = False
+
+    def forget_updates(self) -> None:
+        """Whatever they have come to: everything is written anew."""
+        if self.worker is not None:
+            self.worker.forget()
+            for unit in self.units:
+                unit.forget_update()
+
     def publication(self, units: list[Unit]) -> Publication:
         """PARAM of ``units`` follows OPTIM, which changes."""
         self._trim()
@@ -433,6 +454,7 @@ class Runtime:
 
     def publish(self, units: list[Unit]) -> None:
         """After a change: bring PARAM of ``units`` in line with OPTIM. Collective."""
+        self.settle()
         self.publication(units).finish()
 
     def reset(self, *, keep_gradients: bool = False) -> None:
@@ -535,7 +557,8 @@ class Runtime:
         text = None if error is None else collectives.describe(error)
         clean = not (self._contributed or self.gradients.pending())
         memory = isinstance(error, torch.OutOfMemoryError)
-        mine = RankState(where, text, in_forward, self.half_updated, clean, memory)
+        torn = self.half_updated or (self.worker is not None and self.worker.failure is not None)
+        mine = RankState(where, text, in_forward, torn, clean, memory)
         states = dict(zip(group.ranks, collectives.gather_objects(mine, group), strict=True))
         if all(s.in_forward and s.clean for s in states.values()):
             self._forget_vacant()
@@ -558,3 +581,10 @@ class Runtime:
 
     def _where(self) -> str:
         return f"step {self.steps}, {'backward' if self.in_backward else 'forward'}"
+
+
+def _worker(units: list[Unit], device: torch.device) -> Worker | None:
+    """Who updates what rests in host memory. None where the host would only take turns with itself, but for tests."""
+    behind = device.type != "cpu" or "DEEPSPEED_UPDATE_BEHIND" in os.environ
+    away = any(u.plan.optim is not None and u.plan.optim.away for u in units)
+    return Worker(device) if behind and away else None

@@ -19,8 +19,9 @@ from deepspeed.comm import collectives
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.tier.behind import Worker
 from deepspeed.zero.failures import error_of
-from deepspeed.zero.optim_view import OptimTiles, OptimView, Turns, run_step
+from deepspeed.zero.optim_view import OptimTiles, OptimView, Turns, captured_groups, frozen_later, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.runtime import Runtime
@@ -152,7 +153,10 @@ def _update(
         try:
             if failure is not None:
                 raise failure
-            written = _update_in_memory(runtime.optimizer, views, publication, factor, skip=skip, visits=runtime.visits)
+            # what visits the device is launched by the program, which waits for it
+            worker = runtime.worker if runtime.visits is None else None
+            skipping: dict[str, Any] = {"skip": skip, "visits": runtime.visits}
+            written = _update_in_memory(runtime.optimizer, views, publication, factor, worker=worker, **skipping)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True
             with contextlib.suppress(Exception):
@@ -172,11 +176,12 @@ def _update_in_memory(
     *,
     skip: torch.Tensor | None,
     visits: Visits | None,
+    worker: Worker | None,
 ) -> list[OptimView]:
     """At once; but what rests on the host, and this package's kernels update, unit by unit in the order of the forward:
     what is new travels, to the device and to other ranks, beside the update of the next; and what ``visits`` the
-    device for its update. Returns for the end of the publication the views whose PARAM is written and that it does not
-    know of.
+    device for its update. What is no matter of other ranks is left to ``worker``, last. Returns for the end of the
+    publication the views whose PARAM is written and that it does not know of.
     """
     if skip is not None and not optimizer.skips_alone():  # a hook of the user's
         if skip.item():
@@ -186,14 +191,31 @@ def _update_in_memory(
     if not any(homes) or not getattr(type(optimizer), "undisturbed", lambda _: False)(optimizer):
         with visits.all_at_once(views) if visits is not None else contextlib.nullcontext():
             return run_step(optimizer, views, optimizer.step, factor, skip=skip)
-    turns, pairs = Turns(optimizer), zip(homes, views, strict=True)
+    turns, captured, pairs = Turns(optimizer), captured_groups(optimizer), zip(homes, views, strict=True)
     parts = [(home, [view for _, view in those]) for home, those in itertools.groupby(pairs, lambda pair: pair[0])]
-    with visits.expected([those for _, those in parts]) if visits is not None else contextlib.nullcontext():
-        for unit, those in parts:
+    behind = worker if worker is not None and optimizer.scales_on_host() else None
+    spared = {unit for unit, _ in parts if behind is not None and unit is not None and publication.spare(unit)}
+    rest = [part for part in parts if part[0] not in spared]
+    with visits.expected([those for _, those in rest]) if visits is not None else contextlib.nullcontext():
+        for unit, those in rest:
             with visits.on_device(those) if visits is not None else contextlib.nullcontext():
                 written = run_step(optimizer, those, functools.partial(turns.take, those), factor)
             publication.through(unit, written)
+    if behind is not None and spared:
+        optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+        for unit, those in parts:
+            if unit is not None and unit in spared:
+                publication.leave_to(behind, unit, _turn_of(optimizer, those, captured, factor))
     return []
+
+
+def _turn_of(
+    optimizer: Any, views: list[OptimView], groups: list[dict[str, Any]], factor: float
+) -> Callable[[], list[OptimView]]:
+    """The update of ``views`` with the settings in ``groups``, whatever changes before it is called."""
+    those = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
+    step = functools.partial(optimizer.update, those)
+    return functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
 
 
 def _update_tiles(

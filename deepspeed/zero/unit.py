@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
-from deepspeed.comm.collectives import SideStream
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
-from deepspeed.tier.store import Landing, Memory, TierStore, round_into
-from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.tier.store import Memory, TierStore
+from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, hide, local_of, point, storage_uses, unmark_zero_parameter
@@ -65,6 +64,7 @@ class Unit:
         # The last copy between host memory of GRAD or OPTIM and the device: the program waits for it before it reads
         # what comes down, and before it writes.
         self.landed = ARRIVED
+        self._updating = ARRIVED  # the last update in another thread, of masters, slots and PARAM at rest
         self.master_is_param = False
         # The update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing.
         self.tiled = False
@@ -177,6 +177,7 @@ class Unit:
 
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
+        self.settle()
         if write and (keeper := self.keeper) is not None:
             keeper.before_update()
         if kind is StateKind.GRAD or write:
@@ -249,6 +250,10 @@ class Unit:
         """The rest gradient in host memory will be ``grad``, of the device, when ``landed``."""
         self.note_gradient(grad)
         self.landed = self.rest[StateKind.GRAD].put(grad)
+
+    def note_landing(self, copies: Transfer) -> None:
+        """From what the host has of the unit ``copies`` go to the device."""
+        self.landed = copies
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
         """Let the rest gradient in host memory, which has landed, be of ``dtype``."""
@@ -356,11 +361,7 @@ class Unit:
         if not self.movable:
             return
         self._move(UnitState.ABSENT)
-        if self._void is None:
-            known = self.full.is_floating_point() or self.full.is_complex()
-            self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
-        for p in self.params:
-            hide(p, self._void)
+        self._hide()
         storage = self.full.untyped_storage()
         # Numpy or another process may hold it: then its bytes must stay where they are.
         fixed = not storage.resizable() or (self.device.type == "cpu" and storage.is_shared())
@@ -369,12 +370,40 @@ class Unit:
         self.full.untyped_storage().resize_(0)
         self._lent = False
 
+    def _hide(self) -> None:
+        if self._void is None:
+            known = self.full.is_floating_point() or self.full.is_complex()
+            self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
+        for p in self.params:
+            hide(p, self._void)
+
+    def update_behind(self, update: Transfer) -> None:
+        """Masters, slots and PARAM at rest, and so parameters that are never released, are there when ``update`` is."""
+        self._updating = update
+        if not self.movable:
+            self._move(UnitState.FETCHING)
+            self._transfer = update
+            self._hide()
+
+    def settle(self) -> None:
+        """Wait for an update under way in another thread. UsageError where that has failed."""
+        self._updating.wait()
+        if not self.movable:
+            self.arrive()
+
+    def forget_update(self) -> None:
+        """It has ended, it does not matter how."""
+        self._updating = ARRIVED
+        self._transfer = self._transfer if self.movable else ARRIVED
+        self.settle()
+
     def read_by_others(self) -> bool:
         """True while others than the unit hold views of the full buffer (while READY): in a backward, ops that read."""
         return storage_uses(self.full) > self._unused
 
     def start_gather(self) -> Transfer:
         """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
+        self._updating.wait()
         axes = zip(self.plan.param.spread, self.mesh.fetches, strict=True)
         cut = [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
         start, stop = self.range_of(StateKind.PARAM)
@@ -481,32 +510,6 @@ class Unit:
             return None
         self.landed.wait()
         return store.spare(dtype, keep=not spent)
-
-    def publish_rest(
-        self, piece: torch.Tensor, written: Iterable[tuple[int, int]], *, up: SideStream, spent: bool
-    ) -> Transfer:
-        """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges. Once the
-        gradient is ``spent``, what goes from host to device is rounded into its memory, and travels ``up``.
-        """
-        assert self.master is not None
-        base, stop = self.range_of(StateKind.OPTIM)
-        if spent and piece.device.type != "cpu" == self.master.device.type:
-            source = self.master if piece.dtype is self.master.dtype else self.outbox(spent=True)
-            if source is not None:
-                if source is not self.master:
-                    self.publish_rest(source, written, up=up, spent=False)
-                return up.run(lambda: self._climb(source, piece))
-        done, transfers = base, []
-        for lo, hi in [*sorted(written), (stop, stop)]:
-            if done < lo:
-                transfers.append(round_into(piece[done - base : lo - base], self.master[done - base : lo - base]))
-            done = hi
-        return Several(transfers)
-
-    def _climb(self, source: torch.Tensor, piece: torch.Tensor) -> Transfer:
-        transfer = Memory(source).get(piece)
-        self.landed = Landing(piece.nbytes)
-        return transfer
 
     def leave_device(
         self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor], back: contextlib.ExitStack

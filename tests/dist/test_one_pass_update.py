@@ -23,7 +23,7 @@ from deepspeed.tier import store
 from deepspeed.tier.transfer import Transfer
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
-from deepspeed.zero import GatheredParameters, unit as unit_module
+from deepspeed.zero import GatheredParameters, publish as publish_module
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 from tests.dist.test_offload_parity import froze_later
@@ -74,12 +74,12 @@ def counted() -> Iterator[dict[str, int]]:
             yield written
         found["written"] += sum(p.numel() for p in written)
 
-    store.round_into = unit_module.round_into = counting
+    store.round_into = publish_module.round_into = counting
     GroupStep.writing_outputs = watched  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        store.round_into = unit_module.round_into = round_into
+        store.round_into = publish_module.round_into = round_into
         GroupStep.writing_outputs = writing  # type: ignore[method-assign]
 
 

@@ -213,7 +213,7 @@ _OPTIMIZERS = (
     ),
     Mutant(
         "U3",
-        "deepspeed/zero/unit.py",
+        "deepspeed/zero/publish.py",
         "[*sorted(written), (stop, stop)]",
         "sorted(written)",
         ("tests/dist/test_one_pass_update.py::test_every_stage[0-bf16]",),

@@ -100,6 +100,9 @@ CASES: dict[str, dict[str, Any]] = {
     # no wait for a norm, behind which everything would be in order
     "both-on-host-unchecked": _config(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED,
     "stage2-optimizer-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_CPU) | _UNCHECKED,
+    # one rank, whose update goes on behind the program, whole parameters included
+    "single-stage2-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_CPU) | _UNCHECKED,
+    "single-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
     "held-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
     "recomputed-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
     "no-overlap-both-on-host": _config(3, overlap_comm=False, offload_optimizer=_CPU, offload_param=_CPU),
@@ -303,7 +306,8 @@ def run(name: str) -> dict[str, Any]:
             crossed.update({function: event.work.nbytes for *_, function in event.site})
 
     with _hear(hear):
-        outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=WORLD, steps=steps)
+        world = 1 if name.startswith("single") else WORLD
+        outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=world, steps=steps)
     return {
         "seconds": outcome.seconds,
         "parameters": outcome.parameters,

@@ -28,12 +28,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 PUBLISHED = "event.synchronize: tier/store.py wait"
+UPDATE = "end of an update: tier/behind.py wait"
 NORM = "read of numbers on the device: zero/step.py norm_of"
 UNPINNED = {"blocking copy: tier/store.py round_into", "copy with memory that is not page-locked: tier/store.py get"}
 DRIVE = "wait for a drive: tier/aio.py settle"
 # Where the program waits for the device in a step, by where states rest. Each further place is a step that got slower.
 WAITS = {
-    "host": {NORM, PUBLISHED, "blocking copy: zero/publish.py _publish"},
+    "host": {NORM, PUBLISHED, UPDATE, "blocking copy: zero/publish.py _publish"},
     "drive": {NORM, PUBLISHED, DRIVE, "blocking copy: tier/drive.py _load", "blocking copy: tier/store.py round_into"},
 }
 
@@ -44,7 +45,8 @@ COVERING = {
     "stage1-accumulated", "hpz", "recomputed-both-on-host", "parameters-on-host", "both-on-host-accumulated",
     "stage1-optimizer-on-host-unpinned", "optimizer-on-drive", "both-on-drive", "skipping", "held", "looking",
     "failing-on-host", "saving-both-on-host", "writing", "both-on-host-unchecked", "setting-on-host",
-    "stage2-optimizer-on-host", "stage2-optimizer-on-host-accumulated", "stage2-visiting-on-host-unchecked",
+    "stage2-optimizer-on-host", "stage2-optimizer-on-host-accumulated", "single-stage2-on-host-unchecked",
+    "stage2-visiting-on-host-unchecked",
 }  # fmt: skip
 
 

@@ -66,11 +66,22 @@ SEEN: dict[str, str] = {
     "tier.aio:wait: self.settle()": "drive",
     "tier.aio:close: transfer.settle() (2)": "drive",
     "engine:offload_states: self.runtime.gradients.land_all()": "looking",
+    "zero.runtime:settle: unit.settle()": "saving-both-on-host",
+    "zero.unit:settle: self._updating.wait()": "saving-both-on-host",
+    "zero.unit:settle: self.arrive()": "single-stage2-on-host-unchecked",
+    "zero.unit:start_gather: self._updating.wait()": "both-on-host-unchecked",
+    "tier.behind:take: self._call().wait()": "skipping-on-host",
+    "tier.behind:take: event.record(worker.stream)": "skipping-on-host",
+    "tier.behind:wait: stream.wait_event(self._event)": "skipping-on-host",
     "zero.update.visits:on_device: visit.coming.wait()": "slots-visiting-on-host",
     "zero.update.visits:expected: Landing(0).wait()": "slots-visiting-on-host",
 }
 
 _SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
+_DOOR = (
+    "the simulated worker has done its part when it is handed over, and later waits of the same step cover it; "
+    "test_update_behind.py::test_every_door_waits"
+)
 # "not reached: " begins the reason where no case comes to the call. A test that its loss turns red is named.
 UNSEEN: dict[str, str] = {
     "comm.collectives:merge: Collective(works, then=(end,)).wait()": (
@@ -97,6 +108,22 @@ UNSEEN: dict[str, str] = {
     "zero.unit:_settled: place.put(values).wait()": (
         "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
+    "zero.runtime:attached: view.unit.settle()": _DOOR,
+    "zero.runtime:gather_gradients: self.settle()": _DOOR,
+    "zero.unit:values: self.settle()": _DOOR,
+    "zero.unit:forget_update: self.settle()": _DOOR,
+    "zero.gradients:reduce: unit.settle()": _DOOR,
+    "zero.gradients:_zero: unit.settle()": _DOOR,
+    "tier.behind:forget: self._last.wait()": _DOOR,
+    "engine:offload_states: self.runtime.settle()": _DOOR,
+    "engine:_end_update: self.runtime.settle()": _DOOR,
+    "zero.runtime:need: unit.settle()": f"not reached: parameters that stay in a client's context. Else {_DOOR}",
+    "zero.runtime:publish: self.settle()": f"not reached: no case loads a checkpoint. Else {_DOOR}",
+    "tier.behind:_until_ended: self._ended.wait()": "not reached: in its place the program waits for a stream",
+    "tier.behind:__init__: self._begin.record(self._home)": (
+        "ordered already: the update waits for the gradient, which comes behind all kernels that read the weights"
+    ),
+    "tier.behind:take: worker.stream.wait_event(self._begin)": "as tier.behind:__init__",
     "zero.gradients:_rest: self._land_all()": (
         "values: the sum that is on its way would be lost, the copies themselves are ordered by their stream; "
         "test_offload_parity.py::test_models[single]"
@@ -142,7 +169,6 @@ UNSEEN: dict[str, str] = {
         "ordered already: the transfer has ended, and it lets go of its memory; "
         "test_aio_engine.py::test_done_without_waiting"
     ),
-    "engine:step: self._saver.settle(wait=False)": "raises what a save in background met; waits for nothing",
 }
 
 # Modules whose waits are no matter of streams: how their names begin -> what they wait for.
@@ -164,6 +190,8 @@ OUTSIDE: dict[str, str] = {
     "zero.update.rates": "measurements, before there are states",
     "pipe.": "not taken out one by one; tests/sim/test_pipelines.py, tests/dist/test_pipeline_*",
     "tensor.": "as comm.differentiable",
+    "zero.hooks": "a unit's update is waited for before a module runs; tests/dist/test_update_behind.py",
+    "zero.param": "and where a parameter is read by itself; there too",
     "zero.failures": "the end of what waits for a program that has failed",
     "comm.hang": "threads that watch, on a clock",
     "zero.client.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",

@@ -1,0 +1,136 @@
+"""A thread of the program's own, for work that may go on beside it: kernels called by ctypes leave it the interpreter.
+
+[Note: behind] The program hands over a call and goes on with a ``Turn``; turns are taken in that order. What a turn
+writes and reads nobody else touches until somebody has waited for it: a wait of the host until the call has returned,
+and one of the stream that asks for what the call has put on streams.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import torch
+
+from deepspeed.device import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.tier.transfer import Transfer
+
+
+class Turn(Transfer):
+    """One call on its way. ``wait`` raises UsageError where it, or one before it, has failed, and in a forked process,
+    where nobody takes it.
+    """
+
+    def __init__(self, worker: "Worker", call: Callable[[], Transfer]) -> None:
+        self._worker, self._call, self._pid = worker, call, os.getpid()
+        self._home, self._begin, self._event = get_accelerator().current_stream(), get_accelerator().Event(), None
+        self._begin.record(self._home)
+        self._ended = threading.Event()
+
+    def take(self) -> None:
+        """Make the call, in the worker's thread, on its stream: behind what was launched before it was handed over."""
+        accelerator, worker = get_accelerator(), self._worker
+        try:
+            if worker.failure is None:
+                with torch.no_grad(), accelerator.device(worker.device.index), accelerator.stream(worker.stream):
+                    worker.stream.wait_event(self._begin)
+                    self._call().wait()
+                    event = accelerator.Event()
+                    event.record(worker.stream)
+                    self._event = event
+        except BaseException as error:  # the program hears of it when it waits
+            worker.failure = error
+        finally:
+            del self._call  # with all that it keeps alive
+            self._ended.set()
+
+    def wait(self) -> None:
+        if self._worker.inside():
+            return
+        if not self.done() and os.getpid() != self._pid:
+            raise UsageError("a forked process cannot read what its parent is updating; fork before step()")
+        self._until_ended()
+        self._worker.check()
+        for stream in (self._home, get_accelerator().current_stream()):
+            stream.wait_event(self._event)
+
+    def _until_ended(self) -> None:
+        self._ended.wait()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+
+class Worker:
+    """Takes ``turns`` for a program whose tensors are on ``device``, in a thread that begins with the first of them and
+    ends with this object. After one has failed (``failure``) none is taken, until ``forget``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.failure: BaseException | None = None
+        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._stream: Any = None
+        self._ident: int | None = None
+        self._close: Callable[[], object] = lambda: None
+        self._last: Turn | None = None
+        self.busy = False  # somebody may have to wait
+
+    @property
+    def stream(self) -> Any:
+        """What its calls launch goes there."""
+        self._stream = self._stream or get_accelerator().urgent_stream()
+        return self._stream
+
+    def inside(self) -> bool:
+        """Whether this is its thread."""
+        return threading.get_ident() == self._ident
+
+    def hand_over(self, call: Callable[[], Transfer]) -> Turn:
+        """Have ``call`` made, whose transfer is waited for by ``stream``; after all that was handed over before."""
+        self._last, self.busy = (turn := Turn(self, call)), True
+        self._pass(turn)
+        return turn
+
+    def _pass(self, turn: Turn) -> None:
+        if self._ident is None:
+            thread = Thread(target=_take_turns, args=(self._turns,), name="deepspeed-update", daemon=True)
+            thread.start()
+            self._ident = thread.ident
+            self._close = weakref.finalize(self, _end, self._turns, thread)
+        self._turns.put(turn)
+
+    def check(self) -> None:
+        """UsageError where a call has failed."""
+        if self.failure is not None:
+            what = f"{type(self.failure).__name__}: {self.failure}"
+            raise UsageError(
+                f"an update that went on behind the program has failed ({what}), so parameters and optimizer state are "
+                "of two steps; load a checkpoint, or start again from one"
+            ) from self.failure
+
+    def forget(self) -> None:
+        """End the thread, when it has done all that was handed over, and forget how that ended."""
+        with contextlib.suppress(UsageError):
+            if self._last is not None:
+                self._last.wait()
+        self._close()
+        self.failure = self._last = self._ident = None
+        self.busy = False
+
+
+def _take_turns(turns: "queue.SimpleQueue[Turn | None]") -> None:
+    while (turn := turns.get()) is not None:
+        turn.take()
+        del turn  # what it keeps alive, this worker too, must not wait for the next one
+
+
+def _end(turns: "queue.SimpleQueue[Turn | None]", thread: Thread) -> None:
+    turns.put(None)
+    if thread is not threading.current_thread():  # at the end of the process its memory must not go under a kernel
+        thread.join()

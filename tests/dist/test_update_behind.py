@@ -1,0 +1,354 @@
+"""An update that goes on in a thread behind the program: no bit differs, and whoever reads or writes a state waits.
+
+Ranks on the CPU do that behind a private switch only, as two threads on one core help nobody.
+"""
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.errors import UsageError
+from deepspeed.native.build import try_load
+from deepspeed.native.spec import CPU_ADAM
+from deepspeed.tier.behind import Turn, Worker
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+)
+from deepspeed.zero import GatheredParameters
+from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
+from tests.dist.test_one_pass_update import changing_rates
+from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, same, train, variants
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: no kernel leaves the interpreter free"),
+]
+SWITCH = "DEEPSPEED_UPDATE_BEHIND"
+
+
+@contextlib.contextmanager
+def behind(delay_s: float = 0.002) -> Iterator[list[Turn]]:
+    """Inside, engines update in a thread, which takes its time; the turns."""
+    real, turns = Worker.hand_over, []
+
+    def slowly(worker: Worker, call: Callable[[], Any]) -> Turn:
+        turns.append(real(worker, lambda: (time.sleep(delay_s), call())[1]))
+        return turns[-1]
+
+    os.environ[SWITCH], Worker.hand_over = "1", slowly  # type: ignore[method-assign]
+    try:
+        yield turns
+    finally:
+        Worker.hand_over = real  # type: ignore[method-assign]
+        del os.environ[SWITCH]
+
+
+def both(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
+    """What differs from updates that the program waits for, per variant. Collective."""
+    bad = []
+    for name in names:
+        wanted = train(plan, variants(folder)[name])
+        with behind() as turns:
+            found = train(plan, variants(folder)[name])
+        bad += [f"{name}: {k}" for k in wanted.keys() | found.keys() if k not in found or not same(wanted[k], found[k])]
+        bad += [] if turns else [f"{name}: nothing was done behind"]
+    return bad
+
+
+HOST = ("optim cpu", "both cpu", "half cpu")
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("precision", PRECISION)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_not_one_bit_differs_on_one_rank(pool1: RankPool, stage: int, precision: str, clip: float) -> None:
+    plan = Plan("wide_accumulation", stage=stage, config={**PRECISION[precision], "gradient_clipping": clip}, steps=4)
+    check(pool1.run(both, plan, "", HOST if stage == 3 else HOST[:1]))
+
+
+@pytest.mark.parametrize("precision", PRECISION)
+def test_nor_on_two_where_parameters_are_sharded(pool2: RankPool, tmp_path: Path, precision: str) -> None:
+    plan = Plan(config={**PRECISION[precision], "gradient_clipping": 0.05}, steps=4)
+    check(pool2.run(both, plan, str(tmp_path), HOST))
+
+
+@pytest.mark.parametrize("loop", [unsynced, froze_later, interrupted, changing_rates])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nor_in_other_loops(pool1: RankPool, stage: int, loop: Callable[..., list[float]]) -> None:
+    """Rates that change behind a step count in the next one."""
+    check(pool1.run(both, Plan(stage=stage, loop=loop, config={"gradient_clipping": 0.1}), "", HOST[:1]))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wide")])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nor_for_other_models(pool1: RankPool, case: str, stage: int) -> None:
+    check(pool1.run(both, Plan(case, stage=stage, config=PRECISION["bf16"], steps=3), "", HOST[:1]))
+
+
+# -- doors -----------------------------------------------------------------------------------------------------------
+def _first(engine: Any) -> Any:
+    return engine.module.inp.weight
+
+
+def _saved(engine: Any) -> Tensor:
+    file = io.BytesIO()
+    torch.save(engine.module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)["inp.weight"]
+
+
+def _whole(engine: Any) -> Tensor:
+    with GatheredParameters(_first(engine)):
+        return _first(engine).detach().clone()
+
+
+def _edited(engine: Any) -> Tensor:
+    with GatheredParameters(_first(engine), modifier_rank=0), torch.no_grad():
+        _first(engine).mul_(2)
+    return safe_get_full_fp32_param(_first(engine))
+
+
+def _set(engine: Any) -> Tensor:
+    safe_set_full_fp32_param(_first(engine), torch.ones_like(safe_get_full_fp32_param(_first(engine))))
+    return engine.optimizer.state_dict()["fp32_flat"][0]
+
+
+def _evaluated(engine: Any) -> Tensor:
+    with torch.no_grad():
+        return engine(torch.ones(3, engine.module.inp.in_features, dtype=next(iter(_dtypes(engine)))))
+
+
+def _dtypes(engine: Any) -> set[torch.dtype]:
+    return {unit.full.dtype for unit in engine.runtime.units}
+
+
+def _lent(engine: Any) -> Tensor:
+    engine.offload_states()
+    engine.reload_states()
+    return safe_get_full_fp32_param(_first(engine))
+
+
+def _destroyed(engine: Any) -> Tensor:
+    engine.destroy()
+    return _first(engine).detach().clone()
+
+
+def _reloaded(engine: Any) -> Tensor:
+    folder = os.environ["FOLDER_OF_THIS_TEST"]
+    engine.save_checkpoint(folder, tag=str(os.getpid()))
+    master = safe_get_full_fp32_param(_first(engine)).clone()
+    safe_set_full_fp32_param(_first(engine), torch.zeros_like(master))
+    engine.load_checkpoint(folder, tag=str(os.getpid()))
+    assert torch.equal(master, safe_get_full_fp32_param(_first(engine)))
+    return master
+
+
+def _flat(values: Iterable[Tensor]) -> Tensor:
+    return torch.cat([value.detach().reshape(-1) for value in values])
+
+
+def _slots(states: Iterable[dict[str, Tensor]]) -> Tensor:
+    return _flat(state["exp_avg"] for state in states)
+
+
+DOORS: dict[str, Callable[[Any], Tensor]] = {
+    "safe_get_full": lambda e: safe_get_full_fp32_param(_first(e)),
+    "safe_get_local": lambda e: safe_get_local_fp32_param(_first(e)).clone(),
+    "a slot": lambda e: safe_get_full_optimizer_state(_first(e), "exp_avg"),
+    "state": lambda e: _slots(e.optimizer.state.values()),
+    "the client's own optimizer": lambda e: _slots(e.basic_optimizer.state.values()),
+    "its state_dict": lambda e: _slots(e.basic_optimizer.state_dict()["state"].values()),
+    "param_groups": lambda e: _flat([p for g in e.optimizer.param_groups for p in g["params"]]),
+    "one of param_groups": lambda e: e.optimizer.param_groups[0]["params"][0].detach().clone(),
+    "state_dict of the optimizer": lambda e: _flat(e.optimizer.state_dict()["fp32_flat"]),
+    "gathered": _whole,
+    "edited": _edited,
+    "set": _set,
+    "evaluated": _evaluated,
+    "lent": _lent,
+    "destroyed": _destroyed,
+    "saved and loaded": _reloaded,
+}  # fmt: skip
+WHOLE: dict[str, Callable[[Any], Tensor]] = {  # where parameters are never released
+    "a parameter": lambda e: _first(e).detach().clone(),
+    "data": lambda e: _first(e).data.clone(),
+    "arithmetic": lambda e: (_first(e) * 2).detach(),
+    "a copy of the model": lambda e: copy.deepcopy(e.module).inp.weight.detach(),
+    "a norm over all": lambda e: torch.stack([p.detach().float().norm() for p in e.module.parameters()]),
+    "saved": _saved,
+    "module_state_dict": lambda e: e.module_state_dict()["inp.weight"].clone(),
+    "changed": lambda e: (_first(e).data.mul_(2), _first(e).detach().clone())[1],
+}
+
+
+def opened(stage: int, precision: str, folder: str) -> list[str]:
+    """Doors through which something else is seen while an update is on its way than after it."""
+    os.environ["FOLDER_OF_THIS_TEST"] = folder
+    bad = []
+    for name, door in {**DOORS, **(WHOLE if stage < 3 else {})}.items():
+        values = []
+        for late in (False, True):
+            with behind(0.02) if late else contextlib.nullcontext([]) as turns:
+                zero = {"offload_optimizer": CPU}
+                engine = start(CASES["wide"]().build().train(), make_config(stage, **PRECISION[precision], zero=zero))
+                for step in range(2):
+                    train_step(engine, CASES["wide"](), step)
+                bad += [f"{name}: done already"] if late and turns[-1].done() else []
+                values.append(door(engine).clone())
+                engine.destroy()
+        bad += [] if same(*values) else [name]
+    return bad
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_every_door_waits(pool1: RankPool, tmp_path: Path, stage: int, precision: str) -> None:
+    assert pool1.run(opened, stage, precision, str(tmp_path)) == [[]]
+
+
+def returned() -> dict[str, Any]:
+    """What is true when ``step`` has returned, before anything of the update is done; and after."""
+    gate, case, found = threading.Event(), CASES["wide"](), {}
+    real = Worker.hand_over
+    os.environ[SWITCH] = "1"
+    Worker.hand_over = lambda self, call: real(self, lambda: (gate.wait(20), call())[1])  # type: ignore[method-assign]
+    try:
+        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        train_step(engine, case, 0)
+        units = engine.runtime.units
+        found["under way"] = [unit.state.value for unit in units]
+        found["settings are read"] = engine.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
+        # a unit is waited for alone
+        threading.Timer(0.1, gate.set).start()
+        engine.module.inp.weight.sum()
+        found["after a reader"] = units[0].state.value
+        changed = [not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)]
+        found["changed"] = all(changed)
+        engine.destroy()
+    finally:
+        Worker.hand_over = real  # type: ignore[method-assign]
+        del os.environ[SWITCH]
+    return found
+
+
+def test_step_returns_before_the_update(pool1: RankPool) -> None:
+    (found,) = pool1.run(returned)
+    assert set(found["under way"]) == {"fetching"} and found["after a reader"] == "ready"
+    assert found["settings are read"] and found["changed"]
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+def failed(stage: int, folder: str) -> dict[str, Any]:
+    """A kernel fails in the second update."""
+    case, found = CASES["wide"](), {}
+    with behind():
+        engine = start(case.build().train(), make_config(stage, zero={"offload_optimizer": CPU}))
+        train_step(engine, case, 0)
+        engine.save_checkpoint(folder)
+        master = safe_get_full_fp32_param(_first(engine)).clone()
+        update = type(engine.basic_optimizer)._update_group
+        type(engine.basic_optimizer)._update_group = _raise
+        train_step(engine, case, 1)
+        engine.runtime.worker._last._ended.wait()
+        type(engine.basic_optimizer)._update_group = update
+        for name, call in {
+            "forward": lambda: train_step(engine, case, 2),
+            "again": lambda: train_step(engine, case, 2),
+            "state": lambda: engine.optimizer.state,
+            "save": lambda: engine.save_checkpoint(folder, tag="torn"),
+        }.items():
+            try:
+                call()
+                found[name] = "nothing"
+            except UsageError as error:
+                found[name] = str(error)
+        engine.load_checkpoint(folder)
+        found["loaded"] = torch.equal(master, safe_get_full_fp32_param(_first(engine)))
+        found["goes on"] = train_step(engine, case, 1)
+        engine.destroy()
+    return found
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_failure_is_named_at_every_door_until_a_checkpoint_is_loaded(
+    pool1: RankPool, tmp_path: Path, stage: int
+) -> None:
+    (found,) = pool1.run(failed, stage, str(tmp_path))
+    for door in ("forward", "again", "state", "save"):
+        assert "ArithmeticError: planted" in found[door] and "load a checkpoint" in found[door], (door, found[door])
+    assert found["loaded"] and found["goes on"]
+
+
+def ended() -> list[Any]:
+    """The thread of an engine that is dropped, of one that is destroyed after a failure; and a forked child."""
+    case, found = CASES["wide"](), []
+    with behind(0.05):
+        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
+        train_step(engine, case, 0)
+        child = os.fork()
+        if not child:  # it has no thread
+            try:
+                engine.module.inp.weight.sum()
+                os._exit(1)
+            except UsageError as error:
+                os._exit(0 if "forked" in str(error) else 2)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        engine.destroy()
+        del engine
+        gc.collect()
+        found.append([t.name for t in threading.enumerate() if t.name == "deepspeed-update"])
+        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
+        update = type(engine.basic_optimizer)._update_group
+        type(engine.basic_optimizer)._update_group = _raise
+        train_step(engine, case, 0)
+        try:
+            engine.destroy()
+            found.append("nothing")
+        except UsageError as error:
+            found.append(str(error))
+        type(engine.basic_optimizer)._update_group = update
+        found.append([u.params for u in engine.runtime.units if u.params])
+    return found
+
+
+def test_threads_end_and_a_forked_child_does_not_wait_for_ever(pool1: RankPool) -> None:
+    ((child, threads, text, left),) = pool1.run(ended)
+    assert child == 0 and threads == [] and "planted" in text and left == []
+
+
+def hooked() -> tuple[int, bool]:
+    """A client's hook behind ``optimizer.step`` sees the update, in the program."""
+    case, seen = CASES["wide"](), []
+    with behind() as turns:
+        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
+        before = engine.optimizer.state_dict()["fp32_flat"][0].clone()
+        engine.basic_optimizer.register_step_post_hook(
+            lambda o, *_: seen.append(_flat(o.param_groups[0]["params"][:1]))
+        )
+        train_step(engine, case, 0)
+        engine.destroy()
+    return len(turns), bool(seen) and not torch.equal(seen[-1].view(-1), before.view(-1))
+
+
+def test_a_hook_behind_the_update_sees_it(pool1: RankPool) -> None:
+    assert pool1.run(hooked) == [(0, True)]
