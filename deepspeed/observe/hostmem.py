@@ -161,9 +161,10 @@ class HeapTrimmer:
 def prefer_huge_pages(address: int, nbytes: int) -> None:
     """Ask the kernel to back the 2 MiB-aligned inside of a fresh host buffer with huge pages; only a hint.
 
-    Buffers that come and go with every unit are dominated by page faults otherwise.
+    Buffers that come and go with every unit are dominated by page faults otherwise. Not of blocks that may lie in the
+    heap, which would keep huge pages where one of them was, however little of them is used next.
     """
     start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
     inside = (address + nbytes) // _HUGE_BYTES * _HUGE_BYTES - start
-    if inside > 0:
+    if inside > 0 and nbytes >= _LARGE_BYTES:
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), _MADV_HUGEPAGE)

@@ -15,7 +15,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients
+from deepspeed.zero.param import gradient_like, local_of, owners, take_gradient, usual_owners, written_gradients
 from deepspeed.zero.partition import GradState
 from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier, ZeroPlan
 from deepspeed.zero.unit import Unit
@@ -44,7 +44,7 @@ class Gradients:
         self._out, self._back = collectives.SideStream(device), collectives.SideStream(device)  # of host memory
         self._accum = accum
         self._in_flight = InFlight.REDUCTIONS if plan.overlap else 1
-        self._watch = plan.watch
+        self._watch, self._alone = plan.watch, usual_owners()
         self._flying: list[tuple[Unit, Transfer, _Target]] = []
         self.scale = 1.0
         # ``final``: the running backward ends the accumulation window; ``hold``: no_sync, the user wants no reduction.
@@ -66,8 +66,12 @@ class Gradients:
         grad = take_gradient(param)
         if grad is None:
             return
-        target = unit.view(unit.open_partial(self._partial_dtype(unit)), segment)
-        factor = unit.facts.before * self.scale
+        dtype, factor = self._partial_dtype(unit), unit.facts.before * self.scale
+        if owners(grad) == self._alone and _is_whole_sum(unit, grad, dtype):
+            unit.open_partial(dtype, begin=grad.view(-1)).mul_(factor)
+            unit.note_packed(position)
+            return
+        target = unit.view(unit.open_partial(dtype), segment)
         if position in unit.fired:
             target.add_(grad, alpha=factor)
         elif grad.dtype == target.dtype:
@@ -288,6 +292,12 @@ class Gradients:
         """
         probes, self._probes = sorted(self._probes, key=lambda entry: entry[0].index), []
         return lambda: [name for _, name, probe in probes if not torch.isfinite(probe).item()]
+
+
+def _is_whole_sum(unit: Unit, grad: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``grad`` can be the unit's local sum as it is: of a large table a copy would be the backward's peak."""
+    alike = unit.partial is None and grad.dtype is dtype and grad.is_contiguous() and not grad.requires_grad
+    return alike and len(unit.params) == 1 and unit.layout.numel * dtype.itemsize == grad.untyped_storage().nbytes()
 
 
 def _probes(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:

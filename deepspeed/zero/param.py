@@ -14,6 +14,7 @@ runs its forward, and otherwise refuses (docs/architecture.md, section 9). Priva
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
@@ -277,6 +278,30 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         wanted = parameter.placements  # type: ignore[attr-defined]
         grad = (grad if grad.placements == wanted else grad.redistribute(placements=wanted))._local_tensor
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def owners(grad: torch.Tensor) -> tuple[int, int]:
+    """How many tensors share the storage of ``grad``, and how many references the object has: see `usual_owners`."""
+    return storage_uses(grad), sys.getrefcount(grad)
+
+
+@functools.cache
+def usual_owners() -> tuple[int, int]:
+    """What `owners` says where a hook has just taken a gradient away that nobody else holds; how autograd hands it over
+    is its own affair, so it is tried.
+    """
+    seen: list[tuple[int, int]] = []
+
+    def hook(parameter: torch.Tensor) -> None:
+        grad = take_gradient(cast(nn.Parameter, parameter))
+        assert grad is not None
+        seen.append(owners(grad))
+
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        parameter = nn.Parameter(torch.zeros(2, device="cpu"))
+        parameter.register_post_accumulate_grad_hook(hook)
+        (parameter * 2.0).sum().backward()
+    return seen[0]
 
 
 def gradient_like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:

@@ -278,10 +278,12 @@ class Unit:
                 square = square - square_sum(part) * (1.0 - segment.norm_weight)
         return square
 
-    def open_partial(self, dtype: torch.dtype) -> torch.Tensor:
-        """The full-size local sum, made (with zeros in the gaps) where there is none. EMPTY or REDUCED -> LOCAL."""
+    def open_partial(self, dtype: torch.dtype, *, begin: torch.Tensor | None = None) -> torch.Tensor:
+        """The full-size local sum, made (with zeros in the gaps) where there is none: of ``begin`` if that is given.
+        EMPTY or REDUCED -> LOCAL.
+        """
         if self.partial is None:
-            self.partial = collectives.fresh(self.layout.numel, dtype, self.device)
+            self.partial = collectives.fresh(self.layout.numel, dtype, self.device) if begin is None else begin
             for start, stop in self.layout.gaps:
                 self.partial[start:stop].zero_()
             self.fired.clear()

@@ -31,6 +31,25 @@ def test_no_torch(module: str) -> None:
     assert _fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
 
+def test_an_optimizer_brings_no_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from deepspeed.ops.adam import FusedAdam\n"
+        "from deepspeed.ops.lion import FusedLion\n"
+        "for kind in (FusedAdam, FusedLion):\n"
+        "    weight = torch.nn.Parameter(torch.ones(4))\n"
+        "    optimizer = kind([weight])\n"
+        "    weight.grad = torch.ones(4)\n"
+        "    optimizer.step()\n"
+        "    assert len(optimizer.param_groups) == 1\n"
+        "    try:\n"
+        "        optimizer.add_param_group({'params': [weight]})\n"
+        "    except ValueError:\n"
+        "        print('torch._dynamo' in sys.modules)"
+    )
+    assert _fresh(code).split() == ["False", "False"]
+
+
 def test_version_needs_no_torch_and_stays_text() -> None:
     code = (
         "import sys, deepspeed\n"
