@@ -75,12 +75,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Summary:
-    """Medians over all timed steps of all rounds; memory in MiB of the larger rank."""
+    """Medians over all timed steps of all rounds; memory in MiB of the larger rank, ``cpu_s`` the processor time of all
+    ranks in a step.
+    """
 
     contender: Contender
     step_s: float
     fastest_round_s: float
     slowest_round_s: float
+    cpu_s: float
     tokens_per_s: float
     peak_mib: float
     base_mib: float
@@ -191,6 +194,7 @@ def summarize(contender: Contender, rows: list[dict[str, Any]]) -> Summary:
         step_s=step,
         fastest_round_s=min(rounds),
         slowest_round_s=max(rounds),
+        cpu_s=statistics.median(value for row in rows for value in row["cpu_s"]),
         tokens_per_s=rows[0]["tokens_per_step"] / step,
         peak_mib=statistics.median(row["hwm_mib"] for row in rows),
         base_mib=statistics.median(row["base_mib"] for row in rows),
@@ -206,13 +210,13 @@ def table(model: str, summaries: list[Summary], args: argparse.Namespace) -> str
         f"### {model}: {sizes.layers} layers, width {sizes.width}, vocabulary {sizes.vocab:,}, "
         f"sequence {sizes.context}, micro-batch {workload.micro_batch}",
         "",
-        "| | step, s | rounds, s | tokens/s | peak, MiB per rank | above base, MiB | base, MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| | step, s | rounds, s | processor, s | tokens/s | peak, MiB per rank | above base, MiB | base, MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in summaries:
         lines.append(
             f"| {row.contender.name} | {row.step_s:.3f} | {row.fastest_round_s:.3f} to "
-            f"{row.slowest_round_s:.3f} | {row.tokens_per_s:,.0f} "
+            f"{row.slowest_round_s:.3f} | {row.cpu_s:.3f} | {row.tokens_per_s:,.0f} "
             f"| {row.peak_mib:,.0f} | {row.above_base_mib:,.0f} | {row.base_mib:,.0f} |"
         )
     needed = workload.resident_bytes(args.ranks) / MIB

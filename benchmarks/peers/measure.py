@@ -45,12 +45,13 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
     started = time.perf_counter()
     step = build(args, workload)
     setup_seconds, built = time.perf_counter() - started, memory_mib("VmHWM")
-    seconds, losses = [], []
+    seconds, processor, losses = [], [], []
     for index in range(args.warmup + args.steps):
         inputs, targets = make_batch(workload, cut.data_rank(rank, world), index)
         dist.barrier()
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         loss = step(inputs, targets)
+        processor.append(time.process_time() - busy)
         dist.barrier()  # a step ends when the slower rank has ended it
         seconds.append(time.perf_counter() - started)
         losses.append(loss.item())
@@ -58,8 +59,9 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
         [base, built, memory_mib("VmHWM"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
     )
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    first_loss = torch.tensor(losses[0])
+    first_loss, busy_seconds = torch.tensor(losses[0]), torch.tensor(processor)
     dist.all_reduce(first_loss)
+    dist.all_reduce(busy_seconds)
     if rank == 0:
         row = {
             "peer": name,
@@ -73,6 +75,7 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
             "setup_s": round(setup_seconds, 3),
             "step_s": [round(value, 4) for value in seconds[args.warmup :]],
             "warmup_s": [round(value, 4) for value in seconds[: args.warmup]],
+            "cpu_s": [round(value, 4) for value in busy_seconds.tolist()[args.warmup :]],
             "first_loss": round(first_loss.item() / world, 4),
             "last_loss_rank0": round(losses[-1], 4),
             **dict(

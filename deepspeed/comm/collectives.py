@@ -165,13 +165,16 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     piece = full.numel() // group.size
     mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
-        inbox = {r: fresh(piece, full.dtype, full.device) for r in range(group.size) if r != group.index}
+        # The first two pieces may change places in a sum: one of them comes straight to where that will be.
+        straight = int(group.index == 0) if group.size > 1 and not accumulate and out.dtype == full.dtype else None
+        others = [r for r in range(group.size) if r not in (group.index, straight)]
+        inbox = {r: fresh(piece, full.dtype, full.device) for r in others} | {group.index: mine}
         end = group.note("reduce_scatter", full)
-        works = _exchange(lambda r: full[r * piece : (r + 1) * piece], inbox.__getitem__, group)
+        works = _exchange(lambda r: full[r * piece : (r + 1) * piece], lambda r: inbox.get(r, out), group)
 
         def finish() -> None:
-            for position in range(group.size):
-                _store(out, mine if position == group.index else inbox[position], accumulate or position > 0)
+            for count, position in enumerate(sorted(inbox)):
+                _store(out, inbox[position], accumulate or straight is not None or count > 0)
 
         return Collective(works, full, then=(end, finish))
     same = out.dtype == full.dtype and not accumulate

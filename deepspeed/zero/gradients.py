@@ -24,7 +24,8 @@ from deepspeed.zero.unit import Unit
 class _Target(NamedTuple):
     """Where a reduction puts its result; ``filled``: it is added to what is there; ``buffer``: to be given back.
 
-    ``rests``: there it stays; else it goes to the rest gradient. ``ready``: what it is added to has come.
+    ``rests``: there it stays; else it goes to the rest gradient. ``ready``: what it is added to has come. ``spent``:
+    what has been reduced, for another sum.
     """
 
     memory: torch.Tensor
@@ -32,6 +33,7 @@ class _Target(NamedTuple):
     buffer: torch.Tensor | None = None
     rests: bool = False
     ready: Transfer = ARRIVED
+    spent: torch.Tensor | None = None
 
 
 class Gradients:
@@ -50,6 +52,10 @@ class Gradients:
         # ``final``: the running backward ends the accumulation window; ``hold``: no_sync, the user wants no reduction.
         self.final = True
         self.hold = False
+        # Many backwards run as one pass, and after it all that they have summed is reduced at once.
+        self._passing = self._reuses = False
+        # (unit, position) of gradients to whose place in the sum autograd itself adds others in such a pass.
+        self.adding: set[tuple[int, int]] = set()
         # Finite/non-finite probes of each reduced partial, of what, on the device: read only when a step overflows.
         self._probes: list[tuple[Unit, str, torch.Tensor]] = []
         # Rest gradients and their views in the parameters' shapes; and the units whose parameters show those views now.
@@ -81,6 +87,23 @@ class Gradients:
             if factor != 1.0:
                 target.mul_(factor)
         unit.note_packed(position)
+        # Without a factor further gradients need no call of ours each. Of a DTensor every one is looked at.
+        if self._passing and factor == 1.0 and target.dtype is param.dtype and local_of(param) is param:
+            param.grad = target
+            self.adding.add((unit.index, position))
+
+    def begin_pass(self) -> None:
+        """Many backwards as one begin, whose gradients are only summed here."""
+        self.withdraw()
+        self._passing = self.hold = True
+        self._reuses = True  # the memory of sums: it comes at once, in every batch, so the peak has it anyway
+
+    def end_pass(self) -> None:
+        """They are over. Idempotent."""
+        self._passing = self.hold = False
+        for index, position in self.adding:
+            self._units[index].params[position].grad = None
+        self.adding.clear()
 
     def collect(self) -> bool:
         """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
@@ -89,8 +112,9 @@ class Gradients:
                 if unit.facts.tie and unit.grad_state is GradState.EMPTY and self.reduces_now(unit):
                     unit.open_partial(self._accum_dtype(unit))  # other stages may have a gradient: all take part
                 for position in written_gradients(unit.params):
-                    self.written = True
-                    self.pack(unit, position)
+                    if (unit.index, position) not in self.adding:
+                        self.written = True
+                        self.pack(unit, position)
         return self.any()
 
     def _partial_dtype(self, unit: Unit) -> torch.dtype:
@@ -117,6 +141,8 @@ class Gradients:
         target = self._rest(unit, contribution=partial.dtype)
         ways, add = self._streams, target.filled
         transfer = reduce_over_axes(unit, partial, target.memory, ways, accumulate=add, after=target.ready)
+        if self._reuses and partial.device.type == "cpu":  # whose pages the system has to clear each time
+            target = target._replace(spent=partial)
         self._send(unit, transfer, target)
         unit.move_grad(GradState.REDUCED)
         if self._in_flight == 1:
@@ -165,6 +191,8 @@ class Gradients:
     def _land(self) -> None:
         unit, transfer, target = self._flying.pop(0)
         transfer.wait()
+        if target.spent is not None:
+            unit.keep_spare(target.spent)
         store = unit.rest[StateKind.GRAD]
         if target.rests or not isinstance(store, Stored):
             return

@@ -325,6 +325,8 @@ class Runtime:
 
     def gradient_ready(self, unit: Unit, position: int, *, task: int) -> None:
         """Autograd has finished the gradient of one parameter in graph task ``task``."""
+        if (unit.index, position) in self.gradients.adding:
+            return  # it is where it belongs, and its unit stays
         self.gradients.pack(unit, position)
         # whatever earlier backwards have left of it
         if len(unit.arrived) == len(unit.params) and self.gradients.reduces_now(unit):
@@ -391,16 +393,17 @@ class Runtime:
         Inside nothing waits for other ranks. Collective at the begin and, without gradients, at the end; the gradients
         are for ``flush`` after it.
         """
-        self.gradients.withdraw()
         with contextlib.ExitStack() as pins:
             for unit in self.units:
                 unit.pin()
                 pins.callback(unit.unpin)
-            self._one_pass = self.gradients.hold = True
+            self._one_pass = True
+            self.gradients.begin_pass()
             try:
                 yield
             finally:
-                self._one_pass = self.gradients.hold = False
+                self._one_pass = False
+                self.gradients.end_pass()
         if not torch.is_grad_enabled():
             self.meet()
 

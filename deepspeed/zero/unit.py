@@ -80,6 +80,7 @@ class Unit:
         self._transfer = ARRIVED
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
+        self._spare: torch.Tensor | None = None  # memory of a local sum, for the next one
         self._unused = self._bare = 0
 
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
@@ -283,12 +284,20 @@ class Unit:
         EMPTY or REDUCED -> LOCAL.
         """
         if self.partial is None:
-            self.partial = collectives.fresh(self.layout.numel, dtype, self.device) if begin is None else begin
+            if begin is None:
+                begin, self._spare = self._spare, None
+                if begin is None or begin.dtype is not dtype:
+                    begin = collectives.fresh(self.layout.numel, dtype, self.device)
+            self.partial = begin
             for start, stop in self.layout.gaps:
                 self.partial[start:stop].zero_()
             self.fired.clear()
         self.move_grad(GradState.LOCAL)
         return self.partial
+
+    def keep_spare(self, partial: torch.Tensor) -> None:
+        """A local sum has been reduced: let the next one have its memory."""
+        self._spare = partial
 
     def note_packed(self, position: int) -> None:
         """The gradient of one parameter is in the local sum."""
@@ -559,7 +568,7 @@ class Unit:
         self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
         self.clear_grad()
         self.abandon()
-        self.views, self.pins, self._keeper = [], 0, lambda: None
+        self.views, self.pins, self._spare, self._keeper = [], 0, None, lambda: None
         self.master_is_param = self.tiled = False
         if self.state is UnitState.READY:
             self.release()
@@ -570,7 +579,7 @@ class Unit:
         self.drop_rest(*self.rest)
         self.full = torch.empty(0)
         self.rest[StateKind.PARAM] = Memory(self.full)
-        self.partial, self._keeper = None, lambda: None
+        self.partial, self._spare, self._keeper = None, None, lambda: None
 
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
         """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""

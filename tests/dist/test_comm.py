@@ -261,3 +261,30 @@ def _clipped_over_two() -> None:
 
 def test_a_norm_over_model_parallel_ranks_counts_what_is_whole_once(pool2: RankPool) -> None:
     pool2.run(_clipped_over_two)
+
+
+def _scattered(accumulate: bool) -> tuple[bool, int]:  # noqa: FBT001 - of a rank's function
+    """Whether the sum has the bits of an addition in member order; bytes of memory that it took besides."""
+    world = dist.get_world_size()
+    group = plain_mesh("gloo").job
+    everyone = [torch.randn(6 * world, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    out = torch.full((6,), 0.1 if accumulate else float("nan"))
+    expected, taken = torch.full((6,), 0.1) if accumulate else None, []
+    for piece in (e[6 * group.index : 6 * (group.index + 1)] for e in everyone):
+        expected = piece.clone() if expected is None else expected + piece
+    plain = collectives.fresh
+    collectives.fresh = lambda *how: (taken.append(how[0]), plain(*how))[1]
+    try:
+        collectives.reduce_scatter(everyone[group.index], out, group, accumulate=accumulate).wait()
+    finally:
+        collectives.fresh = plain
+    return torch.equal(out, expected), sum(taken)
+
+
+def test_a_scattered_sum_is_in_member_order_and_needs_memory_for_all_but_two_pieces(
+    pool2: RankPool, pool3: RankPool
+) -> None:
+    """The first of the others' pieces comes to where the sum will be, unless that holds something already."""
+    for pool, world in ((pool2, 2), (pool3, 3)):
+        assert pool.run(_scattered, False) == [(True, 6 * (world - 2))] * world
+        assert pool.run(_scattered, True) == [(True, 6 * (world - 1))] * world

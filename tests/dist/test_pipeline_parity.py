@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.errors import PipelineError
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from tests.harness import pipes
 from tests.harness.pool import RankPool
@@ -237,4 +238,45 @@ def _weight_gradients_apart() -> tuple[int, float]:
 def test_gradients_written_by_hand_are_collected(pool2: RankPool) -> None:
     expected = pipes.plain_run(pipes.layers(4), micros=3, data_ranks=1, steps=1)[1][0]
     for taken, norm in pool2.run(_weight_gradients_apart):
-        assert taken >= 3 * 12 and norm == pytest.approx(expected, rel=1e-5)
+        assert taken >= 12 and norm == pytest.approx(expected, rel=1e-5)  # further ones are added in their place
+
+
+def _sums_in_place(fails_at: int) -> tuple[bool, bool, list[float]]:
+    """Two batches, in front of the second one that fails at that micro-batch, if not 0: whether each gradient was taken
+    over once a batch (where none fails into the same memory); whether none is left; norms.
+    """
+    calls: list[int] = []
+
+    def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if fails_at and len(calls) == 3 + fails_at:
+            raise ValueError("odd labels")
+        return pipes.cross_entropy(output, labels)
+
+    module = PipelineModule(pipes.layers(4, tied=False), num_stages=2, loss_fn=loss_fn)
+    engine = pipes.start(module, pipes.config(1, 3))
+    gradients, params, taken, places, norms = engine.runtime.gradients, list(module.parameters()), [], [], []
+    pack = gradients.pack
+    gradients.pack = lambda unit, position: (taken.append(position), pack(unit, position))
+    for run, step in enumerate((0, 1, 1) if fails_at else (0, 1)):
+        taken.clear()
+        data = iter([pipes.micro_batch(step, micro, 0) for micro in range(3)])
+        if fails_at and run == 1:
+            with pytest.raises(PipelineError, match="odd labels"):
+                engine.train_batch(data)
+            continue
+        engine.train_batch(data)
+        norms.append(engine.get_global_grad_norm())
+        memory = [unit._spare.data_ptr() for unit in engine.runtime.units if not fails_at]
+        places.append([*memory, len(taken)])
+    left = any(p.grad is not None for p in params)
+    engine.destroy()
+    return places[0] == places[1] and places[0][-1] == len(params), not left, norms
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_further_gradients_of_a_batch_are_added_where_the_first_was_put(pool2: RankPool, fails_at: int) -> None:
+    """Without a call of the engine's for each; nothing stays of a batch that fails in the middle."""
+    expected = pipes.plain_run(pipes.layers(4, tied=False), micros=3, data_ranks=1, steps=2)[1]
+    for once, clean, norms in pool2.run(_sums_in_place, fails_at):
+        assert once and clean and norms == pytest.approx(expected, rel=1e-5)
