@@ -1,8 +1,9 @@
 """Wiring between a module tree and a runtime. A hook body is one call to a verb.
 
 Forward: a block's root enters and leaves the units of all modules inside; so does, with its own, every module outside
-blocks that holds parameters directly. The hooks of a module inside a block only act where it is called without the
-root, and none are there once something is compiled: see [Note: compiled blocks].
+blocks that holds parameters directly. Those of a module inside a block act where it is called without the root; while
+that runs they mark the output, through which a backward may enter what is inside. None are there once something is
+compiled: see [Note: compiled blocks].
 Backward: each output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's
 AccumulateGrad hook hands its gradient over; a hook on the inputs of a unit's root tells that its backward is through.
 Private torch names used here: ``torch._C._current_graph_task_id`` (are we inside a backward?) and
@@ -10,9 +11,10 @@ Private torch names used here: ``torch._C._current_graph_task_id`` (are we insid
 
 [Note: compiled blocks] Dynamo cannot trace the hooks. Where a module's ``forward`` is compiled they are outside of it;
 where the client has compiled more than that, they end a graph (``torch.compiler.disable``), which splits no block as
-nothing inside one has hooks. A module inside a block that is called without the root then finds released parameters,
-which are fetched on demand. A compiled forward is one node of the graph, so a hook on that node, not on each output,
-also sees gradients that come through tensors which it has stored elsewhere.
+nothing inside one has hooks: hooks that do nothing while they are traced would still make a graph of their own for each
+of several equal blocks. A module inside a block that is called without the root then finds released parameters, which
+are fetched on demand inside a forward, and refused outside. A compiled forward is one node of the graph, so a hook on
+that node, not on each output, also sees gradients that come through tensors which it has stored elsewhere.
 """
 
 import dataclasses
@@ -29,8 +31,11 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.process_settings import Borrowed
+from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+
+_Hook = Callable[[nn.Module, Any, Any], None]
 
 
 def inside_backward() -> bool:
@@ -221,13 +226,39 @@ class ModuleHooks:
         return undo
 
     def _hook_module(self, module: nn.Module, units: list[Unit]) -> None:
-        runtime, root = self._runtime, self._inside.get(module)
+        before, after = self._hooks_of(module, units)
+        if (root := self._inside.get(module)) is not None:
+            before, after = self._hooks_inside(root, units, before, after)
+        # Else without, as it costs microseconds a call; that of the model sees when it is needed.
+        elif self._compiled or (module is self._model and "torch._dynamo" in sys.modules):
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self.forward_handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _hooks_inside(self, root: nn.Module, units: list[Unit], enter: _Hook, leave: _Hook) -> tuple[_Hook, _Hook]:
+        """``enter`` and ``leave`` for calls without ``root``; with it, which are many, as little as can be."""
+        running, watch = self._running, functools.partial(self._before_backward, units, inner=True)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if root not in running:
+                enter(module, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if root not in running:
+                leave(module, args, output)
+            elif not isinstance(output, torch.Tensor) or output.is_leaf:
+                self._watch_outputs(units, output, inner=True)
+            elif torch.is_grad_enabled():
+                output.grad_fn.register_prehook(watch)  # type: ignore[union-attr]
+
+        return before, after
+
+    def _hooks_of(self, module: nn.Module, units: list[Unit]) -> tuple[_Hook, _Hook]:
+        runtime = self._runtime
         is_root = module in self._roots
         modules = [*module.modules()] if is_root else [module]
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if root in self._running:
-                return
             if is_root:
                 self._running[module] += 1
             recompute = inside_backward()
@@ -243,9 +274,6 @@ class ModuleHooks:
                 self._watch_inputs(units, (args, kwargs))
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            if root in self._running:
-                self._watch_outputs(units, output, inner=True)
-                return
             if is_root:
                 self._running -= Counter([module])
             if inside_backward():
@@ -266,11 +294,7 @@ class ModuleHooks:
             if module is self._model and sys.exc_info()[0] is None:
                 runtime.meet(passing=True)
 
-        # Else without, as it costs microseconds a call; that of the model sees when it is needed.
-        if self._compiled or (module is self._model and "torch._dynamo" in sys.modules):
-            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
-        self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        self.forward_handles.append(module.register_forward_hook(after, always_call=True))
+        return before, after
 
     def _check_parameters(self) -> None:
         """Once a step: refuse parameters replaced or moved after ``initialize``; say once which train in vain."""
@@ -316,8 +340,12 @@ class ModuleHooks:
                 tensor.register_hook(functools.partial(self._before_backward, units))
 
     def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
-        if inner and all(unit.whole for unit in units) and not torch.is_grad_enabled():
-            return  # as after the root's own hook
+        if inner and not torch.is_grad_enabled():
+            for unit in units:
+                if unit.state is not UnitState.READY:
+                    break
+            else:
+                return  # as after the root's own hook
         self._arm()
         # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
         self._runtime.second_order = torch.is_grad_enabled()

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.errors import UsageError
+import deepspeed
+from deepspeed.errors import ReleasedParameterError, UsageError
 from deepspeed.verify.cli import main
 from deepspeed.verify.compiled import Compiled, train_compiled, verdict
 from deepspeed.verify.grads import Cell
@@ -303,6 +304,29 @@ def inside_from_outside() -> list[float]:
 def test_modules_inside_blocks_can_be_called_alone(pool2: RankPool) -> None:
     for errors in pool2.run(inside_from_outside):
         assert max(errors) <= TOLERANCE
+
+
+def inside_compiled_from_outside() -> tuple[str, bool]:
+    """What a call alone says once blocks are compiled, and whether it works with the parameters gathered."""
+    torch.compiler.reset()
+    engine = start(case_named("plain").build().train(), make_config(3, zero=SHARD_ALL))
+    engine.compile(backend=BACKEND)
+    train_step(engine, case_named("plain"), 0)
+    inner, text = engine.module.layers[1].up, ""
+    try:
+        inner(torch.ones(2, HIDDEN))
+    except ReleasedParameterError as error:
+        text = str(error)
+    with deepspeed.zero.GatheredParameters([*inner.parameters()]):
+        worked = bool(inner(torch.ones(2, HIDDEN)).isfinite().all())
+    train_step(engine, case_named("plain"), 1)
+    engine.destroy()
+    return text, worked
+
+
+def test_once_compiled_such_a_call_says_what_to_do(pool2: RankPool) -> None:
+    for text, worked in pool2.run(inside_compiled_from_outside):
+        assert "layers.1.up.weight" in text and "GatheredParameters" in text and worked
 
 
 def uses_a_step() -> tuple[int, int]:

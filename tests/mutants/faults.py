@@ -548,16 +548,14 @@ _COMPILED = (
     Mutant(
         "CB1",
         "deepspeed/zero/hooks.py",
-        """            if root in self._running:
-                return
-""",
-        "",
+        "            if root not in running:\n                enter(",
+        "            if True:\n                enter(",
         ("tests/dist/test_compile.py::test_a_block_is_asked_for_once_in_each_direction",),
         "the hooks of a module inside a block have nothing to do while the block's forward runs",
         also=(
             (
-                "            if root in self._running:\n                self._watch",
-                "            if False:\n                self._watch",
+                "            if root not in running:\n                leave(",
+                "            if True:\n                leave(",
             ),
         ),
     ),
