@@ -35,6 +35,7 @@ from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.tensor.start import configured, split
+from deepspeed.timeline.observer import observe
 from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
@@ -89,6 +90,7 @@ def initialize(
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        observe(engine)
     except BaseException:
         if engine is not None:
             engine.destroy()

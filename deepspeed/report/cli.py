@@ -1,7 +1,7 @@
 """``ds_report``: versions, machine, devices, tools and variables; then what is missing or doubtful and why it matters.
 
 Answers within seconds, asks nothing of the network, and always exits with 0: whatever it cannot find out is a row
-``unknown (reason)``.
+``unknown (reason)``. ``ds_report run DIR`` and ``ds_report --job DIR`` read the record of a run instead.
 """
 
 import json
@@ -16,6 +16,7 @@ from functools import partial
 from deepspeed.observe.program import CommandLine
 from deepspeed.report import probes
 from deepspeed.report.probes import LAUNCH_TOOLS, OPTIONAL, Row, first_line, installed
+from deepspeed.report.run.cli import job_command, run_command
 
 WIDTH = 110
 VERDICT = "missing or doubtful"
@@ -106,14 +107,20 @@ def as_text(report: Report, *, verdict: bool = True) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_report`` and ``dsr``; returns 0."""
+    """Entry point of ``ds_report`` and ``dsr``; returns 0, and 2 where there is no run to be shown."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:
+        return run_command(argv[1:])
     parser = CommandLine(prog="ds_report", description=__doc__)
+    parser.option("--job", str, None, "DIR", "how fast each rank of a run is; DIR is what observe.run names")
     parser.switches(
         hide_operator_status="leave the operators out",
         hide_errors_and_warnings=f"leave the part '{VERDICT}' out",
         json="one JSON object instead of a table",
     )
     options = parser.parse_args(argv)
+    if options.job is not None:
+        return job_command(options.job)
     report, verdict = collect(operators=not options.hide_operator_status), not options.hide_errors_and_warnings
     text = as_text(report, verdict=verdict)
     if options.json:

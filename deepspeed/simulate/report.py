@@ -1,11 +1,10 @@
 """What a simulated step took: in words, as facts, and as a picture over time."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from deepspeed.observe.program import columns, size
+from deepspeed.observe.tracefile import TraceFile
 from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST
 from deepspeed.simulate.run import Outcome
@@ -89,21 +88,13 @@ def constants(document: dict[str, Any]) -> list[str]:
 
 
 def write_trace(outcomes: Sequence[Outcome], names: Sequence[str], path: str) -> None:
-    """Write a process for each rank, of that name, with a row for each stream, for ui.perfetto.dev and chrome://tracing
-    (Trace Event Format). Raises OSError.
-    """
+    """Write a process for each rank, of that name, with a row for each stream. Raises OSError."""
     begin = min((span.start for outcome in outcomes for span in outcome.spans), default=0.0)
-    rows: list[dict[str, object]] = []
-    for process, (outcome, title) in enumerate(zip(outcomes, names, strict=True)):
-        rows.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title.rstrip(": ")}})
-        streams = sorted({span.stream for span in outcome.spans})
-        for order, stream in enumerate(streams):
-            name = _NAMES.get(stream) or outcome.streams.get(stream, f"stream {stream}")
-            row = {"ph": "M", "pid": process, "tid": order}
-            rows.append({**row, "name": "thread_name", "args": {"name": name}})
-            rows.append({**row, "name": "thread_sort_index", "args": {"sort_index": order}})
-        for span in outcome.spans:
-            when = {"ts": (span.start - begin) * 1e6, "dur": span.seconds * 1e6}
-            row = {"ph": "X", "pid": process, "tid": streams.index(span.stream), "name": span.name}
-            rows.append({**row, "cat": span.label or "program", **when})
-    Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+    with TraceFile(path) as file:
+        for process, (outcome, title) in enumerate(zip(outcomes, names, strict=True)):
+            streams = sorted({span.stream for span in outcome.spans})
+            rows = [_NAMES.get(stream) or outcome.streams.get(stream, f"stream {stream}") for stream in streams]
+            file.process(process, title.rstrip(": "), rows)
+            for span in outcome.spans:
+                place = process, streams.index(span.stream), span.name, span.label or "program"
+                file.span(*place, (span.start - begin) * 1e6, span.seconds * 1e6, {})

@@ -54,6 +54,7 @@ LAYERS = {
     "deepspeed.module_inject": 6,
     "deepspeed.profiling": 6,
     "deepspeed.tensor": 6,
+    "deepspeed.timeline": 6,
     "deepspeed.engine": 7,
     "deepspeed.engine_checkpoint": 7,
     "deepspeed.engine_elastic": 7,

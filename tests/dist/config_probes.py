@@ -290,6 +290,17 @@ def _profile_probes() -> dict[str, Probe]:
     return probes | {"flops_profiler.enabled": Probe(off, value=True)}
 
 
+def _observe_probes() -> dict[str, Probe]:
+    trace, run = {"trace": f"{WORKDIR}/trace.txt", "steps": [1, 2]}, {"run": f"{WORKDIR}/run"}
+    return {
+        "observe.trace": Probe(base(observe={"steps": [1, 2]}), trace["trace"]),
+        "observe.steps": Probe(base(observe=trace), [1, 4]),
+        "observe.run": Probe(base(), run["run"]),
+        "observe.slow_factor": Probe(base(observe=run | {"slow_factor": 1e6, "slow_steps": 2}), 1.2, scenario="slow"),
+        "observe.slow_steps": Probe(base(observe=run), 2, scenario="slow"),
+    }
+
+
 def _monitor_probes(block: str) -> dict[str, Probe]:
     on = base(**{block: {"enabled": True, "output_path": WORKDIR, "job_name": "a"}})
     return {
@@ -403,6 +414,7 @@ PROBES: dict[str, Probe] = {
     **_offload_probes(),
     **_report_probes(),
     **_profile_probes(),
+    **_observe_probes(),
     **_monitor_probes("csv_monitor"),
     **_monitor_probes("tensorboard"),
     **_service_probes(),

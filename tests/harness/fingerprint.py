@@ -12,6 +12,7 @@ import io
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tests.harness import pipes
 from tests.harness.faults import modules_replaced
 
 STEPS, FEW = 4, 2  # updates of a run, and of a plain one
+_NAP_S = 0.2  # of a rank that is slow
 SAMPLES = 9  # not a multiple of ranks x micro batch, so that the last batch of an epoch is short
 WORKDIR = "<work>"  # stands for a fresh folder in configuration values
 _NUMBERS = re.compile(r"-?\d+\.\d+(e[-+]?\d+)?")
@@ -170,6 +172,7 @@ def _say_files(folder: Path) -> Any:
 SCENARIOS: dict[str, tuple[int, ...]] = {
     "train": (),
     "longer": (),  # the same with more updates, for what shows only then
+    "slow": (),  # one rank takes its time
     "overflow": (1, 2),
     "apart": (0, 2),  # a clean step between two bad ones
     "uncast": (),  # inputs stay fp32, whatever the model is
@@ -315,6 +318,7 @@ def _steps(engine: Any, batches: Iterator[Any], scenario: str) -> list[Any]:
         losses = []
         for _ in range(engine.gradient_accumulation_steps()):
             x, y = next(batches)
+            time.sleep(_NAP_S if scenario == "slow" and dist.get_rank() == 1 else 0)
             losses.append(_micro(engine, x, y, bad=step in SCENARIOS[scenario], cast=scenario != "uncast"))
         seen.append(
             {

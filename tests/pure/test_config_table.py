@@ -26,6 +26,7 @@ EXTENSIONS = {
     *("optimizer.torch_adam", "zero_optimization.offload_optimizer.device_states"),
     "zero_optimization.separate_reduce_group",
     *("zero_optimization.separate_reduce_group", "zero_optimization.copy_engine_gathers"),
+    *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
     "flops_profiler.peak_tflops",
 }

@@ -52,8 +52,8 @@ def timeout_of(configured: float | None) -> float | None:
     raise DeepSpeedConfigError(f"{VARIABLE}={text!r} must be a positive number of seconds; unset it for no watch.")
 
 
-def _own_store(name: str) -> Any:
-    """A connection to the job's store that no other thread waits on."""
+def own_store(name: str) -> Any:
+    """A connection to the job's store that no other thread waits on; what it holds is under ``name``."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -73,7 +73,7 @@ class HangWatch:
     def __init__(self, limit_s: float, name: str) -> None:
         self._limit_s, self._rank, self._size = limit_s, dist.get_rank(), dist.get_world_size()
         self._beat_s = min(limit_s / 10, _BEAT_S * (1 + (self._size > _MANY_RANKS)))
-        self._store, self.ledger = _own_store(name), Ledger()
+        self._store, self.ledger = own_store(name), Ledger()
         self._thread, self._host = threading.get_ident(), socket.gethostname()
         self._engine: Callable[[], Any] = lambda: None
         self._stopped = threading.Event()

@@ -18,6 +18,15 @@ _bf16_if_null = BeforeValidator(lambda name: values.dtype_name(name) or "bf16", 
 _AutocastDtype = Annotated[values.DtypeName, _bf16_if_null]
 
 
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError(f"must be the first and the last update, not [{steps[0]}, {steps[1]}]")
+    return steps
+
+
+Updates = Annotated[tuple[Positive, Positive], AfterValidator(_in_order)]
+
+
 class OptimizerConfig(unread.OptimizerKeys):
     """``optimizer``: the name (known names in any case, else a torch.optim class) and its keyword arguments."""
 
@@ -190,6 +199,16 @@ class FlopsProfilerConfig(Block):
     detailed: Flag = key(True, "Show every module.")
     output_file: PathText | None = key(None, "File for the report; null writes it to the log.")
     peak_tflops: Num | None = key(None, "Peak of a device in 10**12 operations a second; null: as its name says.", gt=0)
+
+
+class ObserveConfig(Block):
+    """``observe``: a trace of some updates over all ranks, and the record of a run."""
+
+    trace: PathText | None = key(None, "File for a trace of all ranks (ui.perfetto.dev); .gz compresses it.")
+    steps: Updates = key((3, 5), "First and last update of the trace, counted from 1.")
+    run: PathText | None = key(None, "Folder for the record of the run, which ds_report run and --job read.")
+    slow_factor: Num = key(1.2, "A rank is slow whose work takes so many times that of the median rank.", gt=1)
+    slow_steps: Positive = key(20, "Updates over which that is so.")
 
 
 class ThroughputConfig(AutoBlock):

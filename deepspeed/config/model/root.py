@@ -84,6 +84,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     flops_profiler: blocks.FlopsProfilerConfig = Field(default_factory=blocks.FlopsProfilerConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
+    observe: blocks.ObserveConfig = Field(default_factory=blocks.ObserveConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     tensorboard: blocks.TensorBoardConfig = Field(default_factory=blocks.TensorBoardConfig)
     timers: blocks.TimersConfig = Field(default_factory=blocks.TimersConfig)

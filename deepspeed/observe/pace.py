@@ -1,0 +1,96 @@
+"""How fast each rank is, and which one the others wait for. Pure.
+
+Where ranks meet at every step, all take as long as the slowest, so the time of a step tells nothing of who that is. Its
+own work does: what is left of the step without the time that a rank waits for others (C4, MegaScale look for such ranks
+in the same way).
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+def tail(values: Sequence[float], share: float = 0.95) -> float:
+    """The smallest value that at least that ``share`` of the ``values`` does not exceed; 0 of none."""
+    return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)] if values else 0.0
+
+
+class PaceSpread(NamedTuple):
+    """Of the last steps, in milliseconds."""
+
+    median: float
+    p95: float
+
+
+class Pace:
+    """The last ``most`` steps of one rank: own work and waits, in milliseconds."""
+
+    def __init__(self, most: int) -> None:
+        self._work, self._wait = deque[float](maxlen=most), deque[float](maxlen=most)
+
+    def add(self, work_ms: float, wait_ms: float) -> None:
+        """One more step."""
+        self._work.append(work_ms)
+        self._wait.append(wait_ms)
+
+    @property
+    def steps(self) -> int:
+        """How many of them are known."""
+        return len(self._work)
+
+    @property
+    def work(self) -> PaceSpread:
+        return _spread([*self._work])
+
+    @property
+    def wait(self) -> PaceSpread:
+        return _spread([*self._wait])
+
+
+def _spread(values: Sequence[float]) -> PaceSpread:
+    return PaceSpread(statistics.median(values), tail(values)) if values else PaceSpread(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class RankPace:
+    """What a rank has told of itself: the number of its last update, of how many steps, where it runs."""
+
+    rank: int
+    step: int
+    steps: int
+    work: PaceSpread
+    wait: PaceSpread
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank whose own work takes ``times`` as long as that of the median rank, ``median_ms``."""
+
+    pace: RankPace
+    times: float
+    median_ms: float
+
+    def text(self) -> str:
+        """For the log."""
+        p, where = self.pace, f" ({self.pace.host})" if self.pace.host else ""
+        return (
+            f"rank {p.rank}{where} is slow: its own work takes {p.work.median:.1f} ms a step (p95 {p.work.p95:.1f}), "
+            f"{self.times:.2f} times that of the median rank ({self.median_ms:.1f} ms), over the last {p.steps} steps; "
+            f"the others wait for it. By itself it waits {p.wait.median:.1f} ms a step"
+        )
+
+
+def slow_ranks(paces: Mapping[int, RankPace], *, ranks: int, factor: float, steps: int) -> list[SlowRank]:
+    """The ranks whose own work over ``steps`` steps takes at the median at least ``factor`` times that of the median
+    rank, slowest first; none before all ``ranks`` have told of so many steps.
+    """
+    if len(paces) < max(2, ranks) or any(pace.steps < steps for pace in paces.values()):
+        return []
+    middle = statistics.median_low([pace.work.median for pace in paces.values()])
+    if middle <= 0:
+        return []
+    slow = [SlowRank(p, p.work.median / middle, middle) for p in paces.values() if p.work.median >= factor * middle]
+    return sorted(slow, key=lambda each: -each.times)

@@ -1,0 +1,185 @@
+"""The record of a run: ``run.jsonl`` in a folder, one JSON object a line, appended to; written by rank 0.
+
+Each line has ``kind`` and ``time`` (seconds since 1970). ``start`` comes first, and again when a job goes on: its
+``format``, and what runs where. ``step``: the updates up to ``step``, ``steps`` of them since the last such line, with
+means a step in milliseconds and the last values of all else. ``checkpoint``, ``warning``, ``slow`` (a rank),
+``metrics`` (what the monitor gets), ``ranks`` (how fast each is) and ``end`` are what they say. ``ranks.json`` beside
+it is replaced: the state of every rank now.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import UsageError
+
+FORMAT = "deepspeed-run/1"
+RECORDS, RANKS = "run.jsonl", "ranks.json"
+_EVERY_LINE = 1000  # lines of steps that are written one for each step
+_LEAST_S, _LINES = 0.2, 20_000  # later lines are as far apart as this, and as a run's age divided by that
+_MOST_WARNINGS = 1000
+
+Record = dict[str, Any]
+
+
+def _clean(value: Any) -> Any:
+    """``value`` without what JSON has no word for: numbers that are not finite are texts."""
+    if isinstance(value, dict):
+        return {str(name): _clean(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
+        return float(f"{value:.7g}") if abs(value) < 1e6 else round(value, 3)
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+class RunFile:
+    """Appends to the record in ``folder``, which is made. Raises UsageError where that cannot be."""
+
+    def __init__(self, folder: str | os.PathLike[str], facts: Record) -> None:
+        self._folder, self._begun = Path(folder), time.monotonic()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            whole = _ends_with_a_line(self._folder / RECORDS)
+            self._file = open(self._folder / RECORDS, "a", encoding="utf-8")  # noqa: SIM115 - see ``close``
+        except OSError as error:
+            raise UsageError(f"observe.run {str(folder)!r} cannot be written: {error}. Name another folder") from error
+        if not whole:  # a run that was killed while it wrote
+            self._file.write("\n")
+        self._lines = self._warnings = 0
+        self._last_s, self._sums = -math.inf, _StepSums()
+        self.write("start", format=FORMAT, **facts)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """One line, on its way to the disk when this returns."""
+        if kind == "warning":
+            self._warnings += 1
+            if self._warnings > _MOST_WARNINGS:
+                return
+        self._file.write(json.dumps(_clean({"kind": kind, "time": time.time(), **facts})) + "\n")
+        self._file.flush()
+
+    def step(self, means: Record, last: Record) -> None:
+        """An update: ``means`` are averaged with those of the steps for which no line has been written yet."""
+        self._sums.add(means, last)
+        now = time.monotonic()
+        apart = 0.0 if self._lines < _EVERY_LINE else max(_LEAST_S, (now - self._begun) / _LINES)
+        if now - self._last_s >= apart:
+            self._last_s = now
+            self._end_steps()
+
+    def _end_steps(self) -> None:
+        if self._sums.count:
+            self._lines += 1
+            sums, self._sums = self._sums, _StepSums()
+            self.write("step", steps=sums.count, **sums.last, **sums.means())
+
+    def ranks(self, state: Record) -> None:
+        """Replace the state of the ranks."""
+        hidden = self._folder / f".{RANKS}.{os.getpid()}"
+        hidden.write_text(json.dumps(_clean(state)), encoding="utf-8")
+        os.replace(hidden, self._folder / RANKS)
+
+    def close(self) -> None:
+        """The last lines."""
+        self._end_steps()
+        self.write("end")
+        self._file.close()
+
+
+class _StepSums:
+    """Several steps as one."""
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, Record()
+        self._totals: dict[str, float] = {}
+
+    def add(self, means: Record, last: Record) -> None:
+        self.count += 1
+        self.last |= last
+        for name, value in means.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def means(self) -> Record:
+        return {name: value / self.count for name, value in self._totals.items()}
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+    return True
+
+
+@dataclass
+class Run:
+    """What a record holds, by kind, each in order of time. ``damaged``: lines that cannot be read; ``over``: whether it
+    has come to its end; ``place``: where the next line begins, for who follows it.
+    """
+
+    folder: Path
+    by_kind: dict[str, list[Record]] = field(default_factory=dict)
+    damaged: int = 0
+    over: bool = False
+    place: int = 0
+
+    def of(self, kind: str) -> list[Record]:
+        """The lines of a kind."""
+        return self.by_kind.get(kind, [])
+
+    @property
+    def ranks(self) -> Record:
+        """The state of every rank as last written; empty before that."""
+        with contextlib.suppress(OSError, ValueError):
+            state = json.loads((self.folder / RANKS).read_text(encoding="utf-8"))
+            return state if isinstance(state, dict) else {}
+        return {}
+
+    def read_on(self) -> bool:
+        """Take in what was appended; whether there was anything. A line that is not complete yet waits."""
+        with open(self.folder / RECORDS, "rb") as file:
+            file.seek(self.place)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            self._take(line)
+        self.place += len(whole)
+        return bool(whole)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+        except (ValueError, TypeError, KeyError):
+            self.damaged += bool(line.strip())
+            return
+        self.over = kind == "end"
+        self.by_kind.setdefault(str(kind), []).append(record)
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """The record in ``folder``. UsageError, in a sentence, where there is none, or none of this format."""
+    run = Run(Path(folder))
+    asks = 'A run writes one with "observe": {"run": FOLDER} in its configuration'
+    if not run.folder.is_dir():
+        raise UsageError(f"{folder} is no folder. {asks}")
+    if not (run.folder / RECORDS).is_file():
+        raise UsageError(f"{folder} holds no record of a run ({RECORDS}). {asks}")
+    run.read_on()
+    starts = run.of("start")
+    if not starts:
+        what = "only a line that is not complete yet" if not run.damaged and run.place == 0 else "no line of a start"
+        size = (run.folder / RECORDS).stat().st_size
+        what = what if size else "nothing yet"
+        raise UsageError(f"{run.folder / RECORDS} holds {what}: the run has just begun, or another program wrote it")
+    if (known := starts[0].get("format")) != FORMAT:
+        raise UsageError(f"{run.folder / RECORDS} has the format {known!r}; this release reads {FORMAT!r}")
+    return run

@@ -1,0 +1,79 @@
+"""Traces that ui.perfetto.dev and chrome://tracing open (the JSON form of the Trace Event Format)."""
+
+import contextlib
+import gzip
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+
+class TraceFile:
+    """A trace under way, event by event; a ``path`` that ends in .gz is compressed. Used as a context, at whose end the
+    file appears whole, in place of an older one; after an error there is none. Raises OSError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        self._file: TextIO
+        self._first = True
+
+    def __enter__(self) -> "TraceFile":
+        if self.path.suffix == ".gz":
+            self._file = gzip.open(self._hidden, "wt", encoding="utf-8", compresslevel=5)
+        else:
+            self._file = open(self._hidden, "w", encoding="utf-8")
+        self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with self._file:
+                self._file.write("\n]}\n")
+            if error is None:
+                os.replace(self._hidden, self.path)
+        finally:
+            with contextlib.suppress(OSError):
+                self._hidden.unlink()
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """One event as it is."""
+        self._file.write(("\n" if self._first else ",\n") + json.dumps(event, separators=(",", ":")))
+        self._first = False
+
+    def process(self, number: int, title: str, rows: Sequence[str], **facts: Any) -> None:
+        """A process of that ``title``, with ``rows`` from the top, which events name by their position."""
+        self.add({"ph": "M", "name": "process_name", "pid": number, "args": {"name": title}})
+        self.add({"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}})
+        for order, name in enumerate(rows):
+            row = {"ph": "M", "pid": number, "tid": order}
+            self.add({**row, "name": "thread_name", "args": {"name": name}})
+            self.add({**row, "name": "thread_sort_index", "args": {"sort_index": order}})
+        if facts:
+            self.add({"ph": "M", "name": "process_labels", "pid": number, "args": facts})
+
+    def span(
+        self, process: int, row: int, name: str, kind: str, begin_us: float, us: float, args: Mapping[str, Any]
+    ) -> None:
+        """Something that lasts: microseconds since the begin of the trace, and how many."""
+        event = {"ph": "X", "pid": process, "tid": row, "name": name, "cat": kind}
+        self.add({**event, "ts": round(begin_us, 3), "dur": round(us, 3), **({"args": args} if args else {})})
+
+    def instant(self, process: int, row: int, name: str, kind: str, at_us: float, args: Mapping[str, Any]) -> None:
+        """Something at one moment."""
+        event = {"ph": "i", "s": "t", "pid": process, "tid": row, "name": name, "cat": kind, "ts": round(at_us, 3)}
+        self.add({**event, "args": args} if args else event)
+
+
+def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
+    """For each (begin, end), in order of their begins, the first of as many lanes as needed in which none overlap."""
+    free: list[float] = []
+    taken = []
+    for begin, end in spans:
+        lane = next((i for i, until in enumerate(free) if until <= begin), len(free))
+        free[lane : lane + 1] = [end]
+        taken.append(lane)
+    return taken

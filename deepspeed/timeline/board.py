@@ -1,0 +1,164 @@
+"""What ranks tell each other of their pace, beside the training: a thread of each writes to the job's store, over a
+connection of its own, and that of rank 0 reads it, looks for slow ranks and writes the record of the run.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.device import get_accelerator
+from deepspeed.observe import hostmem
+from deepspeed.observe.log import logger
+from deepspeed.observe.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ranks
+from deepspeed.observe.runfile import RunFile
+from deepspeed.timeline.spans import StepSpans
+
+BEAT_S = 0.5
+_MANY_RANKS = 128  # of which each tells half as often
+_LAST_S = 2.0  # how long the first rank waits at the end for what the others have last written
+_PENDING = 64  # updates that a device has not come to the end of; of more, the oldest are left out
+_RANKS_S = 60.0  # between two lines of all ranks in the record
+
+Facts = dict[str, Any]
+
+
+class Board:
+    """The thread of one rank. ``store``: None for one rank alone. ``file``: on the first rank. ``factor`` and ``steps``
+    are those of ``slow_ranks``. ``drive_bytes``: how many of this rank are on drives.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        ranks: int,
+        file: RunFile | None,
+        factor: float,
+        steps: int,
+        drive_bytes: Callable[[], int],
+    ) -> None:
+        self._store, self._rank, self._ranks, self.file = store, rank, ranks, file
+        self._factor, self._steps, self._drive_bytes = factor, steps, drive_bytes
+        self._pace, self._last_step = Pace(steps), 0
+        self._pending = deque[tuple[StepSpans, Facts]]()
+        self._lock = threading.RLock()  # of the file and what is pending
+        self._over = threading.Event()
+        self._named: set[int] = set()
+        self.slow = deque[SlowRank]()  # named since somebody has last looked, for the monitor
+        self._ranks_s, self._memory, self._state = time.monotonic(), Facts(), Facts()
+        self._device, self._steps_of = get_accelerator().current_device(), dict[int, int]()
+        self._beat_s = BEAT_S * (1 + (ranks > _MANY_RANKS))
+        self._facts = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._owner = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="deepspeed-observe", daemon=True)
+        self._thread.start()
+
+    def put(self, step: StepSpans, facts: Facts) -> None:
+        """An update is over; ``facts``: what else is known of it."""
+        with self._lock:
+            if len(self._pending) >= _PENDING:
+                self._pending.popleft()
+            self._pending.append((step, facts))
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """A line of the record, on the first rank."""
+        if self.file is not None:
+            with self._lock:
+                self.file.write(kind, **facts)
+
+    def close(self) -> None:
+        """The last words of this rank; on the first one also of the others, as far as they come."""
+        if self._over.is_set() or os.getpid() != self._owner:
+            return
+        self._over.set()
+        self._thread.join(_LAST_S)
+        end = time.monotonic() + _LAST_S
+        with contextlib.suppress(RuntimeError, ValueError):  # the store went with the process that kept it
+            self._look(last=True)
+            while self.file is not None and self._behind() and time.monotonic() < end:
+                time.sleep(0.01)
+                self._look(last=True)
+        if self.file is not None:
+            self.write("ranks", **self._state)
+            self.file.close()
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        get_accelerator().set_device(self._device)  # a new thread stands on the first one
+        while not self._over.wait(self._beat_s):
+            try:
+                self._look()
+            except (RuntimeError, ValueError, OSError) as error:  # the store, or a disk that is full
+                logger.debug("the record of the run waits: %s", error)
+
+    def _look(self, *, last: bool = False) -> None:
+        self._memory = self._measure()
+        self._take_in(last=last)
+        mine = {
+            **{"rank": self._rank, "step": self._last_step, "steps": self._pace.steps},
+            **{"work": self._pace.work, "wait": self._pace.wait, "memory": self._memory},
+            **self._facts,
+        }
+        if self._store is not None:
+            self._store.set(f"pace/{self._rank}", json.dumps(mine))
+        if self._rank == 0:
+            self._judge({0: mine} | self._others())
+
+    def _take_in(self, *, last: bool) -> None:
+        """Sum up the updates that are over."""
+        with self._lock:
+            while self._pending and (last or self._pending[0][0].known()):
+                step, facts = self._pending.popleft()
+                if last and not step.known():
+                    get_accelerator().synchronize()
+                times = step.summary()
+                self._last_step = step.number
+                self._pace.add(times["total_ms"] - times["wait_ms"], times["wait_ms"])
+                if self.file is not None:
+                    self.file.step(times, {"step": step.number, **facts, "memory": self._memory})
+
+    def _measure(self) -> Facts:
+        """Bytes of this rank, per tier."""
+        accelerator, memory = get_accelerator(), {"host": hostmem.rss_bytes(), "drive": self._drive_bytes()}
+        if accelerator.device_name() != "cpu":
+            memory |= {"device": accelerator.memory_allocated(), "device_peak": accelerator.max_memory_allocated()}
+        return memory
+
+    def _others(self) -> dict[int, Facts]:
+        keys = {f"pace/{rank}": rank for rank in range(1, self._ranks)} if self._store is not None else {}
+        present = [key for key in keys if self._store.check([key])]
+        return {keys[key]: json.loads(self._store.get(key)) for key in present}
+
+    def _judge(self, states: dict[int, Facts]) -> None:
+        """Name the ranks that are slow, once each; let others see how fast each is."""
+        self._steps_of = {rank: int(state["step"]) for rank, state in states.items()}
+        paces = {
+            rank: RankPace(rank, s["step"], s["steps"], PaceSpread(*s["work"]), PaceSpread(*s["wait"]), s["host"])
+            for rank, s in states.items()
+        }
+        slow = slow_ranks(paces, ranks=self._ranks, factor=self._factor, steps=self._steps)
+        for each in slow:
+            if each.pace.rank not in self._named:
+                self._named.add(each.pace.rank)
+                self.slow.append(each)
+                logger.warning("%s", each.text())
+                self.write("slow", rank=each.pace.rank, times=each.times, median_ms=each.median_ms, text=each.text())
+        if self.file is None:
+            return
+        self._state = {"ranks": [*states.values()], "slow": {str(s.pace.rank): s.times for s in slow}}
+        with self._lock:
+            self.file.ranks({"time": time.time(), "of": self._ranks, **self._state})
+        if time.monotonic() - self._ranks_s > _RANKS_S:
+            self._ranks_s = time.monotonic()
+            self.write("ranks", **self._state)
+
+    def _behind(self) -> bool:
+        """Whether other ranks have not told of as many updates yet."""
+        return len(self._steps_of) < self._ranks or min(self._steps_of.values()) < self._last_step

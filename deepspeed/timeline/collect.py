@@ -1,0 +1,96 @@
+"""One trace of all ranks: their clocks compared, their spans sent to rank 0, which writes them. Between two updates,
+where all ranks are at the same place.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.wire import Wire
+from deepspeed.observe.tracefile import TraceFile, lanes
+from deepspeed.timeline.spans import COLLECTIVES, ROWS, TIERS, MarkClock, StepSpans
+
+# One span for the journey: row, name, begin and length in nanoseconds (None: a moment), facts.
+Row = tuple[int, str, int, int | None, dict[str, Any] | None]
+
+
+def on_first_clock(moment_ns: int, before: tuple[int, int], after: tuple[int, int]) -> int:
+    """A moment of this rank by the first one's clock; between two comparisons clocks are taken to drift evenly."""
+    (first, begin), (last, end) = before, after
+    share = (moment_ns - begin) / (end - begin) if end > begin else 0.0
+    return moment_ns - first - round((last - first) * share)
+
+
+def rows_of(
+    steps: Sequence[StepSpans],
+    clock: MarkClock,
+    base: tuple[Any, int],
+    offsets: tuple[tuple[int, int], tuple[int, int]],
+) -> Iterator[Row]:
+    """The spans of ``steps``, all of which have passed, in the first rank's time. ``base``: see ``MarkClock.sync``."""
+    mark, base_ns = base
+
+    def at(moment: Any) -> int:
+        return on_first_clock(base_ns + clock.between_ns(mark, moment), *offsets)
+
+    for step in steps:
+        begin = at(step.begin)
+        yield 0, f"step {step.number}", begin, at(step.end) - begin, None
+        for span in step.spans:
+            begin = at(span.begin)
+            yield span.row, span.name, begin, None if span.end is None else at(span.end) - begin, span.facts
+
+
+def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_out: int) -> None:
+    """Write ``rows`` of all members to ``path``, on the first one, one member after the other; ``title`` names this
+    one, of whose spans ``left_out`` had no room. Collective. Raises OSError on the first.
+    """
+    content = json.dumps([title, rows, left_out]).encode()
+    if group.index and not group.alike:
+        Wire(group).number(0)  # its turn
+        Wire(group).send_bytes(gzip.compress(content, 1), 0)
+        return
+    failure: OSError | None = None
+    begin_ns = min((row[2] for row in rows), default=0)
+    parts = _parts(content, group)
+    try:
+        with TraceFile(path) as file:
+            for rank, (name, theirs, lost) in parts:
+                _write_rank(file, rank, name, theirs, begin_ns, lost)
+    except OSError as error:
+        failure = error
+    for _ in parts:  # what the others have to send
+        pass
+    if failure is not None:
+        raise failure
+
+
+def _parts(mine: bytes, group: AxisGroup) -> Iterator[tuple[int, Any]]:
+    yield 0, json.loads(mine)
+    for rank in range(1, 1 if group.alike else group.size):
+        Wire(group).send_number(0, rank)
+        yield rank, json.loads(gzip.decompress(Wire(group).bytes(rank)))
+
+
+def _write_rank(file: TraceFile, process: int, title: str, rows: list[Row], begin_ns: int, lost: int) -> None:
+    """One process of the trace; what overlaps in a row gets rows of its own."""
+    places: dict[int, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row[2], -(row[3] or 0))):
+        places.setdefault(row[0], []).append(row)
+    names: list[str] = []
+    events: list[tuple[int, Row]] = []
+    for kind, title_of in enumerate(ROWS):
+        mine = places.get(kind, [])
+        several = kind in (COLLECTIVES, TIERS)
+        taken = lanes((r[2], r[2] + (r[3] or 0)) for r in mine) if several else [0] * len(mine)
+        events += [(len(names) + lane, row) for lane, row in zip(taken, mine, strict=True)]
+        names += [title_of] * max(1, 1 + max(taken, default=0))
+    file.process(process, f"{title}; {lost} spans had no room" if lost else title, names)
+    for place, (kind, name, at_ns, length, facts) in events:
+        at_us = (at_ns - begin_ns) / 1e3
+        if length is None:
+            file.instant(process, place, name, ROWS[kind], at_us, facts or {})
+        else:
+            file.span(process, place, name, ROWS[kind], at_us, length / 1e3, facts or {})

@@ -1,0 +1,334 @@
+"""What an engine tells whoever listens.
+
+Nothing of the engine knows of a listener: for as long as there is one, methods of living objects are replaced by ones
+that call them and note when (``Wraps``), and the listeners of process groups have one more. So an engine that nobody
+watches does not even ask whether somebody does.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.hang.stacks import unit_of
+from deepspeed.tier.transfer import Transfer
+from deepspeed.timeline.spans import COLLECTIVES, COMPUTE, PHASES, PREFETCH, TIERS, WAITS, MarkClock, StepSpans
+from deepspeed.zero.hooks import inside_backward, tensors_in
+from deepspeed.zero.partition import UnitState
+
+_MOST = 20_000  # spans of one step
+# Calls that return when the values are there: the time between begin and end is a wait.
+_AT_ONCE = ("sum_in_place", "broadcast")
+_DEEP = 14  # frames between a collective and the unit that it is for
+
+
+class Wraps:
+    """Methods of living objects, each replaced until ``close`` by one that calls it."""
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+
+    def put(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let ``owner.name`` be ``make`` of what it is. AttributeError where there is no such method."""
+        names, method = vars(owner), getattr(owner, name)
+        before = names.get(name)
+        names[name] = made = functools.wraps(method)(make(method))
+
+        def back() -> None:
+            if names.get(name) is made:  # else another has wrapped it since
+                names.pop(name)
+                if before is not None:
+                    names[name] = before
+
+        self._undo.callback(back)
+
+    def close(self) -> None:
+        """Every method is what it was."""
+        self._undo.close()
+
+    def on_close(self, call: Callable[..., Any], *args: Any) -> None:
+        """Something else to undo."""
+        self._undo.callback(call, *args)
+
+
+def _caller_and_unit(frame: FrameType | None) -> tuple[str, str]:
+    """The function that issues a collective, and the unit that it is for."""
+    caller = ""
+    for _ in range(_DEEP):
+        if frame is None:
+            break
+        name = frame.f_code.co_name
+        if not caller and name not in ("note", "<listcomp>"):
+            caller = name
+        if ("unit" in frame.f_code.co_varnames or frame.f_code.co_filename.endswith("unit.py")) and (
+            title := unit_of(frame)
+        ):
+            return caller, title
+        frame = frame.f_back
+    return caller, ""
+
+
+class Listener:
+    """Notes the spans of ``engine`` in ``step``, which is replaced at every update: phases, waits and collectives; with
+    ``detail`` the modules, transfers between tiers and each use of a unit, too.
+    """
+
+    def __init__(self, engine: Any, clock: MarkClock) -> None:
+        self._engine, self._clock = engine, clock
+        self.step = StepSpans(clock, clock.mark(), _MOST)
+        self._wraps, self._details = Wraps(), Wraps()
+        self._open: list[tuple[str, Any]] = []  # the block whose backward is under way
+        self._forwards: dict[nn.Module, Any] = {}
+        self._beside = 0  # streams beside the computation that are given work right now
+        self._follow()
+
+    def turn(self) -> StepSpans:
+        """The update ends, and the next begins: what the last one was."""
+        now, last = self._clock.mark(), self.step
+        last.end = now
+        self.step = StepSpans(self._clock, now, _MOST)
+        return last
+
+    def close(self) -> None:
+        """The engine is what it was."""
+        self._details.close()
+        self._wraps.close()
+
+    @contextlib.contextmanager
+    def _span(self, row: int, name: str, **facts: Any) -> Iterator[None]:
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            self.step.add(row, name, begin, self._clock.mark(), facts or None)
+
+    def _timed(self, row: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(method: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                with self._span(row, name):
+                    return method(*args, **kwargs)
+
+            return timed
+
+        return make
+
+    # -- always -----------------------------------------------------------------------------------------------------
+    def _follow(self) -> None:
+        engine, put = self._engine, self._wraps.put
+        runtime, mesh = engine.runtime, engine.mesh
+        put(engine, "_clock", self._phase)
+        put(runtime, "need", self._need)
+        put(runtime, "publication", self._publication)
+        if runtime.agreement.speaks:
+            put(runtime.agreement, "_message", self._timed(WAITS, "agreement"))
+        gradients = runtime.gradients
+        streams = {"gather of": (runtime._stream,), "reduction of": gradients._streams}
+        streams["gradient in host memory of"] = (gradients._out, gradients._back)
+        for what, each in streams.items():
+            for stream in each:
+                put(stream, "run", functools.partial(self._run, what, stream._stream is not None))
+        if hasattr(engine, "_links"):
+            put(engine._links, "_wait", self._timed(WAITS, "messages of the pipeline"))
+        groups = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, *mesh.groups)
+        for group in {id(g): g for g in groups if isinstance(g, AxisGroup) and g.size > 1}.values():
+            group.ledger.append(listener := self._collective)
+            self._wraps.on_close(self._leave, group, listener)
+
+    @staticmethod
+    def _leave(group: AxisGroup, listener: Any) -> None:
+        if listener in group.ledger:
+            group.ledger.remove(listener)
+
+    def _phase(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def clock(name: str) -> Iterator[None]:
+            inner = name in self._engine._phases  # a forward inside a forward is part of it
+            with method(name), contextlib.nullcontext() if inner else self._span(PHASES, name):
+                yield
+
+        return clock
+
+    def _run(self, what: str, beside: bool, method: Callable[..., Any]) -> Callable[..., Any]:  # noqa: FBT001 - private
+        """Who waits for what a stream has begun waits for a transfer; but not a stream ``beside`` the computation."""
+
+        def run(start: Callable[[], Transfer]) -> Transfer:
+            self._beside += beside
+            try:
+                transfer = method(start)
+            finally:
+                self._beside -= beside
+            if transfer.nbytes:
+                _, unit = _caller_and_unit(sys._getframe(1))
+                transfer = _Watched(transfer, self, f"{what} {unit or 'a unit'}")
+            return transfer
+
+        return run
+
+    def waited(self, transfer: Transfer, what: str) -> None:
+        """Wait for ``transfer``, and note how long."""
+        if self._beside:
+            transfer.wait()
+            return
+        with self._span(WAITS, what):
+            transfer.wait()
+
+    def _publication(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def publication(units: list[Any]) -> Any:
+            made = method(units)
+            sent = any(g.size > 1 for u in units for g in u.mesh.groups)
+            whole = sent and any(not u.movable for u in units)
+            if whole:  # of these the values are gathered at once, and waited for at the end
+                vars(made)["finish"] = self._timed(WAITS, "publish the update")(made.finish)
+            return made
+
+        return publication
+
+    def _need(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def need(units: Iterable[Any]) -> None:
+            units = list(units)
+            for unit in units:
+                if unit.movable:
+                    ready = unit.state is not UnitState.ABSENT and unit.fetched_version == unit.version
+                    self.step.hits += ready
+                    self.step.misses += not ready
+                    if self._detailed:
+                        what = "hit" if ready else "miss"
+                        state = unit.state.name.lower()
+                        self.step.add(PREFETCH, what, self._clock.mark(), None, {"unit": unit.title, "was": state})
+            method(units)
+
+        return need
+
+    def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
+        begin, nbytes = self._clock.mark(), numel * dtype.itemsize
+        caller, unit = _caller_and_unit(sys._getframe(1))
+        self.step.bytes_sent += nbytes
+
+        def end() -> None:
+            mark, facts = self._clock.mark(), {"bytes": nbytes, "dtype": str(dtype)[6:], "ranks": size}
+            self.step.add(COLLECTIVES, op, begin, mark, facts | ({"unit": unit} if unit else {}))
+            if caller in _AT_ONCE:
+                self.step.add(WAITS, op, begin, mark)
+
+        return end
+
+    # -- details ----------------------------------------------------------------------------------------------------
+    _detailed = False
+
+    def detail(self) -> None:
+        """From here on more is noted, until ``less``."""
+        engine, details = self._engine, self._details
+        self._detailed = True
+        hooks, units = engine._parts.hooks, engine.runtime.units
+        names = {module: name for name, module in engine.module.named_modules()}
+        blocks = {m: root for root in hooks._roots for m in root.modules() if m is not root}
+        for module in {*hooks._roots, *(m for m in hooks._touches if m not in blocks)}:
+            if module is not engine.module or not blocks:
+                self._hook(module, names.get(module) or type(module).__name__)
+        for drive in engine._parts.tiers.drives:
+            details.put(drive, "read", self._file("read"))
+            details.put(drive, "write", self._file("write"))
+        stores = {id(s): s for unit in units for s in unit.rest.values() if not s.on_drive}
+        for store in stores.values():
+            if store.tensor.device.type != engine.device.type:
+                details.put(store, "get", self._copy("to the device"))
+                details.put(store, "put", self._copy("to the host"))
+        if engine.basic_optimizer is not None:
+            details.put(engine.basic_optimizer, "step", self._timed(COMPUTE, "optimizer"))
+        details.put(engine.runtime, "flush", self._flush)
+
+    def less(self) -> None:
+        """No more details."""
+        self._detailed = False
+        self._details.close()
+        self._open.clear()
+        self._forwards.clear()
+
+    def _copy(self, where: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(method: Callable[..., Any]) -> Callable[..., Any]:
+            def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                with self._span(TIERS, f"copy {where}", bytes=tensor.nbytes):
+                    return method(tensor, *args, **kwargs)
+
+            return copied
+
+        return make
+
+    def _file(self, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(method: Callable[..., Any]) -> Callable[..., Any]:
+            def begun(extent: Any, start: int, tensor: torch.Tensor) -> Any:
+                begin, transfer = self._clock.mark(), method(extent, start, tensor)
+                waits = transfer.wait
+
+                def wait() -> None:
+                    vars(transfer).pop("wait", None)
+                    waits()
+                    self.step.add(TIERS, what, begin, self._clock.mark(), {"bytes": tensor.nbytes})
+
+                vars(transfer)["wait"] = wait
+                return transfer
+
+            return begun
+
+        return make
+
+    def _hook(self, module: nn.Module, name: str) -> None:
+        def before(*_: Any) -> None:
+            self._forwards[module] = self._clock.mark()
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            begin = self._forwards.pop(module, None)
+            if begin is not None:
+                what = "recompute" if inside_backward() else "forward"
+                self.step.add(COMPUTE, f"{what} {name}", begin, self._clock.mark())
+            if torch.is_grad_enabled():
+                for origin in {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}:
+                    hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
+                    hold(functools.partial(self._begin_backward, name))
+
+        if "torch._dynamo" in sys.modules:  # a compiler cannot see through them
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)):
+            self._details.on_close(handle.remove)
+
+    def _begin_backward(self, name: str, _: Any) -> None:
+        """The gradients of a block's outputs are there: what comes now is its backward, until another's begins."""
+        if self._detailed:
+            self._end_backward()
+            self._open.append((name, self._clock.mark()))
+
+    def _end_backward(self) -> None:
+        while self._open:
+            name, begin = self._open.pop()
+            self.step.add(COMPUTE, f"backward {name}", begin, self._clock.mark())
+
+    def _flush(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def flush() -> None:
+            self._end_backward()
+            method()
+
+        return flush
+
+
+class _Watched(Transfer):
+    """A transfer whose first wait that has to last is noted."""
+
+    def __init__(self, transfer: Transfer, listener: Listener, what: str) -> None:
+        self.nbytes, self._transfer, self._listener, self._what = transfer.nbytes, transfer, listener, what
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            self._transfer.wait()
+            return
+        self._waited = True
+        self._listener.waited(self._transfer, self._what)
+
+    def done(self) -> bool:
+        return self._transfer.done()

@@ -1,0 +1,337 @@
+"""What the block ``observe`` asks for: a trace of some updates, and the record of a run. One observer per engine."""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import failures
+from deepspeed.comm.hang.watch import own_store
+from deepspeed.comm.wire import clock_offset
+from deepspeed.device import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.observe.log import logger
+from deepspeed.observe.runfile import RunFile
+from deepspeed.timeline.board import Board
+from deepspeed.timeline.collect import rows_of, write_trace
+from deepspeed.timeline.listen import Listener, Wraps
+from deepspeed.timeline.spans import StepSpans, clock_for
+from deepspeed.version import __version__
+
+_MOST_SPANS = 200_000  # of one rank in a trace
+
+
+class LateMean:
+    """The mean of losses, which the program need not wait for."""
+
+    def __init__(self, losses: list[torch.Tensor]) -> None:
+        mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
+        self._value = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
+        self._value.copy_(mean, non_blocking=True)
+        self._event = get_accelerator().Event()
+        self._event.record()
+
+    def known(self) -> bool:
+        """Whether it can be read without waiting."""
+        return bool(self._event.query())
+
+    def read(self) -> float:
+        """The number."""
+        if not self._event.query():
+            self._event.synchronize()
+        return float(self._value)
+
+
+class Window:
+    """The updates of a trace: from the ``first`` to the ``last``, counted from 1."""
+
+    def __init__(self, path: str, first: int, last: int) -> None:
+        self.path, self.first, self.last = path, first, last
+        self.steps: list[StepSpans] = []
+        self.begun = self.over = False
+        self.base: tuple[Any, int] = (0, 0)
+        self.offset = (0, 0)
+
+    def add(self, step: StepSpans) -> None:
+        """One more update, without spans for which there is no room."""
+        room = _MOST_SPANS - sum(len(s.spans) for s in self.steps)
+        step.left_out += max(0, len(step.spans) - room)
+        del step.spans[max(0, room) :]
+        self.steps.append(step)
+
+
+class Observer:
+    """Watches an engine from the end of ``initialize`` until it is destroyed."""
+
+    def __init__(self, engine: Any) -> None:
+        settings, mesh = engine._config.observe, engine.mesh
+        self._engine, self._mesh = engine, mesh
+        self._clock = clock_for(engine.device.type)
+        self._window = Window(settings.trace, *settings.steps) if settings.trace else None
+        self._board: Board | None = None
+        self._losses: list[torch.Tensor] = []
+        self._metrics: dict[str, float] = {}
+        self._waiting: list[tuple[StepSpans, Any, LateMean | None, dict[str, Any]]] = []
+        self._saving: dict[str, Any] = {}
+        file = self._open(settings)
+        self._listener, self._wraps = Listener(engine, self._clock), Wraps()
+        self._wraps.put(engine, "_write_metrics", self._after(self._boundary))
+        if settings.run:
+            self._record(file, settings)
+        self._open_window()
+
+    def _open(self, settings: Any) -> RunFile | None:
+        """What the first rank writes to; UsageError on all ranks where it cannot."""
+        file: RunFile | None = None
+        fault: Exception | None = None
+        try:
+            if self._mesh.first and settings.trace:
+                Path(settings.trace).absolute().parent.mkdir(parents=True, exist_ok=True)
+            if self._mesh.first and settings.run:
+                file = RunFile(settings.run, start_facts(self._engine))
+        except OSError as error:
+            fault = UsageError(f"observe.trace {settings.trace!r} cannot be written: {error}. Name another file")
+        except Exception as error:  # the others wait for the answer
+            fault = error
+        for text in failures(fault, self._mesh.talk).values():
+            raise fault or UsageError(text)
+        return file
+
+    def _record(self, file: RunFile | None, settings: Any) -> None:
+        engine, mesh, put = self._engine, self._mesh, self._wraps.put
+        alone = mesh.job.size == 1 or mesh.job.alike
+        self._board = Board(
+            None if alone else own_store(f"{mesh.name}/pace"),
+            rank=mesh.job.index,
+            ranks=1 if alone else mesh.job.size,
+            file=file,
+            factor=settings.slow_factor,
+            steps=settings.slow_steps,
+            drive_bytes=lambda: sum(drive.used_bytes for drive in engine._parts.tiers.drives),
+        )
+        put(engine, "train_batch" if hasattr(engine, "_links") else "backward", self._hear_loss)
+        put(engine, "save_checkpoint", self._timed_save)
+        put(engine, "load_checkpoint", self._timed_load)
+        put(engine.monitor, "write_events", self._hear_metrics)
+        if file is not None:
+            handler = logging.Handler(logging.WARNING)
+            handler.emit = self._hear_warning  # type: ignore[method-assign]
+            logger.addHandler(handler)
+            self._wraps.on_close(logger.removeHandler, handler)
+
+    def close(self) -> None:
+        """The engine ends: the last words of this rank."""
+        self._wraps.close()
+        self._listener.close()
+        window = self._window
+        if window is not None and window.begun and not window.over:
+            if self._mesh.job.size == 1:
+                self._close_window(window)
+            elif self._mesh.first:
+                logger.warning(
+                    "observe.trace: the engine ends after update %d, and the trace would have been written after %d: "
+                    "there is none. Choose observe.steps within the run",
+                    *(self._engine.global_steps, window.last),
+                )
+        if self._board is not None:
+            self._pass_on(wait=True)
+            self._board.close()
+        self._engine = None
+
+    # -- what the engine does ---------------------------------------------------------------------------------------
+    @staticmethod
+    def _after(call: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(method: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                result = method(*args, **kwargs)
+                call()
+                return result
+
+            return called
+
+        return make
+
+    def _hear_loss(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``backward`` is given a loss; ``train_batch`` returns one, after the boundary."""
+        batch = method.__name__ == "train_batch"
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = args[0] if args else kwargs.get("loss")
+            if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
+                self._losses.append(given.detach())
+            result = method(*args, **kwargs)
+            if batch:
+                step, outcome, _, facts = self._waiting[-1]
+                self._waiting[-1] = step, outcome, LateMean([result.detach()]), facts
+            return result
+
+        return called
+
+    def _hear_metrics(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(events: Any) -> Any:
+            self._metrics |= {str(name): float(value) for name, value, _ in events}
+            return method(events)
+
+        return called
+
+    def _hear_warning(self, record: logging.LogRecord) -> None:
+        if self._board is not None:
+            where = f"{record.filename}:{record.lineno}"
+            self._board.write("warning", level=record.levelname, text=record.getMessage(), where=where)
+
+    def _timed_save(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(save_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            self._pass_saving()
+            begun, behind = time.monotonic(), self._engine._config.checkpoint.in_background
+            result = method(save_dir, tag, *args, **kwargs)
+            name = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
+            self._saving = {"step": self._engine.global_steps, "path": str(Path(save_dir).absolute() / name)}
+            self._saving |= {"begun": begun, "seconds": time.monotonic() - begun, "in_background": behind}
+            self._pass_saving()
+            return result
+
+        return called
+
+    def _pass_saving(self) -> None:
+        """A checkpoint that has its name is a line of the record."""
+        if self._saving and not self._engine._saver.running and self._board is not None:
+            saved, self._saving = self._saving, {}
+            begun, path = saved.pop("begun"), Path(saved["path"])
+            nbytes = 0
+            if self._mesh.first:
+                with contextlib.suppress(OSError):
+                    nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+            self._board.write("checkpoint", **saved, until_named_s=time.monotonic() - begun, bytes=nbytes)
+
+    def _timed_load(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            begun = time.monotonic()
+            path, client = method(*args, **kwargs)
+            if path is not None and self._board is not None:
+                self._board.write("loaded", path=path, step=self._engine.global_steps, seconds=time.monotonic() - begun)
+            return path, client
+
+        return called
+
+    # -- at the end of an update ------------------------------------------------------------------------------------
+    def _boundary(self) -> None:
+        step, window = self._listener.turn(), self._window
+        step.number = self._engine.global_steps
+        if self._board is not None:
+            losses, self._losses = self._losses, []
+            self._waiting.append((step, self._engine._result, LateMean(losses) if losses else None, self._facts()))
+            self._pass_on(wait=False)
+            self._pass_saving()
+            self._tell_of_slow()
+        if window is not None and not window.over:
+            if window.begun:
+                window.add(step)
+                if step.number >= window.last:
+                    self._close_window(window)
+            else:
+                self._open_window()
+
+    def _facts(self) -> dict[str, Any]:
+        engine = self._engine
+        facts = {"samples": engine.global_samples, "lr": next(iter(engine.get_lr()), None)}
+        facts |= {"loss_scale": engine.loss_scale()} if engine.fp16_enabled() else {}
+        return facts | ({"metrics": dict(self._metrics)} if self._metrics else {})
+
+    def _pass_on(self, *, wait: bool) -> None:
+        """Give the board the updates of which everything is known."""
+        assert self._board is not None
+        while self._waiting:
+            step, outcome, loss, facts = self._waiting[0]
+            late = len(self._waiting) > 1 or wait  # a pipeline's loss comes after the boundary
+            if not (late and outcome.known() and (loss is None or loss.known())) and not wait:
+                return
+            self._waiting.pop(0)
+            norm, clip = outcome.norm, self._engine.gradient_clipping()
+            facts["skipped"] = outcome.overflow
+            if loss is not None:
+                facts["loss"] = loss.read()
+            if norm is not None:
+                facts["grad_norm"] = float(norm)
+                facts["grad_norm_clipped"] = min(float(norm), clip) if clip and math.isfinite(norm) else float(norm)
+            self._board.put(step, facts)
+
+    def _tell_of_slow(self) -> None:
+        board, engine = self._board, self._engine
+        while board is not None and board.slow:
+            slow = board.slow.popleft()
+            if engine.monitor.enabled:
+                values = {"slow_rank": slow.pace.rank, "slow_rank_times_median": slow.times}
+                engine.monitor.write_events(
+                    [(f"Train/Samples/{name}", float(value), engine.global_samples) for name, value in values.items()]
+                )
+
+    # -- the trace --------------------------------------------------------------------------------------------------
+    def _open_window(self) -> None:
+        """Begin with the trace, if the next update is of it. Collective then."""
+        window, n = self._window, self._engine.global_steps + 1
+        if window is None or n < window.first:
+            return
+        window.begun = True
+        window.offset = clock_offset(self._mesh.talk)
+        self._listener.detail()
+        window.base = self._clock.sync()
+        self._listener.turn()
+        if n > window.last:  # a run that goes on from a checkpoint
+            text = "observe.trace: update %d comes next, later than observe.steps (%d to %d); that one is traced"
+            logger.info(text, n, window.first, window.last)
+
+    def _close_window(self, window: Window) -> None:
+        """Write the trace. Collective."""
+        window.over = True
+        self._listener.less()
+        get_accelerator().synchronize()
+        mesh, offsets = self._mesh, (window.offset, clock_offset(self._mesh.talk))
+        steps, window.steps = window.steps, []
+        rows = [*rows_of(steps, self._clock, window.base, offsets)]
+        title = mesh.title(mesh.job.ranks[mesh.job.index])
+        try:
+            write_trace(window.path, title, rows, mesh.talk, sum(step.left_out for step in steps))
+        except OSError as error:
+            logger.warning("observe.trace %s could not be written: %s", window.path, error)
+        else:
+            if mesh.first and steps:
+                what = f"updates {steps[0].number} to {steps[-1].number}"
+                logger.info("the trace of %s is in %s; open it at https://ui.perfetto.dev", what, window.path)
+        self._listener.turn()
+
+
+def start_facts(engine: Any) -> dict[str, Any]:
+    """What runs where, for the first line of a record."""
+    config, mesh, plan = engine._config, engine.mesh, engine.memory_plan()
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "model": type(engine.module).__name__,
+        "parameters": sum(segment.numel for unit in engine.runtime.units for segment in unit.layout.segments),
+        "units": len(engine.runtime.units),
+        "ranks": mesh.job.size,
+        "ways": {name: getattr(mesh, name).size for name in ("data", "tp", "pp")},
+        "device": engine.device.type,
+        "dtype": config.compute_dtype,
+        "zero": engine.zero_optimization_stage(),
+        "optimizer": engine.optimizer_name(),
+        "batch": [engine.train_batch_size(), engine._micro, engine._gas],
+        "step": engine.global_steps,
+        "plan": {"device": plan.device, "host": plan.host, "drive": plan.drive},
+        "places": engine.places(),
+    }
+
+
+def observe(engine: Any) -> None:
+    """Do what the block ``observe`` of the engine's configuration asks for, until the engine is destroyed. Collective.
+
+    Raises UsageError where a file cannot be written.
+    """
+    settings = engine._config.observe
+    if settings.trace or settings.run:
+        engine._lasting.callback(Observer(engine).close)

@@ -1,0 +1,139 @@
+"""Spans of one rank in time: by the host's clock, or on a device by events that are read when it has passed them."""
+
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from deepspeed.device import get_accelerator
+
+PHASES, COMPUTE, WAITS, COLLECTIVES, TIERS, PREFETCH = range(6)  # rows of a trace, from the top
+ROWS = ("phases", "compute", "waits", "collectives", "tier transfers", "prefetch")
+
+
+class TimedSpan(NamedTuple):
+    """Something that lasted, between two marks of a clock; ``facts`` are shown beside it. ``end`` None: a moment."""
+
+    row: int
+    name: str
+    begin: Any
+    end: Any
+    facts: dict[str, Any] | None = None
+
+
+class MarkClock(Protocol):
+    """Marks moments of what is under way. No call but ``sync`` waits for a device."""
+
+    def mark(self) -> Any:
+        """Now: on a device, where the current stream is now."""
+
+    def known(self, mark: Any) -> bool:
+        """Whether that moment has passed."""
+
+    def between_ns(self, begin: Any, end: Any) -> int:
+        """Nanoseconds between two moments that have passed."""
+
+    def sync(self) -> tuple[Any, int]:
+        """A mark, and what the host's clock (``perf_counter_ns``) shows there; waits for the device."""
+
+
+class HostClock:
+    """Where computation is over when its call returns."""
+
+    mark = staticmethod(time.perf_counter_ns)
+
+    def known(self, mark: Any) -> bool:
+        """True."""
+        return True
+
+    def between_ns(self, begin: Any, end: Any) -> int:
+        """The difference."""
+        return int(end - begin)
+
+    def sync(self) -> tuple[Any, int]:
+        """Now, twice."""
+        now = time.perf_counter_ns()
+        return now, now
+
+
+class DeviceClock:
+    """Events on the current stream. A moment of the host alone (``perf_counter_ns``) cannot be told from it here."""
+
+    def mark(self) -> Any:
+        """An event."""
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def known(self, mark: Any) -> bool:
+        """Whether the device has passed it."""
+        return bool(mark.query())
+
+    def between_ns(self, begin: Any, end: Any) -> int:
+        """As the device has measured it, to about a microsecond within seconds of each other."""
+        return round(begin.elapsed_time(end) * 1e6)
+
+    def sync(self) -> tuple[Any, int]:
+        """An event that has passed, and when."""
+        event = self.mark()
+        event.synchronize()
+        return event, time.perf_counter_ns()
+
+
+def clock_for(device: str) -> MarkClock:
+    """The clock of computation on that type of device."""
+    return HostClock() if device == "cpu" else DeviceClock()
+
+
+def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
+    """How long at least one of (begin, end) lasts."""
+    total, until = 0, -(1 << 62)
+    for begin, end in sorted(intervals):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+class StepSpans:
+    """What one update was made of, from its ``begin`` on: spans, at most ``most`` of them, and counts."""
+
+    def __init__(self, clock: MarkClock, begin: Any, most: int) -> None:
+        self.clock, self.begin, self.most = clock, begin, most
+        self.end: Any = None
+        self.spans: list[TimedSpan] = []
+        self.left_out = self.hits = self.misses = self.bytes_sent = 0
+        self.number = 0
+
+    def add(self, row: int, name: str, begin: Any, end: Any, facts: dict[str, Any] | None = None) -> None:
+        """One more span, if there is room."""
+        if len(self.spans) < self.most:
+            self.spans.append(TimedSpan(row, name, begin, end, facts))
+        else:
+            self.left_out += 1
+
+    def known(self) -> bool:
+        """Whether all of it has passed; what was begun last may end last."""
+        return self.end is not None and self.clock.known(self.end) and all(map(self._over, reversed(self.spans)))
+
+    def _over(self, span: TimedSpan) -> bool:
+        return isinstance(span.begin, int) or self.clock.known(span.begin if span.end is None else span.end)
+
+    def _intervals(self, *rows: int) -> list[tuple[int, int]]:
+        since = self.clock.between_ns
+        return [(since(self.begin, s.begin), since(self.begin, s.end)) for s in self.spans if s.row in rows and s.end]
+
+    def summary(self) -> dict[str, float]:
+        """In milliseconds, once ``known``: the whole step, each phase and what is outside of them, collectives under
+        way, and waits, which nothing hid. ``prefetch_hits`` and ``prefetch_misses``: uses of units that were on their
+        way or had arrived, and that had to be asked for; ``sent_bytes``: sizes of collectives.
+        """
+        whole = self.clock.between_ns(self.begin, self.end)
+        phases: dict[str, int] = {}
+        for span in self.spans:
+            if span.row == PHASES:
+                phases[span.name] = phases.get(span.name, 0) + self.clock.between_ns(span.begin, span.end)
+        waits, flights = self._intervals(WAITS), self._intervals(COLLECTIVES)
+        wait, flight = union_ns(waits), union_ns([*flights, *waits])
+        times = {"total_ms": whole, **{f"{name}_ms": ns for name, ns in phases.items()}}
+        times |= {"other_ms": max(0, whole - sum(phases.values())), "wait_ms": wait, "communication_ms": flight}
+        counts = {"prefetch_hits": self.hits, "prefetch_misses": self.misses, "sent_bytes": self.bytes_sent}
+        return {name: ns / 1e6 for name, ns in times.items()} | counts

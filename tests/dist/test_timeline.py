@@ -1,0 +1,310 @@
+"""What ``observe`` shows of a run is what happened: one trace of all ranks, a record of every update, and the rank that
+the others wait for; and an engine that nobody watches is what it was.
+"""
+
+import gzip
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.wire import Wire, clock_offset
+from deepspeed.errors import UsageError
+from deepspeed.observe.log import logger
+from deepspeed.observe.runfile import read_run
+from deepspeed.timeline import collect
+from deepspeed.timeline.observer import Observer
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+WIDTH, BLOCKS, MICROS = 8, 3, 2
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)])
+
+
+def _config(stage: int, folder: str, **changes: Any) -> dict[str, Any]:
+    zero = {"param_persistence_threshold": 0, **changes.pop("zero", {})}
+    observe = {"trace": f"{folder}/t.json.gz", "steps": [2, 3], "run": f"{folder}/run", **changes.pop("observe", {})}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICROS, "observe": observe}
+    return make_config(stage, zero=zero, **config, **changes)
+
+
+def _train(engine: Any, steps: int, *, slow_rank: int = -1) -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(steps * MICROS):
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.05)
+        loss = engine(torch.randn(2, WIDTH)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _state(engine: Any) -> list[Any]:
+    """What an observer changes of an engine: names of objects, and how many hooks and listeners there are."""
+    runtime, gradients = engine.runtime, engine.runtime.gradients
+    objects = [engine, runtime, gradients, runtime.agreement, runtime._stream, *gradients._streams, engine.monitor]
+    objects += [engine.basic_optimizer, *engine._parts.tiers.drives]
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
+    groups = [g for g in (engine.mesh.job, *engine.mesh.groups)]
+    names = [sorted(vars(o)) for o in objects]
+    return [names, hooks, [len(g.ledger) for g in groups], len(logger.handlers)]
+
+
+def _watched(stage: int, folder: str, steps: int, changes: dict[str, Any]) -> dict[str, Any]:
+    config = _config(stage, folder, **changes)
+    plain = start(_model(), {k: v for k, v in config.items() if k != "observe"})
+    losses = _train(plain, steps)
+    bare = _state(plain)
+    weights = {n: p.detach().clone() for n, p in _whole(plain).items()}
+    plain.destroy()
+    engine = start(_model(), config)
+    watched = _state(engine)
+    same = _train(engine, steps) == losses
+    out = {"same": same and all(torch.equal(p, weights[n]) for n, p in _whole(engine).items())}
+    if stage == 3:
+        engine.save_checkpoint(f"{folder}/saved")
+    counts = engine.runtime.gathers, engine.runtime.reductions
+    observer = engine._lasting._exit_callbacks
+    names = {"bare": bare, "watched": watched}
+    for callback in [*observer]:
+        owner = getattr(callback[1], "__wrapped__", None)
+        if isinstance(getattr(owner, "__self__", None), Observer):
+            owner.__self__.close()
+    names["after"] = _state(engine)
+    engine.destroy()
+    return out | names | {"counts": counts, "losses": losses}
+
+
+def _whole(engine: Any) -> dict[str, torch.Tensor]:
+    from deepspeed.verify.grads import full_parameters
+
+    return full_parameters(engine.module)
+
+
+def _events(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return [e for e in events if e["ph"] != "M"], rows
+
+
+def _check_rows(events: list[dict[str, Any]]) -> None:
+    """Perfetto shows a row as a stack: spans lie in each other or apart."""
+    rows = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            assert e["dur"] >= 0
+            rows[e["pid"], e["tid"]].append((e["ts"], -e["dur"], e["name"]))
+    for spans in rows.values():
+        ends: list[float] = []
+        for begin, less, name in sorted(spans):
+            while ends and ends[-1] <= begin + 0.002:
+                ends.pop()
+            assert not ends or begin - less <= ends[-1] + 0.002, name
+            ends.append(begin - less)
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_the_trace_and_the_record_show_what_happened_and_change_nothing(
+    pool2: RankPool, tmp_path: Path, stage: int
+) -> None:
+    results = pool2.run(_watched, stage, str(tmp_path), 4, {})
+    for result in results:
+        assert result["same"], "watched, it computes the same, bit by bit"
+        assert result["after"] == result["bare"], "afterwards nothing is left of it"
+        assert result["watched"] != result["bare"]
+    events, rows = _events(tmp_path / "t.json.gz")
+    _check_rows(events)
+    for rank in (0, 1):
+        mine = [e for e in events if e["pid"] == rank]
+        names = Counter((rows[rank, e["tid"]], e["name"]) for e in mine)
+        for step in (2, 3):
+            assert names["phases", f"step {step}"] == 1
+        assert (names["phases", "forward"], names["phases", "backward"], names["phases", "step"]) == (4, 4, 2)
+        assert names["compute", "optimizer"] == 2
+        for block in range(BLOCKS):
+            assert names["compute", f"forward {block}"] == names["compute", f"backward {block}"] == 2 * MICROS
+        sent = [e for e in mine if rows[rank, e["tid"]] == "collectives"]
+        assert all(e["args"]["bytes"] > 0 and e["args"]["ranks"] == 2 for e in sent)
+        assert any(key[0] == "waits" and key[1] == "agreement" for key in names)
+        if stage == 3:
+            uses = names["prefetch", "hit"] + names["prefetch", "miss"]
+            assert uses == 2 * MICROS * 2 * BLOCKS and names["prefetch", "miss"] > 0
+            assert {e["args"]["unit"] for e in sent if e["name"] == "all_gather"} == {"0", "1", "2"}
+            assert names["waits", "gather of 1"] and names["waits", "reduction of 1"]
+        else:
+            assert names["waits", "publish the update"] == 2
+    record = read_run(tmp_path / "run")
+    steps = record.of("step")
+    assert record.over and [s["step"] for s in steps] == [1, 2, 3, 4]
+    losses = results[0]["losses"]
+    for n, step in enumerate(steps):
+        assert step["loss"] == pytest.approx(sum(losses[MICROS * n : MICROS * (n + 1)]) / MICROS, rel=1e-5)
+        assert step["total_ms"] >= step["forward_ms"] + step["backward_ms"] + step["step_ms"] > 0
+        assert 0 < step["wait_ms"] <= step["communication_ms"] and step["grad_norm"] > 0 and step["memory"]["host"] > 0
+    shown = sorted(e["dur"] / 1e3 for e in events if e["pid"] == 0 and e["name"] in ("step 2", "step 3"))
+    assert shown == pytest.approx(sorted(s["total_ms"] for s in steps[1:3]), rel=1e-3)
+    assert [len(line["ranks"]) for line in record.of("ranks")] == [2]
+    saved = record.of("checkpoint")
+    assert len(saved) == (stage == 3)
+    for line in saved:
+        assert line["step"] == 4 and line["bytes"] > 1000 and 0 < line["seconds"] <= line["until_named_s"]
+
+
+def _drive(folder: str) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    engine = start(_model(), _config(3, folder, zero=zero, observe={"run": None}))
+    _train(engine, 3)
+    engine.destroy()
+
+
+def test_the_trace_shows_transfers_between_tiers(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_drive, str(tmp_path))
+    events, rows = _events(tmp_path / "t.json.gz")
+    names = Counter((e["pid"], e["name"]) for e in events if rows[e["pid"], e["tid"]] == "tier transfers")
+    assert all(names[rank, what] for rank in (0, 1) for what in ("read", "write"))
+
+
+def _slow(folder: str) -> tuple[list[str], list[Any]]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"}}
+    engine = start(_model(), _config(3, folder, observe={"trace": None, "slow_steps": 3}, **monitor))
+    try:
+        _train(engine, 5, slow_rank=1)
+        end = time.monotonic() + 30
+        while True:
+            named = torch.tensor(float(any("is slow" in line for line in lines) or time.monotonic() > end))
+            dist.all_reduce(named)
+            if named:
+                break
+            _train(engine, 2, slow_rank=1)
+        _train(engine, 3, slow_rank=1)
+    finally:
+        engine.destroy()
+        logger.removeHandler(handler)
+    return lines, []
+
+
+def test_a_rank_that_sleeps_is_named_once_and_the_others_are_not(pool3: RankPool, tmp_path: Path) -> None:
+    lines = [lines for lines, _ in pool3.run(_slow, str(tmp_path))]
+    slow = [line for line in lines[0] if "is slow" in line]
+    assert len(slow) == 1 and slow[0].startswith("rank 1 "), lines
+    assert not [line for line in lines[1] + lines[2] if "is slow" in line], "one rank says it"
+    record = read_run(tmp_path / "run")
+    assert [line["rank"] for line in record.of("slow")] == [1] and record.of("slow")[0]["times"] > 1.2
+    state = {s["rank"]: s for s in record.ranks["ranks"]}
+    assert sorted(state) == [0, 1, 2]
+    assert state[1]["work"][0] > 90, "two naps a step"
+    assert state[0]["wait"][0] > 60 and state[2]["wait"][0] > 60, "the others wait for it"
+    (metric,) = (tmp_path / "csv").glob("*_slow_rank.csv")
+    assert metric.read_text().splitlines()[1].endswith(",1.0")
+
+
+def _apart(ahead_s: float) -> tuple[int, int]:
+    """The clock of rank 1 is so far ahead."""
+    group = AxisGroup(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), tuple(range(2)), "gloo")
+    real = time.perf_counter_ns
+    with pytest.MonkeyPatch.context() as patch:
+        shift = int(ahead_s * 1e9) if dist.get_rank() else 0
+        patch.setattr(time, "perf_counter_ns", lambda: real() + shift)
+        return clock_offset(group)
+
+
+def test_clocks_that_are_apart_are_found_to_be_so(pool2: RankPool) -> None:
+    (first, _), (second, _) = pool2.run(_apart, 5.0)
+    assert first == 0 and abs(second - 5e9) < 5e7, "within 50 ms on a busy machine"
+
+
+def _cannot(folder: str) -> str:
+    (Path(folder) / "file").write_text("")
+    dist.barrier()
+    with pytest.raises(UsageError) as error:
+        start(_model(), _config(3, f"{folder}/file"))
+    engine = start(_model(), _config(3, folder, observe={"trace": None}))  # and the ranks go on together
+    _train(engine, 1)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    errors = pool2.run(_cannot, str(tmp_path))
+    assert all("cannot be written" in error and "Name another" in error for error in errors)
+
+
+def _early(folder: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = start(_model(), _config(3, folder, observe={"run": None, "steps": [1, 9]}))
+    _train(engine, 2)
+    engine.destroy()
+    logger.removeHandler(handler)
+    return lines
+
+
+def test_a_run_that_ends_within_the_trace_says_so(pool2: RankPool, tmp_path: Path) -> None:
+    lines = pool2.run(_early, str(tmp_path))
+    assert any("ends after update 2" in line and "after 9" in line for line in lines[0])
+    assert not [*tmp_path.iterdir()], "and leaves nothing"
+
+
+def test_a_run_of_one_rank_has_a_trace_and_a_record_too(pool1: RankPool, tmp_path: Path) -> None:
+    pool1.run(_early, str(tmp_path))
+    events, _ = _events(tmp_path / "t.json.gz")
+    assert {e["name"] for e in events} >= {"step 1", "step 2"}
+
+
+def _many(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.timeline.observer._MOST_SPANS", 150)
+        engine = start(_model(), _config(3, folder, observe={"run": None, "steps": [1, 4]}))
+        _train(engine, 4)
+        engine.destroy()
+
+
+def test_memory_of_a_trace_is_bounded_and_what_had_no_room_is_counted(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_many, str(tmp_path))
+    events, rows = _events(tmp_path / "t.json.gz")
+    assert len([e for e in events if e["pid"] == 0 and not e["name"].startswith("step ")]) <= 150
+    text = gzip.decompress((tmp_path / "t.json.gz").read_bytes()).decode()
+    assert "spans had no room" in text
+
+
+def _in_turn(folder: str) -> None:
+    """A disk that is full on the first rank: the others have sent what they had, and training goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(collect, "_write_rank", full)
+        engine = start(_model(), _config(3, folder, observe={"run": None}))
+        _train(engine, 5)
+        engine.destroy()
+    wire = Wire(AxisGroup(dist.group.WORLD, 2, dist.get_rank(), (0, 1), "gloo"))
+    if dist.get_rank():
+        assert wire.bytes(0) == b"x"
+    else:
+        wire.send_bytes(b"x", 1)
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_in_turn, str(tmp_path))
+    assert not [*tmp_path.iterdir()]
