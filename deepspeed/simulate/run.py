@@ -99,7 +99,8 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
             key: value | {"nvme_path": folder} if isinstance(value, dict) and value.get("device") == "nvme" else value
             for key, value in dict(config.get("zero_optimization", {})).items()
         }
-        yield config | {"zero_optimization": zero} if zero else config
+        seen = {key: value for key, value in config.items() if key != "observe"}  # nothing happens that could be seen
+        yield seen | {"zero_optimization": zero} if zero else seen
 
 
 class _Loop:

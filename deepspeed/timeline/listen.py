@@ -135,8 +135,8 @@ class Listener:
                 put(stream, "run", functools.partial(self._run, what, stream._stream is not None))
         if hasattr(engine, "_links"):
             put(engine._links, "_wait", self._timed(WAITS, "messages of the pipeline"))
-        groups = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, *mesh.groups)
-        for group in {id(g): g for g in groups if isinstance(g, AxisGroup) and g.size > 1}.values():
+        each = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, mesh.fetching, *mesh.groups)
+        for group in {id(g): g for g in each if isinstance(g, AxisGroup) and g.size > 1}.values():
             group.ledger.append(listener := self._collective)
             self._wraps.on_close(self._leave, group, listener)
 

@@ -47,7 +47,7 @@ class LateMean:
         return float(self._value)
 
 
-class Window:
+class TraceWindow:
     """The updates of a trace: from the ``first`` to the ``last``, counted from 1."""
 
     def __init__(self, path: str, first: int, last: int) -> None:
@@ -72,7 +72,7 @@ class Observer:
         settings, mesh = engine._config.observe, engine.mesh
         self._engine, self._mesh = engine, mesh
         self._clock = clock_for(engine.device.type)
-        self._window = Window(settings.trace, *settings.steps) if settings.trace else None
+        self._window = TraceWindow(settings.trace, *settings.steps) if settings.trace else None
         self._board: Board | None = None
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, float] = {}
@@ -285,7 +285,7 @@ class Observer:
             text = "observe.trace: update %d comes next, later than observe.steps (%d to %d); that one is traced"
             logger.info(text, n, window.first, window.last)
 
-    def _close_window(self, window: Window) -> None:
+    def _close_window(self, window: TraceWindow) -> None:
         """Write the trace. Collective."""
         window.over = True
         self._listener.less()

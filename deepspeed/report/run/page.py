@@ -22,6 +22,8 @@ table{border-collapse:collapse;font-size:.92em} td,th{text-align:left;padding:.1
 td.n,th.n{text-align:right} .bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
 """
 _PHASES = ("forward", "backward", "step")
+# Of the monitor's names those that the record has by itself.
+_SHOWN = ("lr", "train_loss", "loss_scale", "grad_norm", "memory_", "states_", "elapsed_time_ms_")
 _MIB = 2**20
 _MOST_ROWS, _MOST_RANKS, _MOST_METRICS = 200, 32, 24
 
@@ -102,8 +104,7 @@ def _misses(steps: list[Record]) -> list[tuple[float, float]]:
 def _metrics(steps: list[Record]) -> list[Figure]:
     """What the monitor was given besides."""
     names = sorted({name for step in steps for name in step.get("metrics") or {}})
-    known = ("lr", "train_loss", "loss_scale")
-    names = [n for n in names if n.rpartition("/")[2] not in known][:_MOST_METRICS]
+    names = [n for n in names if not n.rpartition("/")[2].startswith(_SHOWN)][:_MOST_METRICS]
     return [Figure(name, name.rpartition("/")[2], [Curve(name, _points(steps, "metrics", name))]) for name in names]
 
 
