@@ -113,8 +113,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.half() if t.is_floating_point() else t)
         if self.module.training:
             self.tput_timer.start()
-            if self.monitor.enabled:
-                self.update_metrics.note_inputs(inputs, kwargs)
+            self.update_metrics.note_inputs(inputs, kwargs)
         cast: Any = contextlib.nullcontext()
         if self.torch_autocast_enabled():
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
@@ -139,7 +138,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()"
             )
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
-        if self.monitor.enabled:
+        if self.update_metrics.wanted:
             self._losses.append(loss.detach())  # nothing is read from the device yet
         flushes = self.runtime.flushes
         self._in_engine_backward = True

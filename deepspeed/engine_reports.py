@@ -20,6 +20,7 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import raise_not_yet
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
+from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
@@ -147,7 +148,10 @@ class EngineReports:
         reports = throughput.enabled and every is not None and math.isfinite(every)
         measured = Namespace(enabled=reports, synchronized=throughput.synchronized)
         self.tput_timer = ThroughputTimer(measured, config.train_batch_size, steps_per_output=every)
-        self.update_metrics, self.step_profile, self.flops_profiler = UpdateMetrics(), None, None
+        self.update_metrics, self.step_profile = UpdateMetrics(config, self.monitor), None
+        self.flops_profiler: Any = None
+        if config.anomalies.per_layer and config.anomalies.enabled is not False:
+            self.runtime.watch_gradients = LayerWatch(self.module, self.runtime, config.anomalies.window)
         if config.flops_profiler.enabled:  # torch's counter takes a while to import
             kind = importlib.import_module("deepspeed.profiling.flops_profiler.in_engine").StepProfile
             self.step_profile = kind(self.module, config, self.mesh.job)
@@ -173,19 +177,11 @@ class EngineReports:
         see_memory_usage(f"memory after {name}", force=self._config.memory_breakdown)
 
     def _write_metrics(self) -> None:
-        """The metrics of one update: learning rate, mean loss here, loss scale, times."""
+        """The metrics of one update: learning rate, mean loss here, loss scale, times, and more."""
         spent, self._spent_ms = self._spent_ms, {}
-        if not self.monitor.enabled:
-            return
-        scale = self.loss_scale() if self.fp16_enabled() else None
-        values = {"lr": next(iter(self.get_lr()), None), "loss_scale": scale}
-        if self._losses:
-            values["train_loss"] = float(torch.stack([loss.float() for loss in self._losses]).mean())
-            self._losses.clear()
-        values |= self.update_metrics.of_update(self)
-        values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent.items() if time > 0}
-        known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
-        self.monitor.write_events([(name, value, self.global_samples) for name, value in known.items()])
+        losses, self._losses = self._losses, []
+        if self.update_metrics.wanted:
+            self.update_metrics.report(self, losses, spent)
 
 
 def _rest(state: StatePlan | None) -> str:

@@ -116,7 +116,8 @@ def _make(op: str, text: str, *log_keywords: str) -> Callable[..., Any]:
         tensors = () if message is None else bound.args[message]
         nbytes = sum(t.nbytes for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors))
         get_accelerator().synchronize()
-        end = LOG.started(name, nbytes, log["debug"])
+        group = bound.arguments.get("group")
+        end = LOG.started(name, nbytes, log["debug"], ranks=dist.get_world_size(group))
         result = run()
         if hasattr(result, "wait"):
             return _TimedWork(result, end)

@@ -14,13 +14,26 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.collectives import require_group
+from deepspeed.comm.hang.stacks import unit_of
 from deepspeed.device import get_accelerator
+from deepspeed.errors import nearest_hint
 from deepspeed.observe.log import logger, rank
 from deepspeed.observe.timers import trimmed_mean
 
 Rows = dict[str, dict[int, dict[str, Any]]]  # by op and message bytes
 # How often a message goes round the ring, per nccl-tests' PERFORMANCE.md; other ops cross a link once.
 _PASSES = {"all_reduce": 2, "inference_all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_PASSES |= {"gather": 1, "scatter": 1}
+_DEEP = 14  # frames between a collective and the unit that it is for
+# Operations of deepspeed.comm and of engines.
+KNOWN_OPS = frozenset(
+    (
+        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_reduce", "all_reduce_coalesced"),
+        *("all_to_all", "all_to_all_single", "barrier", "broadcast", "gather", "inference_all_reduce", "irecv"),
+        *("isend", "merge", "monitored_barrier", "receive", "recv", "reduce", "reduce_scatter"),
+        *("reduce_scatter_tensor", "scatter", "send"),
+    )
+)
 
 
 def size_str(nbytes: int) -> str:
@@ -36,33 +49,39 @@ class CommsLog:
         self.enabled = self.verbose = self.debug = False
         self.prof_all, self.prof_ops = True, list[str]()
         self._latencies_ms: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._ranks: dict[tuple[str, int], list[int]] = defaultdict(list)  # in the group of each call
 
     def wants(self, op: str, prof: bool) -> bool:
         """True when a call of ``op`` is to be timed."""
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
 
-    def started(self, op: str, nbytes: int, caller: str | None = None) -> Callable[[], None]:
+    def started(
+        self, op: str, nbytes: int, caller: str | None = None, *, ranks: int | None = None
+    ) -> Callable[[], None]:
         """A message of ``nbytes`` sets out: what to call when it has arrived, which enters it; with ``debug``, each
-        ``caller`` has entries of its own.
+        ``caller`` has entries of its own. ``ranks``: in the group, None for all.
         """
         name = f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
         start = time.perf_counter()
 
         def end() -> None:
             get_accelerator().synchronize()
-            self.record(name, nbytes, (time.perf_counter() - start) * 1e3)
+            self.record(name, nbytes, (time.perf_counter() - start) * 1e3, ranks)
 
         return end
 
-    def record(self, op: str, nbytes: int, latency_ms: float) -> None:
-        """Add one call."""
+    def record(self, op: str, nbytes: int, latency_ms: float, ranks: int | None = None) -> None:
+        """Add one call, among ``ranks``."""
         self._latencies_ms[op][nbytes].append(latency_ms)
+        if ranks is not None:
+            self._ranks[op, nbytes].append(ranks)
         if self.verbose:
             logger.info("comm op %s | %s | %.3f ms", op, size_str(nbytes), latency_ms)
 
     def reset(self) -> None:
         """Forget all records; settings stay."""
         self._latencies_ms.clear()
+        self._ranks.clear()
 
     def ops(self) -> list[str]:
         """Names of recorded ops."""
@@ -89,21 +108,70 @@ class CommsLog:
             mean = trimmed_mean(calls)
             gbps = nbytes * 8 / max(mean, 1e-9) / 1e6
             passes = next((passes for start, passes in _PASSES.items() if op.startswith(start)), None)
-            share = 1.0 if passes is None else passes * (world_size - 1) / world_size
+            sizes = self._ranks.get((op, nbytes)) or [world_size]
+            share = 1.0 if passes is None else passes * sum((n - 1) / n for n in sizes) / len(sizes)
             bandwidths = {"tput_avg_gbps": gbps, "busbw_avg_gbps": gbps * share}
             return {"total_latency_ms": sum(calls), "avg_latency_ms": mean} | bandwidths
 
         return self.rows(row)
 
 
-def _against_the_fastest(_op: str, _nbytes: int, calls: list[float]) -> dict[str, Any]:
-    """One row of the straggler table: the latencies of the fastest rank of each call, and the waits beyond them."""
-    least = torch.tensor(calls, device=get_accelerator().current_device_name(), dtype=torch.float32)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    fastest = least.tolist()
+class _Stragglers:
+    """Makes the rows of the straggler table: latencies of the rank of each call that waited least, as it came last, and
+    the waits beyond them. ``late``: how many calls each rank came last to, of ``calls``.
+    """
+
+    def __init__(self, common: set[tuple[str, int]]) -> None:
+        self._common, self.late, self.calls = common, [0] * dist.get_world_size(), 0
+
+    def row(self, op: str, nbytes: int, calls: list[float]) -> dict[str, Any]:
+        """Collective, where the ranks have made the same calls; else they are not compared."""
+        if (op, nbytes) not in self._common:
+            return _against(calls, calls)
+        mine = torch.tensor(calls, device=get_accelerator().current_device_name(), dtype=torch.float32)
+        everyone = [torch.empty_like(mine) for _ in self.late]
+        dist.all_gather(everyone, mine)
+        latencies = torch.stack(everyone).cpu()
+        for rank_number in latencies.argmin(0).tolist():
+            self.late[rank_number] += 1
+        self.calls += len(calls)
+        return _against(mine.tolist(), latencies.amin(0).tolist())
+
+    def verdict(self) -> str:
+        """Who came last how often, the latest first; and what was not compared."""
+        order = sorted(range(len(self.late)), key=lambda r: -self.late[r])
+        shares = ", ".join(f"rank {r} {self.late[r]}" for r in order[:8])
+        return f"calls to which a rank came last, of {self.calls}: {shares}\n" if self.calls else ""
+
+
+def _in_common() -> set[tuple[str, int]]:
+    """The ops and sizes of which every rank has recorded the same number of calls. Collective."""
+    mine = {
+        (op, nbytes): row["count"] for op, sizes in LOG.rows(lambda *_: {}).items() for nbytes, row in sizes.items()
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key for key, count in mine.items() if all(other.get(key) == count for other in everyone)}
+
+
+def _against(calls: list[float], fastest: list[float]) -> dict[str, Any]:
+    least = torch.tensor(fastest, device="cpu", dtype=torch.float32)
     waits = [max(0.0, mine - best) for mine, best in zip(calls, fastest, strict=True)]
     totals = {"total_comm_lat_ms": float(least.sum()), "total_straggler_ms": sum(waits)}
     return totals | {"avg_comm_lat_ms": trimmed_mean(fastest), "avg_straggler_ms": trimmed_mean(waits)}
+
+
+def _unit_and_caller() -> str:
+    """The unit that a collective of an engine is for, where it is for one, and who asked for it."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_DEEP):
+        if frame is None:
+            break
+        names, file = frame.f_code.co_varnames, frame.f_code.co_filename
+        if ("unit" in names or file.endswith("unit.py")) and (title := unit_of(frame)):
+            return f"{_caller()}, unit {title}"
+        frame = frame.f_back
+    return _caller()
 
 
 def _caller() -> str:
@@ -122,7 +190,8 @@ LOG = CommsLog()
 def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
     """An engine issues a collective: what to call when it was waited for, None when the log does not want it."""
     wanted = world_size > 1 and LOG.wants(op, prof=False)
-    return LOG.started(op, numel * dtype.itemsize) if wanted else None
+    caller = _unit_and_caller() if wanted and LOG.debug else None
+    return LOG.started(op, numel * dtype.itemsize, caller, ranks=world_size) if wanted else None
 
 
 def configure(
@@ -143,6 +212,11 @@ def configure(
         block = {k: v for k, v in parsed if k != "enabled" or k in parsed.model_fields_set}
     stated = {} if block is None else {"enabled": True, **block}  # a block without the key is a wish for the log
     stated |= {name: value for name, value in given.items() if value is not None}
+    for name in () if stated.get("prof_ops") is None else stated["prof_ops"]:
+        if name not in KNOWN_OPS:
+            hint = nearest_hint(str(name), KNOWN_OPS) or "."
+            text = "comms_logger.prof_ops names %r, which no call has unless it is given as log_name%s"
+            logger.warning(text, name, hint)
     for name in given.keys() & stated.keys():
         setattr(LOG, name, list(stated[name]) if name == "prof_ops" else bool(stated[name]))
 
@@ -156,14 +230,15 @@ def _table(rows: Rows) -> str:
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Write the tables to rank 0's standard output; with ``return_dict`` also return them on every rank.
 
-    ``show_straggler`` is collective: every rank must call it with the same recorded calls.
+    ``show_straggler`` is collective; compared are the ops and sizes of which all ranks have made the same calls.
     """
     require_group("log_summary")
     world_size = dist.get_world_size()
     summary = LOG.summary(world_size)
-    straggler = LOG.rows(_against_the_fastest) if show_straggler else None
+    stragglers = _Stragglers(_in_common()) if show_straggler else None
+    straggler = LOG.rows(stragglers.row) if stragglers else None
     if rank() == 0:
-        sys.stdout.write(_table(summary) + _table(straggler or {}))
+        sys.stdout.write(_table(summary) + _table(straggler or {}) + (stragglers.verdict() if stragglers else ""))
     metadata = {"world_size": world_size, "rank": dist.get_rank(), "timestamp": time.time()}
     result = {"summary": summary, "straggler_analysis": straggler, "metadata": metadata}
     return result if return_dict else None

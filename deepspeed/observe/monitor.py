@@ -1,15 +1,18 @@
-"""Metrics of a run for people and tools: CSV files, TensorBoard, Weights and Biases, Comet; written by rank 0.
+"""Metrics of a run for people and tools: CSV and Prometheus files, TensorBoard, Weights and Biases, Comet; by rank 0.
 
 An event is (name, value, step); engines count steps in samples, so that runs with other batch sizes compare.
 """
 
 import importlib
+import math
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.log import rank
+from deepspeed.observe.log import rank, warning_once
 
 Event = tuple[str, float, int]
 Writer = tuple[Callable[[Sequence[Event]], None], Callable[[], Any]]  # writes events; ends the report
@@ -24,12 +27,15 @@ def _needed(block: str, settings: Any) -> Any:
             package = module.rpartition(".")[2]
             text = f"{block}.enabled needs the package {package}, which cannot be imported here. Install it with: pip"
             raise DeepSpeedConfigError(f"{text} install {package}") from error
-    folder = Path(settings.output_path) / settings.job_name
+    file = getattr(settings, "output_file", None)
+    folder = Path(settings.output_path) / settings.job_name if file is None else Path(file).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         text = f"{block} cannot make the folder {folder}: {error}. Choose another output_path."
         raise DeepSpeedConfigError(text) from error
+    if file is not None and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
+        raise DeepSpeedConfigError(f"{block} cannot write {file}. Choose another output_file.")
     return folder
 
 
@@ -42,6 +48,35 @@ def _csv(_settings: Any, folder: Path) -> Writer:
             title = "" if path.exists() else f"step,{name.rpartition('/')[2]}\n"
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{title}{step},{value}\n")
+
+    return write, lambda: None
+
+
+def prometheus_name(name: str) -> str:
+    """``Train/Samples/lr`` -> ``deepspeed_lr``: letters, digits and underscores."""
+    return "deepspeed_" + re.sub("[^a-z0-9_]", "_", name.removeprefix("Train/Samples/").lower())
+
+
+def _prometheus(settings: Any, _folder: Path) -> Writer:
+    """The newest value of every metric as a gauge (text format 0.0.4); readers see a whole file, old or new."""
+    path, newest = Path(settings.output_file), dict[str, tuple[str, float]]()
+    odd = {math.inf: "+Inf", -math.inf: "-Inf"}
+
+    def write(events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            newest[prometheus_name(name)] = (name, value if isinstance(value, int) else float(value))
+            newest["deepspeed_samples"] = ("samples trained on", step)
+        lines = [
+            f"# HELP {key} {' '.join(name.split())}\n# TYPE {key} gauge\n"
+            f"{key} {'NaN' if math.isnan(value) else odd.get(value, repr(value))}\n"
+            for key, (name, value) in sorted(newest.items())
+        ]
+        try:
+            fresh = path.with_name(path.name + ".new")
+            fresh.write_text("".join(lines), encoding="utf-8")
+            os.replace(fresh, path)
+        except OSError as error:  # a scraper's file must not end a run
+            warning_once(f"prometheus.output_file {path} cannot be written ({error}); it keeps its old values")
 
     return write, lambda: None
 
@@ -89,6 +124,7 @@ def _comet(settings: Any, comet: Any) -> Writer:
 # Block of the configuration: the module it needs, where it needs one; and what makes its writer.
 _WRITERS: dict[str, tuple[str, Callable[[Any, Any], Writer]]] = {
     "csv_monitor": ("", _csv),
+    "prometheus": ("", _prometheus),
     "tensorboard": ("torch.utils.tensorboard", _tensorboard),
     "wandb": ("wandb", _wandb),
     "comet": ("comet_ml", _comet),

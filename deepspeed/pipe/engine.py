@@ -107,7 +107,7 @@ class PipelineEngine(DeepSpeedEngine):
         with self._clock("backward"):
             self.runtime.flush()
         self._backwards = self._gas
-        if self.monitor.enabled:
+        if self.update_metrics.wanted:
             self._losses.append(loss)
         super().step()
         return loss
@@ -146,6 +146,8 @@ class PipelineEngine(DeepSpeedEngine):
             self.module.train(training)
         outputs = [outcome.outputs[m] for m in range(len(batch))] if outcome.outputs else None
         averaged = loss if compute_loss and (bcast_loss or self.is_last_stage()) else None
+        if self.monitor.enabled and compute_loss and reduce_output is not None:
+            self.monitor.write_events([("Train/Samples/eval_loss", float(loss), self.global_samples)])
         result = outputs if reduce_output is None else averaged
         return (result, outputs) if return_logits else result
 

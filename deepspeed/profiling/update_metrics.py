@@ -1,16 +1,22 @@
-"""What an engine reports of each update besides loss and learning rate: gradient norms, rates, memory.
+"""What an engine reports of each update: loss, learning rate, gradient norms, rates, times, memory; and oddities.
 
 Everything is of rank 0, which writes it; rates are by the host's clock from one update to the next, so that what a run
 does between updates counts too.
 """
 
+import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator
 from deepspeed.observe import hostmem
+from deepspeed.observe.anomaly import AnomalyWatch
+from deepspeed.observe.log import log_dist
+from deepspeed.observe.monitor import MonitorMaster
 
 
 def tokens_in(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -31,28 +37,41 @@ def clipped_norm(norm: float, limit: float) -> float:
 
 
 class UpdateMetrics:
-    """The figures of one engine, by name, from update to update."""
+    """The figures of one engine, from update to update, for its ``monitor`` and for who watches over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: DeepSpeedConfig, monitor: MonitorMaster) -> None:
+        block, self._monitor = config.anomalies, monitor
+        watches = monitor.enabled if block.enabled is None else block.enabled
+        self._watch = AnomalyWatch(block.window) if watches else None
+        self.wanted = monitor.enabled or watches
         self._tokens = 0
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
-        self.seconds: float | None = None
-        """Of the last update, from the end of the one before."""
 
     def note_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch of this rank sets out."""
-        self._tokens += tokens_in(inputs, kwargs)
+        if self._monitor.enabled:
+            self._tokens += tokens_in(inputs, kwargs)
 
-    def of_update(self, engine: Any) -> dict[str, float]:
-        """An update of ``engine`` has ended; what is not known is left out. Reads the norm, so it waits for it."""
-        now = time.perf_counter()
-        self.seconds, self._last_s = None if self._last_s is None else now - self._last_s, now
-        tokens, self._tokens = self._tokens, 0
-        return {**self._norms(engine), **self._rates(engine, tokens), **_memory(engine)}
-
-    def _norms(self, engine: Any) -> dict[str, float]:
+    def report(self, engine: Any, losses: Sequence[torch.Tensor], spent_ms: Mapping[str, float]) -> None:
+        """An update of ``engine`` has ended: its figures, as far as they are known, go to the monitor; what is unusual
+        goes into the log. ``losses``: of its micro-batches. Reads loss and norm, so it waits for them.
+        """
+        loss = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else None
         norm = engine.get_global_grad_norm()
+        if self._watch is not None:
+            for text in self._watch.look(engine.global_steps, loss=loss, norm=norm):
+                log_dist(text, level=logging.WARNING)
+        if not self._monitor.enabled:
+            return
+        scale = engine.loss_scale() if engine.fp16_enabled() else None
+        values = {"lr": next(iter(engine.get_lr()), None), "loss_scale": scale, "train_loss": loss}
+        values |= self._norms(engine, norm) | self._rates(engine) | _memory(engine)
+        values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent_ms.items() if time > 0}
+        known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
+        self._monitor.write_events([(name, value, engine.global_samples) for name, value in known.items()])
+
+    def _norms(self, engine: Any, norm: float | None) -> dict[str, float]:
         if norm is None:
             return {}
         before = {"grad_norm": norm}
@@ -60,12 +79,14 @@ class UpdateMetrics:
             before["grad_norm_clipped"] = clipped_norm(norm, engine.gradient_clipping())
         return before
 
-    def _rates(self, engine: Any, tokens: int) -> dict[str, float]:
-        profile, seconds = engine.step_profile, self.seconds
-        if profile is not None and self._counted_tokens is None and profile.flops_per_update is not None:
-            self._counted_tokens = tokens
-            return {}  # this update was counted, which takes its time
-        if not seconds or (profile is not None and profile.busy):
+    def _rates(self, engine: Any) -> dict[str, float]:
+        now = time.perf_counter()
+        seconds, self._last_s = None if self._last_s is None else now - self._last_s, now
+        profile, tokens, self._tokens = engine.step_profile, self._tokens, 0
+        if profile is not None and profile.busy:  # such an update takes its time, and the profile's report goes on
+            self._counted_tokens, self._last_s = tokens, None
+            return {}
+        if not seconds:
             return {}
         rates = {"samples_per_s": engine.train_batch_size() / seconds}
         if tokens:

@@ -40,6 +40,8 @@ _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message be
 class Runtime:
     """Owns schedule, agreement and gradients of one engine's units, and the streams that weights travel on."""
 
+    watch_gradients: Callable[[list[Unit]], None] | None = None  # called before each update; collective
+
     def __init__(
         self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, accum: torch.dtype, device: torch.device
     ) -> None:

@@ -99,6 +99,8 @@ def take_step(
     ``at_once``: the caller acts on an overflow before the next update.
     """
     units, failure = runtime.gather_gradients()
+    if runtime.watch_gradients is not None:
+        runtime.watch_gradients(units)
     runtime.steps += 1
     factor = 1.0 / loss_scale
     result, skip = StepResult(), None

@@ -301,6 +301,21 @@ def _observe_probes() -> dict[str, Probe]:
     }
 
 
+def _anomaly_probes() -> dict[str, Probe]:
+    """A rate of learning that blows up, whose losses are not finite; and rows that are dead from the start."""
+    wild = base(optimizer={"type": "SGD", "params": {"lr": 1e30}}, anomalies={"enabled": True, "window": 1})
+    layers, scraped = base(anomalies={"per_layer": True, "window": 2}), f"{WORKDIR}/a.prom"
+    return {
+        "anomalies.enabled": Probe(wild, value=False, scenario="longer"),
+        "anomalies.window": Probe(wild, 50, scenario="longer"),
+        "anomalies.per_layer": Probe(layers, value=False),
+        "prometheus.enabled": Probe(base(prometheus={"enabled": False, "output_file": scraped}), value=True),
+        "prometheus.output_file": Probe(
+            base(prometheus={"enabled": True, "output_file": scraped}), f"{WORKDIR}/b.prom"
+        ),
+    }
+
+
 def _monitor_probes(block: str) -> dict[str, Probe]:
     on = base(**{block: {"enabled": True, "output_path": WORKDIR, "job_name": "a"}})
     return {
@@ -415,6 +430,7 @@ PROBES: dict[str, Probe] = {
     **_report_probes(),
     **_profile_probes(),
     **_observe_probes(),
+    **_anomaly_probes(),
     **_monitor_probes("csv_monitor"),
     **_monitor_probes("tensorboard"),
     **_service_probes(),

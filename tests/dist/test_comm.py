@@ -1,16 +1,22 @@
 """``deepspeed.comm`` over two ranks, with the log off and on, and the group getters."""
 
+import contextlib
+import io
+import time
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import deepspeed
 import deepspeed.comm as comm
-from deepspeed.comm import collectives, group_getters as groups, trace
+from deepspeed.comm import calls, collectives, group_getters as groups, trace
 from deepspeed.comm.norms import clip_grad_norm_
 from deepspeed.comm.partitioned import PartitionedTensor
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
+from deepspeed.observe.log import logger
 from tests.harness.pool import RankPool
 
 
@@ -103,7 +109,7 @@ def test_the_log_changes_no_result(pool2: RankPool) -> None:
 def _latencies_with_bf16_as_the_default() -> float:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return trace._against_the_fastest("all_reduce", 8, [1.001, 2.003])["total_comm_lat_ms"]
+        return trace._Stragglers({("all_reduce", 8)}).row("all_reduce", 8, [1.001, 2.003])["total_comm_lat_ms"]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -288,3 +294,54 @@ def test_a_scattered_sum_is_in_member_order_and_needs_memory_for_all_but_two_pie
     for pool, world in ((pool2, 2), (pool3, 3)):
         assert pool.run(_scattered, False) == [(True, 6 * (world - 2))] * world
         assert pool.run(_scattered, True) == [(True, 6 * (world - 1))] * world
+
+
+def _with_a_late_rank() -> tuple[dict[str, Any], str]:
+    """The table where rank 1 comes late to ten calls, and rank 0 alone makes one more."""
+    comm.configure(enabled=True)
+    rank, written = comm.get_rank(), io.StringIO()
+    try:
+        comm.reset_log()
+        for _ in range(10):
+            time.sleep(0.02 * rank)
+            comm.all_reduce(torch.ones(2))
+        if rank == 0:
+            trace.LOG.record("all_reduce", 4096, 1.0)
+        with contextlib.redirect_stdout(written):
+            summary = comm.log_summary(show_straggler=True, return_dict=True)
+        assert summary is not None
+        return summary["straggler_analysis"]["all_reduce"], written.getvalue()
+    finally:
+        comm.configure(enabled=False)
+        comm.reset_log()
+
+
+def test_the_rank_that_comes_last_is_named(pool2: RankPool) -> None:
+    (first, text), (second, _) = pool2.run(_with_a_late_rank)
+    assert "calls to which a rank came last, of 10: rank 1" in text
+    assert first[8]["total_straggler_ms"] > 100 > second[8]["total_straggler_ms"]
+    assert first[4096]["total_straggler_ms"] == 0  # a call of one rank alone is not compared
+
+
+def test_bus_bandwidth_goes_by_the_ranks_of_the_group() -> None:
+    log = trace.CommsLog()
+    log.record("all_reduce", 10**6, 1.0, 4)
+    log.record("all_gather", 10**6, 1.0, 2)
+    log.record("scatter", 10**6, 1.0, 2)
+    log.record("send", 10**6, 1.0, 2)
+    shares = {op: rows[10**6]["busbw_avg_gbps"] / rows[10**6]["tput_avg_gbps"] for op, rows in log.summary(64).items()}
+    assert shares == pytest.approx({"all_reduce": 1.5, "all_gather": 0.5, "scatter": 0.5, "send": 1.0})
+
+
+def test_the_log_knows_the_names_of_all_calls() -> None:
+    assert set(calls._COLLECTIVES) | {"merge", "receive"} == trace.KNOWN_OPS
+
+
+def test_an_operation_that_does_not_exist_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    log = vars(trace.LOG).copy()
+    try:
+        comm.configure(prof_ops=["all_gathr"])
+    finally:
+        vars(trace.LOG).update(log)
+    assert "comms_logger.prof_ops names 'all_gathr'" in caplog.text and "did you mean 'all_gather'?" in caplog.text

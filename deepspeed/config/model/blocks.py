@@ -155,6 +155,21 @@ class TensorBoardConfig(CsvMonitorConfig):
     enabled: Flag = key(False, "Write TensorBoard event files on rank 0.")
 
 
+class PrometheusConfig(AutoBlock):
+    """``prometheus`` (an extension): the newest value of every metric, for who scrapes text files."""
+
+    enabled: Flag = key(False, "Write the newest metrics to a text file on rank 0, whole each time.")
+    output_file: PathText = key("deepspeed.prom", "The file; node_exporter looks for names that end in .prom.")
+
+
+class AnomaliesConfig(Block):
+    """``anomalies`` (an extension): notes in the log about losses and gradients that are out of the ordinary."""
+
+    enabled: Flag | None = key(None, "Watch loss and gradient norm; null: where a monitor is on, which reads them.")
+    per_layer: Flag = key(False, "Look at every parameter's gradient: zero, not finite, or rows that never get any.")
+    window: Positive = key(100, "Updates that say what is usual; a note of one kind is made once in so many.")
+
+
 class WandbConfig(AutoBlock):
     """``wandb``: Weights and Biases."""
 

@@ -83,6 +83,8 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     flops_profiler: blocks.FlopsProfilerConfig = Field(default_factory=blocks.FlopsProfilerConfig)
+    anomalies: blocks.AnomaliesConfig = Field(default_factory=blocks.AnomaliesConfig)
+    prometheus: blocks.PrometheusConfig = Field(default_factory=blocks.PrometheusConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
     observe: blocks.ObserveConfig = Field(default_factory=blocks.ObserveConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)

@@ -1,0 +1,234 @@
+"""What an engine writes of each update: rates, norms, memory, MFU; a Prometheus file; layers with odd gradients."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.comm import trace
+from deepspeed.observe.log import logger
+from deepspeed.observe.monitor import prometheus_name
+from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
+from deepspeed.simulate.models import Decoder, Shape
+from tests.harness import pipes
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, outcome, start
+
+pytestmark = pytest.mark.timeout(120)
+SHAPE = Shape(width=16, blocks=1, heads=2, inner=32, vocabulary=30, positions=16, key_heads=2)
+
+
+def lines_of(run: Any) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        run()
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def measured(path: str) -> dict[str, list[float]]:
+    """The events of six updates with a profile, by name, and what the Prometheus file has in the end."""
+    events: dict[str, list[float]] = {}
+    config = make_config(
+        2,
+        prometheus={"enabled": True, "output_file": path},
+        flops_profiler={"enabled": True, "peak_tflops": 0.01},
+        gradient_clipping=0.1,
+    )
+    engine = start(Decoder(SHAPE), config)
+    write = engine.monitor.write_events
+
+    def noting(those: Any) -> None:
+        write(those)
+        for name, value, _ in those:
+            events.setdefault(name.removeprefix("Train/Samples/"), []).append(value)
+
+    engine.monitor.write_events = noting
+    for step in range(6):
+        tokens = torch.randint(30, (4, 16), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(tokens))
+        engine.step()
+    events["flops"] = [engine.step_profile.flops_per_update]
+    engine.destroy()
+    return events
+
+
+def test_every_update_has_its_figures(pool2: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "run.prom"
+    events, _ = pool2.run(measured, str(path))
+    assert len(events["train_loss"]) == len(events["grad_norm"]) == len(events["memory_host_bytes"]) == 6
+    for before, after in zip(events["grad_norm"], events["grad_norm_clipped"], strict=True):
+        assert before > 0.1 and after == pytest.approx(0.1, rel=1e-4)
+    # the second update is timed and the third counted, after which the report is made
+    assert len(events["samples_per_s"]) == len(events["tokens_per_s"]) == 2 and len(events["mfu"]) == 2
+    for samples, tokens, tflops, mfu in zip(
+        *(events[n] for n in ("samples_per_s", "tokens_per_s", "tflops_per_rank", "mfu")), strict=True
+    ):
+        assert tokens == pytest.approx(16 * samples) and mfu == pytest.approx(tflops / 0.01)
+        assert tflops == pytest.approx(events["flops"][0] * samples / 8 / 1e12)
+    text = path.read_text()
+    values = dict(re.findall(r"^(deepspeed_\w+) (\S+)$", text, re.MULTILINE))
+    assert float(values["deepspeed_train_loss"]) == events["train_loss"][-1] and values["deepspeed_samples"] == "48"
+    assert "# TYPE deepspeed_mfu gauge" in text and [p.name for p in path.parent.iterdir()] == ["run.prom"]
+
+
+def test_names_of_metrics_are_plain() -> None:
+    assert prometheus_name("Train/Samples/lr") == "deepspeed_lr"
+    assert prometheus_name("Mine/Some accuracy@5") == "deepspeed_mine_some_accuracy_5"
+
+
+def refused(path: str) -> str:
+    return outcome(lambda: start(Decoder(SHAPE), make_config(1, prometheus={"enabled": True, "output_file": path})))
+
+
+def test_a_prometheus_file_that_cannot_be_written_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "file" / "a.prom"):
+        (tmp_path / "file").write_text("")
+        for said in pool2.run(refused, str(path)):
+            assert "DeepSpeedConfigError" in said and "prometheus cannot" in said
+
+
+def test_tokens_are_found_where_models_take_them() -> None:
+    ids, mask = torch.zeros(2, 7, dtype=torch.int64), torch.ones(2, 9, dtype=torch.int64)
+    assert tokens_in((), {"attention_mask": mask, "input_ids": ids}) == 14
+    assert tokens_in((torch.ones(3, 4), ids), {}) == 14 and tokens_in(({"input_ids": ids},), {}) == 14
+    assert tokens_in((torch.ones(3, 4),), {"labels": torch.zeros(3, dtype=torch.int64)}) == 0
+
+
+def test_clipping_is_that_of_the_update() -> None:
+    assert clipped_norm(0.5, 1.0) == 0.5 and clipped_norm(5.0, 0.0) == 5.0
+    assert clipped_norm(4.0, 1.0) == pytest.approx(1.0, rel=1e-6)
+
+
+class OddLayers(nn.Module):
+    """Layers one of which gets no gradient, one of which has rows that never do, and one that can be poisoned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(9, 6), nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        with torch.no_grad():
+            self.layers[1].bias.fill_(5.0)
+            self.layers[1].bias[2:4] = -1000.0  # behind the ReLU these are always off
+
+    def forward(self, tokens: torch.Tensor, poison: float) -> torch.Tensor:
+        x = self.table(tokens)
+        x = torch.relu(self.layers[1](x)) + self.layers[2](x).detach() * 0 + self.layers[3](x) * poison
+        return self.layers[0](x).square().mean()
+
+
+def watched(stage: int, poisoned: int) -> tuple[list[str], list[str]]:
+    """What is said of six updates, the one of which number ``poisoned`` is not finite; and the collectives of one."""
+    torch.manual_seed(4)
+    ops: list[str] = []
+
+    def run() -> None:
+        engine = start(OddLayers(), make_config(stage, anomalies={"per_layer": True, "window": 4}))
+        for step in range(6):
+            if step == 1:
+                engine.mesh.zero.ledger.append(lambda op, *_: ops.append(op))
+            tokens = torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(tokens, float("nan") if step == poisoned else 0.5))
+            engine.step()
+        engine.destroy()
+
+    return lines_of(run), ops
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_layers_with_odd_gradients_are_named_once(pool2: RankPool, stage: int) -> None:
+    (lines, _), (others, _) = pool2.run(watched, stage, 4)
+    said = [line for line in lines if "the gradient of" in line and "skipped" not in line]
+    zero = next(line for line in said if "has been zero for 3 updates" in line)
+    assert zero.startswith("step 3: ") and {"layers.2.weight", "layers.2.bias"} == set(re.findall(r"layers\S+\w", zero))
+    dead = [line for line in said if "dead units" in line]
+    assert dead == ["step 4: the gradient of layers.1.weight has not reached 2 of its 6 rows for 4 updates: dead units"]
+    bad = [line for line in said if "is not finite" in line]
+    assert len(bad) == 1 and bad[0].startswith("step 5: ") and "layers.3.weight" in bad[0]
+    assert len(said) == 3 and not any("the gradient of" in line and "skipped" not in line for line in others)
+
+
+def test_layers_are_not_looked_at_unasked(pool1: RankPool) -> None:
+    ((lines, ops),) = pool1.run(unwatched)
+    assert not [line for line in lines if "dead units" in line or "has been zero" in line] and not ops
+
+
+def unwatched() -> tuple[list[str], list[str]]:
+    looked: list[str] = []
+
+    def run() -> None:
+        engine = start(OddLayers(), make_config(1, anomalies={"enabled": False, "per_layer": True, "window": 2}))
+        assert engine.runtime.watch_gradients is None and not engine.update_metrics.wanted
+        for _ in range(4):
+            engine.backward(engine(torch.zeros(2, 3, dtype=torch.int64), 0.5))
+            engine.step()
+        engine.destroy()
+
+    return lines_of(run), looked
+
+
+def spiked() -> list[str]:
+    slow = {"type": "SGD", "params": {"lr": 1e-5}}
+
+    def run() -> None:
+        engine = start(nn.Linear(4, 4), make_config(0, optimizer=slow, anomalies={"enabled": True}))
+        for step in range(40):
+            engine.backward(engine(torch.ones(4, 4)).square().mean() * (1000.0 if step == 30 else 1.0))
+            engine.step()
+        engine.destroy()
+
+    return lines_of(run)
+
+
+def test_a_spike_of_loss_and_norm_is_said_by_the_first_rank(pool2: RankPool) -> None:
+    first, second = pool2.run(spiked)
+    said = [line for line in first if "step 31: " in line]
+    assert len(said) == 2 and "the loss is" in said[0] and "the gradient norm is" in said[1], first
+    assert not [line for line in second if "step 31: " in line]
+
+
+def evaluated(folder: str) -> list[tuple[str, float]]:
+    events: list[tuple[str, float]] = []
+    block = {"enabled": True, "output_path": folder}
+    engine = pipes.start(
+        pipes.PipelineModule(pipes.layers(), num_stages=2, loss_fn=pipes.cross_entropy),
+        pipes.config(1, 2, csv_monitor=block),
+    )
+    engine.monitor.write_events = lambda those: events.extend((name, value) for name, value, _ in those)
+    engine.train_batch(pipes.batches(0, micros=2))
+    loss = engine.eval_batch(pipes.batches(0, micros=2))
+    events.append(("loss", float(loss)))
+    engine.destroy()
+    return events
+
+
+def test_a_pipeline_reports_its_evaluation(pool2: RankPool, tmp_path: Path) -> None:
+    first, _ = pool2.run(evaluated, str(tmp_path))
+    found = dict(first)
+    assert found["Train/Samples/eval_loss"] == found["loss"] and "Train/Samples/grad_norm" in found
+
+
+def units_of_calls() -> list[str]:
+    try:
+        engine = start(Decoder(SHAPE), make_config(3, comms_logger={"debug": True}))
+        for step in range(2):
+            engine.backward(engine(torch.randint(30, (4, 16), generator=torch.Generator().manual_seed(step))))
+            engine.step()
+        names = trace.LOG.ops()
+        engine.destroy()
+        return names
+    finally:
+        trace.LOG.__init__()  # type: ignore[misc]
+
+
+def test_the_log_names_the_unit_of_an_engines_collective(pool2: RankPool) -> None:
+    for names in pool2.run(units_of_calls):
+        assert any(name.startswith("all_gather |") and "unit blocks.0" in name for name in names), names
+        assert any(name.startswith("reduce_scatter |") and "unit blocks.0" in name for name in names), names
