@@ -4,10 +4,11 @@ Switched off, the measurements synchronise and time nothing.
 """
 
 import contextlib
+import functools
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +144,9 @@ class EngineReports:
         self._spent_ms: dict[str, float] = {}  # by phase, since the last update
         self._phases: list[str] = []
         self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
+        if config.wall_clock_breakdown:
+            self.runtime.flush = functools.partial(self._timed_flush, self.runtime.flush)
+            self._lasting.callback(vars(self.runtime).pop, "flush", None)
         throughput, every = config.timers.throughput, config.steps_per_print
         # A report that is never due needs no measurement.
         reports = throughput.enabled and every is not None and math.isfinite(every)
@@ -176,9 +180,24 @@ class EngineReports:
             self._spent_ms[name] = self._spent_ms.get(name, 0.0) + timer.elapsed(reset=False) - before
         see_memory_usage(f"memory after {name}", force=self._config.memory_breakdown)
 
+    def _timed_flush(self, flush: Callable[[], None]) -> None:
+        """The end of a backward; ``elapsed_time_ms_backward`` is made of this and of "backward_inner"."""
+        timer = self.timers("backward_allreduce")
+        before = timer.elapsed(reset=False)
+        timer.start()
+        try:
+            flush()
+        finally:
+            timer.stop()
+            reduced = timer.elapsed(reset=False) - before
+            for name, share in (("backward_allreduce", reduced), ("backward_inner", -reduced)):
+                self._spent_ms[name] = self._spent_ms.get(name, 0.0) + share
+
     def _write_metrics(self) -> None:
         """The metrics of one update: learning rate, mean loss here, loss scale, times, and more."""
         spent, self._spent_ms = self._spent_ms, {}
+        if "backward_inner" in spent:  # so far the negative of the rest
+            spent["backward_inner"] += spent.get("backward", 0.0)
         losses, self._losses = self._losses, []
         if self.update_metrics.wanted:
             self.update_metrics.report(self, losses, spent)

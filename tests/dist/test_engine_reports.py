@@ -272,6 +272,7 @@ def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) 
         "train_loss",
         "loss_scale",
         *(f"elapsed_time_ms_{phase}" for phase in ("forward", "backward", "step")),
+        *("elapsed_time_ms_backward_inner", "elapsed_time_ms_backward_allreduce"),
         *("grad_norm", "grad_norm_clipped", "memory_host_bytes", "memory_host_peak_bytes"),
         *("states_host_bytes", "states_drive_bytes"),
     )
@@ -282,6 +283,11 @@ def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) 
     for name in names:
         title, *rows = files[f"Train_Samples_{name}.csv"].splitlines()
         assert title == f"step,{name}" and [row.split(",")[0] for row in rows] == ["16", "32", "48"]
+    whole, inner, reduced = (
+        [float(row.split(",")[1]) for row in files[f"Train_Samples_elapsed_time_ms_{name}.csv"].splitlines()[1:]]
+        for name in ("backward", "backward_inner", "backward_allreduce")
+    )
+    assert [a + b for a, b in zip(inner, reduced, strict=True)] == pytest.approx(whole)
     noted = [float(row.split(",")[1]) for row in files["Train_Samples_train_loss.csv"].splitlines()[1:]]
     assert noted == pytest.approx([float(loss) for loss in files["losses"].split()], rel=1e-3)
 
