@@ -27,11 +27,12 @@ ROWS = [f"{model}:{level}:{ranks}" for model in SHAPES for level in (2, 3) for r
 BUS_BYTES, HOST_BYTES = 2, 26 + 2
 
 
-def config_of(level: int) -> dict[str, Any]:
-    """ZeRO-Offload, all else at its default."""
+def config_of(level: int, *, norm: bool = True) -> dict[str, Any]:
+    """ZeRO-Offload, all else at its default; without ``norm`` nothing in a step needs that of the gradients."""
     return {
+        "gradient_clipping": 1.0 if norm else 0.0,
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "check_grad_overflow": norm},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": level, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     }
@@ -45,7 +46,7 @@ def machine_of(ranks: int, cores: int) -> Machine:
 
 
 def run(
-    row: str, cores: int, *, block: dict[str, Any] | None = None, keep: bool = False
+    row: str, cores: int, *, block: dict[str, Any] | None = None, keep: bool = False, norm: bool = True
 ) -> tuple[Outcome, Machine, int]:
     """One row, the machine as the rank finds it, and the number of ranks. ``block``: more of ``offload_optimizer``;
     ``keep``: with every span of the last step.
@@ -58,7 +59,7 @@ def run(
         path.write_text(str(shape | {"n_positions": 4096}).replace("'", '"'))
         subject = subject_of(str(path), samples=1, sequence=4096, recompute=False)
     machine = machine_of(int(ranks), cores)
-    config = config_of(int(level))
+    config = config_of(int(level), norm=norm)
     config["zero_optimization"]["offload_optimizer"] |= block or {}
     outcome = simulate(subject, config, machine, world=int(ranks), steps=4, keep=keep)
     return outcome, machine.used_by(int(ranks)), int(ranks)
@@ -68,12 +69,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=ROWS, help="MODEL:STAGE:RANKS")
     parser.add_argument("--cores", type=int, choices=(16, 128), default=16)
+    parser.add_argument("--unclipped", action="store_true", help="nothing needs the norm")
     options = parser.parse_args()
     say = sys.stdout.write
     say("| model, stage, ranks | step | the program waits | places | kernels | bus | host memory | step / bound |\n")
     say("|---|---|---|---|---|---|---|---|\n")
     for row in options.rows:
-        outcome, machine, ranks = run(row, options.cores)
+        outcome, machine, ranks = run(row, options.cores, norm=not options.unclipped)
         mine = outcome.parameters / ranks
         bounds = [outcome.busy[COMPUTE], BUS_BYTES * mine / machine["bus_rate"]]
         bounds.append(HOST_BYTES * mine / machine["adam_rate"])

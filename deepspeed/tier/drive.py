@@ -21,7 +21,7 @@ from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, Arena
 from deepspeed.tier.staging import Staging
-from deepspeed.tier.store import TierStore, nothing, round_into
+from deepspeed.tier.store import Landing, TierStore, nothing, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
 
 _GLANCE_S = 0.2  # between looks whether a reader still exists
@@ -206,8 +206,9 @@ class Stored(TierStore):
         return ARRIVED
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
-        """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead. Host memory that
-        lies within its page as the elements do in theirs is read into in the background.
+        """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead: of a device behind
+        the stream that asks. Host memory that lies within its page as the elements do in theirs is read into in the
+        background.
         """
         if not self._ahead and self._straight(out, start):
             self._wait_for_writes(start, start + out.numel())
@@ -224,12 +225,14 @@ class Stored(TierStore):
         while self._ahead or waiting:
             while waiting and (not self._ahead or self.staging.room):
                 self._start(*waiting.popleft())
-            piece = self._ahead.popleft()
+            piece, copied = self._ahead.popleft(), None
+            beside = out.device.type != "cpu" and piece.inside.is_pinned()  # the program need not wait for the copy
             try:
                 piece.transfer.wait()
-                out[piece.lo - start : piece.hi - start].copy_(piece.inside)
+                out[piece.lo - start : piece.hi - start].copy_(piece.inside, non_blocking=beside)
+                copied = Landing(piece.inside.nbytes) if beside else None
             finally:
-                self.staging.give(piece.buffer)
+                self.staging.give(piece.buffer, after=copied)
 
     def read_ahead(self) -> bool:
         if not self._ahead and all(transfer.done() for transfer, _, _ in self._writes):

@@ -12,7 +12,7 @@ import itertools
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from deepspeed.tier.arena import ALIGN
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import TierStore, nothing
 from deepspeed.tier.transfer import Several, Transfer
-from deepspeed.zero.layout import Granularity, round_up
+from deepspeed.zero.layout import Granularity, Segment, round_up
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -79,10 +79,9 @@ class OptimView:
         piece = piece.to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
 
-    def frozen_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def frozen_parts(self, frozen: Iterable[Segment]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(part of the view's values, its copy) of parameters frozen later: momentum must not move them."""
         layout, flat = self.unit.layout, self.param.detach().reshape(-1)
-        frozen = [s for p, s in zip(self.unit.params, layout.segments, strict=True) if not p.requires_grad]
         spans = (layout.overlap(segment, self.start, self.stop) for segment in frozen)
         parts = (flat[lo - self.start : hi - self.start] for lo, hi in spans if lo < hi)
         return [(part, part.clone()) for part in parts]
@@ -184,7 +183,7 @@ def run_step(
     *,
     source: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
-    frozen: Collection[Unit] | None = None,
+    frozen: dict[Unit, list[Segment]] | None = None,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
     returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
@@ -206,7 +205,7 @@ def run_step(
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
             view.param.grad = grad
-            still += view.frozen_parts() if view.unit in frozen else []
+            still += view.frozen_parts(frozen.get(view.unit, ()))
         asked: Any = contextlib.nullcontext(())
         if writing is not None and (outputs or scales or skip is not None):
             asked = writing(optimizer, outputs, skip=skip, scales=scales)
@@ -225,9 +224,12 @@ def captured_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def frozen_later(views: list[OptimView]) -> set[Unit]:
-    """Units with parameters that were frozen after ``initialize``, the values of which are put back."""
-    return {unit for unit in {v.unit for v in views} if not all(p.requires_grad for p in unit.params)}
+def frozen_later(views: list[OptimView]) -> dict[Unit, list[Segment]]:
+    """By unit, where there are any, the parameters that were frozen after ``initialize``: their values are put back."""
+    units = dict.fromkeys(view.unit for view in views)
+    pairs = {unit: zip(unit.params, unit.layout.segments, strict=True) for unit in units}
+    frozen = {unit: [s for p, s in those if not p.requires_grad] for unit, those in pairs.items()}
+    return {unit: segments for unit, segments in frozen.items() if segments}
 
 
 class Turns:

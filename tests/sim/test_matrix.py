@@ -35,7 +35,7 @@ DRIVE = "wait for a drive: tier/aio.py settle"
 # Where the program waits for the device in a step, by where states rest. Each further place is a step that got slower.
 WAITS = {
     "host": {NORM, PUBLISHED, UPDATE, "blocking copy: zero/publish.py _publish"},
-    "drive": {NORM, PUBLISHED, DRIVE, "blocking copy: tier/drive.py _load", "blocking copy: tier/store.py round_into"},
+    "drive": {NORM, PUBLISHED, DRIVE, "blocking copy: tier/store.py round_into"},
 }
 
 
