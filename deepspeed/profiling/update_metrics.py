@@ -6,6 +6,7 @@ does between updates counts too.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.anomaly import AnomalyWatch
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
+from deepspeed.timeline.listen import Listener
+from deepspeed.timeline.spans import StepSpans, clock_for
 
 
 def tokens_in(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -47,6 +50,8 @@ class UpdateMetrics:
         self._tokens = 0
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
+        self._listener: Listener | None = None
+        self._steps = deque[StepSpans]()  # that the device has not passed yet
 
     def note_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch of this rank sets out."""
@@ -66,10 +71,27 @@ class UpdateMetrics:
             return
         scale = engine.loss_scale() if engine.fp16_enabled() else None
         values = {"lr": next(iter(engine.get_lr()), None), "loss_scale": scale, "train_loss": loss}
-        values |= self._norms(engine, norm) | self._rates(engine) | _memory(engine)
+        values |= self._norms(engine, norm) | self._rates(engine) | _memory(engine) | self._communication(engine)
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent_ms.items() if time > 0}
         known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
         self._monitor.write_events([(name, value, engine.global_samples) for name, value in known.items()])
+
+    def _communication(self, engine: Any) -> dict[str, float]:
+        """Milliseconds of the newest update that the device has passed: collectives under way, and waits for them."""
+        if engine.mesh.job.size == 1:
+            return {}
+        if self._listener is None:
+            self._listener = Listener(engine, clock_for(engine.device.type))
+            engine._lasting.callback(self._listener.close)
+            return {}
+        self._steps.append(self._listener.turn())
+        newest: StepSpans | None = None
+        while self._steps and self._steps[0].known():
+            newest = self._steps.popleft()
+        if newest is None:
+            return {}
+        times = newest.summary()
+        return {"communication_ms": times["communication_ms"], "exposed_communication_ms": times["wait_ms"]}
 
     def _norms(self, engine: Any, norm: float | None) -> dict[str, float]:
         if norm is None:

@@ -276,9 +276,10 @@ def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) 
         *("grad_norm", "grad_norm_clipped", "memory_host_bytes", "memory_host_peak_bytes"),
         *("states_host_bytes", "states_drive_bytes"),
     )
-    rates = {"Train_Samples_samples_per_s.csv"}  # from the second update on
+    later = ("samples_per_s", "communication_ms", "exposed_communication_ms")  # from the second update on
+    rates = {f"Train_Samples_{name}.csv" for name in later}
     assert set(files) == {"Mine_accuracy.csv", "losses", *rates, *(f"Train_Samples_{name}.csv" for name in names)}
-    assert len(files["Train_Samples_samples_per_s.csv"].splitlines()) == 3
+    assert all(len(files[name].splitlines()) == 3 for name in rates)
     assert files["Mine_accuracy.csv"] == "step,accuracy\n7,0.5\n"
     for name in names:
         title, *rows = files[f"Train_Samples_{name}.csv"].splitlines()

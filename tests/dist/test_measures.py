@@ -41,6 +41,7 @@ def measured(path: str) -> dict[str, list[float]]:
         2,
         prometheus={"enabled": True, "output_file": path},
         flops_profiler={"enabled": True, "peak_tflops": 0.01},
+        wall_clock_breakdown=True,
         gradient_clipping=0.1,
     )
     engine = start(Decoder(SHAPE), config)
@@ -74,6 +75,12 @@ def test_every_update_has_its_figures(pool2: RankPool, tmp_path: Path) -> None:
     ):
         assert tokens == pytest.approx(16 * samples) and mfu == pytest.approx(tflops / 0.01)
         assert tflops == pytest.approx(events["flops"][0] * samples / 8 / 1e12)
+    exposed, under_way = events["exposed_communication_ms"], events["communication_ms"]
+    assert len(exposed) == 5 and all(0 < a <= b for a, b in zip(exposed, under_way, strict=True))
+    steps = [
+        sum(ms) for ms in zip(*(events[f"elapsed_time_ms_{p}"] for p in ("forward", "backward", "step")), strict=True)
+    ]
+    assert all(wait < whole for wait, whole in zip(exposed, steps[1:], strict=True))
     text = path.read_text()
     values = dict(re.findall(r"^(deepspeed_\w+) (\S+)$", text, re.MULTILINE))
     assert float(values["deepspeed_train_loss"]) == events["train_loss"][-1] and values["deepspeed_samples"] == "48"
