@@ -22,16 +22,19 @@ POLICIES: dict[str, dict[str, Any]] = {
     "host": {},
     "rest": {"ratio": 0.5},
     "travel": {"device_states": "travel"},
+    "delayed": {"delayed_update": True},
 }
-UPDATES = ("adam",)
+UPDATES = {"cpu_adam": "update on the host", "fused_adam": "update on the device"}
 
 
 def row_of(interval: Interval) -> str:
     """The row of a piece of work."""
+    if interval.name in UPDATES:
+        return UPDATES[interval.name]
     if interval.stream == HOST:
-        return "update on the host" if any(word in interval.name for word in UPDATES) else "program"
+        return "program"
     if interval.stream == COMPUTE and "copy" not in interval.name:
-        return "update on the device" if any(word in interval.name for word in UPDATES) else "kernels"
+        return "kernels"
     if "to the host" in interval.name:
         return "bus, down"
     return "bus, up" if "to the device" in interval.name else "other streams"

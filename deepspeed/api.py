@@ -230,10 +230,11 @@ def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, devi
             "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
             f"{name} cannot do; set ratio to 1, or use the Fused class of the same name"
         )
-    if offload.travel and not isinstance(base, GroupStep):
+    if (offload.travel or offload.delayed_from) and not isinstance(base, GroupStep):
+        key = 'device_states "travel"' if offload.travel else "delayed_update"
         raise OptimizerConfigError(
-            'zero_optimization.offload_optimizer.device_states "travel" needs an optimizer of this package (AdamW, '
-            f'Lion, Adagrad, Lamb by name in the configuration), not {name}; set it to "rest"'
+            f"zero_optimization.offload_optimizer.{key} needs an optimizer of this package (AdamW, Lion, Adagrad, Lamb "
+            f"by name in the configuration), not {name}; remove it, or use one of these"
         )
     if offload.device_share is None:
         share = measured_share(base, mesh, device)

@@ -31,6 +31,7 @@ from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.step import take_step
+from deepspeed.zero.update.delayed import Delayed
 from deepspeed.zero.update.visits import Visits
 
 
@@ -76,6 +77,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 and self.device.type != "cpu"
             ):
                 self.runtime.visits = Visits(optimizer, parts.tiers, up=self.runtime.up)
+            if isinstance(optimizer, GroupStep) and (first := self.runtime.plan.offload.delayed_from):
+                self.runtime.delayed = Delayed(self.runtime, optimizer, first=first)
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
@@ -298,6 +301,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._micro = micro_batch_size
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        """Set the mode of the module. Collective with ``delayed_update``: evaluations see what the last update made."""
+        if not mode:
+            self.runtime.catch_up()
         self.training = mode
         self.module.train(mode)
         return self
@@ -523,9 +529,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         if self._destroyed:
             return
         whole = not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
-        collective = self._saver.running or self.mesh.tp.size > 1 or whole
+        collective = self._saver.running or self.mesh.tp.size > 1 or whole or self.runtime.delayed is not None
         together = not collective or meet_at_end(self.mesh, comes=not self.runtime.broken)
         torn = self._end_update()
+        if together and torn is None and not self.runtime.half_updated:
+            self.runtime.catch_up()
         failed = self._end_save(together=together) or torn
         self._way_back.close()
         self._hear()  # the log is told what was left out

@@ -109,6 +109,7 @@ class EngineCheckpoint:
         name, state = self._common_tag(tag), client_state or {}
         gradients = self.runtime.gradients
         self.runtime.settle()
+        self.runtime.catch_up()
         gradients.withdraw()
         gradients.land_all()
         gradients.collect()
@@ -190,6 +191,7 @@ class EngineCheckpoint:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
             log_dist(f"save_16bit_model wrote nothing: set {key} to true")
             return False
+        self.runtime.catch_up()
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
         path, write = Path(save_dir) / save_filename, lambda name, values: None
         with contextlib.ExitStack() as stack:
@@ -240,6 +242,8 @@ class EngineCheckpoint:
         schedule = load_lr_scheduler_states and not load_module_only
 
         def begin() -> None:  # from here on the engine changes, and is of no use until all of it has
+            if self.runtime.delayed is not None:
+                self.runtime.delayed.forget()
             self.zero_grad()
             self._torn = f"loading {source.path} failed half way"
 

@@ -33,7 +33,7 @@ _TORCH = ("/torch/", "/deepspeed/simulate/", "/contextlib.py", "/functools.py", 
 CATEGORIES = {
     ("zero/unit.py", "fetch"): "gathered",
     ("zero/unit.py", "adopt"): "states",
-    ("zero/unit.py", "_settled"): "states",
+    ("tier/store.py", "settled"): "states",
     ("zero/unit.py", "_spread"): "states",
     ("zero/unit.py", "open_grad"): "states",
     ("zero/unit.py", "open_partial"): "gradients",

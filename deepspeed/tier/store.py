@@ -108,3 +108,11 @@ def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
 def nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Stands for values that are elsewhere: reads as not-a-number and refuses to be written."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(shape)
+
+
+def settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) -> TierStore:
+    """``place`` with ``values`` in it; None: a copy of them where they are."""
+    if place is None:
+        return Memory(values.to(dtype, copy=True))
+    place.put(values).wait()
+    return place

@@ -263,7 +263,7 @@ class ModuleHooks:
                 self._running[module] += 1
             recompute = inside_backward()
             if module is self._model and (self._compiled or not torch.is_grad_enabled()):
-                runtime.settle()  # compiled code, and the fused modules of an evaluation, know no face
+                _settling(runtime.units)()  # compiled code, and the fused modules of an evaluation, know no face
             if recompute:
                 self._arm()
             elif module is self._model and self._checked_at != runtime.steps:

@@ -49,11 +49,15 @@ class OptimView:
         """Whether its values come into memory for the update only."""
         return self.unit.on_drive(StateKind.OPTIM)
 
-    def output(self) -> torch.Tensor | None:
+    def output(self, apart: TierStore | None = None) -> torch.Tensor | None:
         """The part of PARAM at rest, or on its way there, that the optimizer may round this view's weights into; None:
-        rounded afterwards.
+        rounded afterwards. ``apart``: only on its way there, in what is free behind a gradient in that place.
         """
         unit, resting = self.unit, self.unit.shard
+        if apart is not None:
+            away = unit.device.type != "cpu" and resting.dtype is not self.param.dtype
+            box = apart.spare(resting.dtype, keep=True) if away else None
+            return None if box is None else unit.within(StateKind.OPTIM, box, self.start, self.stop)
         if unit.master_is_param or unit.on_drive(StateKind.PARAM):
             return None
         if resting.device == self.param.device:
@@ -184,24 +188,26 @@ def run_step(
     source: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     frozen: dict[Unit, list[Segment]] | None = None,
+    apart: TierStore | None = None,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
     returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
     ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``: if that was asked
-    before.
+    before. ``apart``: the gradient of the views' only unit is there, and PARAM is rounded into what is free behind it.
     """
     # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
     writing = getattr(type(optimizer), "writing_outputs", None)
     frozen = frozen_later(views) if frozen is None else frozen
     writable = [v for v in views if v.unit not in frozen] if writing is not None else []
-    outputs = {v.param: out for v in writable if (out := v.output()) is not None}
+    outputs = {v.param: out for v in writable if (out := v.output(apart)) is not None}
     scales = {v.param: factor * v.unit.facts.after for v in views if writing and v.param.device.type == "cpu"}
     if scales and not optimizer.scales_on_host():  # type: ignore[attr-defined]
         scales = {}
     still: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for view in views:
-            grad = view.gradient(factor, source=source, plain=view.param in scales)
+            piece = source if apart is None else view.unit.within(StateKind.GRAD, apart.tensor, view.start, view.stop)
+            grad = view.gradient(factor, source=piece, plain=view.param in scales)
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
             view.param.grad = grad

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.param import shape_on_rank
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
+
+if TYPE_CHECKING:
+    from deepspeed.zero.unit import Unit
 
 # What is only reduced is cut so that reductions travel while the backward goes on, whatever the bucket may hold.
 _BUCKET_NUMEL = 1 << 25
@@ -62,6 +66,17 @@ def check_move(unit: str, before: Enum, after: Enum) -> None:
     if after not in _LEGAL[before]:
         what = "gradients" if isinstance(after, GradState) else "parameters"
         raise InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
+
+
+class Keeper(Protocol):
+    """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
+
+    def may_fetch_on_demand(self) -> bool: ...
+    def fetch_on_demand(self, unit: "Unit") -> bool: ...
+    def need(self, units: Iterable["Unit"]) -> None: ...
+    def meet(self) -> int: ...
+    @property
+    def before_update(self) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True)

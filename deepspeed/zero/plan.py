@@ -120,8 +120,9 @@ class OffloadPlan:
 
     ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
     PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates (None: as
-    the rates of this machine say); it stays there, or with ``travel`` comes for the update. Limits are bytes; 0 for
-    none. ``save_copies``: saves keep a copy of the states in host memory while training goes on.
+    the rates of this machine say); it stays there, or with ``travel`` comes for the update. ``delayed_from``: the first
+    update, from 1, that goes on beside the next step; 0 for none. Limits are bytes; 0 for none. ``save_copies``: saves
+    keep a copy of the states in host memory while training goes on.
     """
 
     param_folder: str = ""
@@ -133,6 +134,7 @@ class OffloadPlan:
     tile_numel: int = 1 << 21
     device_share: float | None = 0.0
     travel: bool = False
+    delayed_from: int = 0
     pin_param: bool = True
     pin_optim: bool = True
     block_bytes: int = 1 << 20
@@ -226,6 +228,7 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if tile_chosen else default.tile_numel,
         device_share=None if travel and "ratio" not in optim.model_fields_set else 1.0 - float(optim.ratio),
         travel=travel,
+        delayed_from=1 + int(optim.delayed_update_warm_up) if optim.delayed_update else 0,
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,
         block_bytes=-(-int(aio.block_size) // 4096) * 4096,

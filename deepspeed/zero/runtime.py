@@ -31,6 +31,7 @@ from deepspeed.zero.plan import InFlight, StateKind, ZeroPlan
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.delayed import Delayed
 from deepspeed.zero.update.visits import Visits
 
 _ALIKE_S = 10.0  # within which ranks that send each other no messages are to have failed, too
@@ -38,7 +39,11 @@ _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message be
 
 
 class Runtime:
-    """Owns schedule, agreement and gradients of one engine's units, and the streams that weights travel on."""
+    """Owns schedule, agreement and gradients of one engine's units, weights' streams, and policies of the update."""
+
+    tiles: OptimTiles | None = None
+    visits: Visits | None = None
+    delayed: Delayed | None = None
 
     watch_gradients: Callable[[list[Unit]], None] | None = None  # called before each update; collective
 
@@ -56,11 +61,10 @@ class Runtime:
         self.steps = self.depth = self.flushes = 0
         self.in_backward = False
         self._one_pass = False
-        # The engine, while it lives; its optimizer, and what of that is updated in tiles, or visits the device.
+        # The engine, while it lives; and its optimizer.
         self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None
-        self.tiles: OptimTiles | None = None
-        self.visits: Visits | None = None
+        self.catch_up: Callable[[], None] = lambda: None  # publish what is delayed; collective then
         # Set by the engine: is the running backward the last one of the accumulation window?
         self.window_ends: Callable[[], bool] = lambda: True
         # Called once when a backward begins; the engine checks loss scaling and sets factors there.
@@ -111,7 +115,7 @@ class Runtime:
     @contextlib.contextmanager
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[dict[str, Any]]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory; what the optimizer keeps for it."""
-        view.unit.settle()
+        view.unit.settle_states()
         tiles, state = self.tiles, self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
         if write:
             self.before_update()
@@ -441,7 +445,7 @@ class Runtime:
         """Until no update is under way in another thread. UsageError where one has failed."""
         if self.worker is not None and self.worker.busy and not self.worker.inside():
             for unit in self.units:
-                unit.settle()
+                unit.settle_states()
             self.worker.busy = False
 
     def forget_updates(self) -> None:

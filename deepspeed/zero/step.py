@@ -109,6 +109,7 @@ def take_step(
         if clip > 0 or (skip_nonfinite and (at_once or not _goes_ahead(runtime))):
             norm = global_norm(runtime, sums, failure) * factor
             if not math.isfinite(norm) and skip_nonfinite:
+                runtime.catch_up()
                 report_nonfinite(runtime, units)
                 runtime.gradients.clear(collected=True)
                 return StepResult(math.inf, overflow=True)
@@ -150,7 +151,9 @@ def _update(
     Nothing changes where ``skip``, a number on the device, is not 0. Where it fails, or with a ``failure`` from before,
     the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.
     """
-    if runtime.tiles is None:
+    if runtime.delayed is not None and runtime.delayed.applies():
+        runtime.delayed.step(views, factor, failure=failure)
+    elif runtime.tiles is None:
         publication = runtime.publication(units)
         try:
             if failure is not None:
@@ -205,19 +208,23 @@ def _update_in_memory(
             publication.through(unit, written)
     if behind is not None and spared:
         optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
-        for unit, those in parts:
-            if unit is not None and unit in spared:
-                publication.leave_to(behind, unit, _turn_of(optimizer, those, captured, factor))
+        theirs = [(unit, those) for unit, those in parts if unit in spared]
+        if visits is not None:
+            visits.expect_behind(behind, [those for _, those in theirs])
+        for unit, those in theirs:
+            assert unit is not None
+            publication.leave_to(behind, unit, _turn_of(optimizer, those, captured, factor, visits))
     return []
 
 
 def _turn_of(
-    optimizer: Any, views: list[OptimView], groups: list[dict[str, Any]], factor: float
+    optimizer: Any, views: list[OptimView], groups: list[dict[str, Any]], factor: float, visits: Visits | None
 ) -> Callable[[], list[OptimView]]:
     """The update of ``views`` with the settings in ``groups``, whatever changes before it is called."""
     those = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
     step = functools.partial(optimizer.update, those)
-    return functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
+    call = functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
+    return call if visits is None else functools.partial(visits.call, views, call)
 
 
 def _update_tiles(

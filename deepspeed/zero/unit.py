@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,24 +11,13 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
-from deepspeed.tier.store import Memory, TierStore
+from deepspeed.tier.store import Memory, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, hide, local_of, point, storage_uses, unmark_zero_parameter
-from deepspeed.zero.partition import GradState, UnitFacts, UnitState, check_move, owned_range, square_sum
+from deepspeed.zero.partition import GradState, Keeper, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
-
-
-class Keeper(Protocol):
-    """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
-
-    def may_fetch_on_demand(self) -> bool: ...
-    def fetch_on_demand(self, unit: "Unit") -> bool: ...
-    def need(self, units: "Iterable[Unit]") -> None: ...
-    def meet(self) -> int: ...
-    @property
-    def before_update(self) -> Callable[[], None]: ...
 
 
 class Unit:
@@ -65,6 +54,7 @@ class Unit:
         # what comes down, and before it writes.
         self.landed = ARRIVED
         self._updating = ARRIVED  # the last update in another thread, of masters, slots and PARAM at rest
+        self._delayed = ARRIVED  # that of masters and slots alone
         self.master_is_param = False
         # The update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing.
         self.tiled = False
@@ -95,7 +85,7 @@ class Unit:
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
         self.rest[StateKind.PARAM] = Memory(self.full[start:stop])
         if self.movable:
-            self.rest[StateKind.PARAM] = _settled(self._place(StateKind.PARAM, dtype), self.shard, dtype)
+            self.rest[StateKind.PARAM] = settled(self._place(StateKind.PARAM, dtype), self.shard, dtype)
         if keep_master and self.plan.optim is not None:
             start, stop = self.range_of(StateKind.OPTIM)
             wide = torch.promote_types(dtype, torch.float32)
@@ -105,7 +95,7 @@ class Unit:
             if self.master_is_param:
                 self._alias_master()
             else:
-                self.rest[StateKind.OPTIM] = _settled(place, values[start:stop], wide)
+                self.rest[StateKind.OPTIM] = settled(place, values[start:stop], wide)
                 self.tiled = self.on_drive(StateKind.OPTIM)
         if self.movable:
             # What the unit itself holds of the storage: the buffer, its views and the parameters over it.
@@ -178,6 +168,8 @@ class Unit:
 
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
+        if kind is StateKind.OPTIM:
+            self.settle_states()
         self.settle()
         if write and (keeper := self.keeper) is not None:
             keeper.before_update()
@@ -402,9 +394,20 @@ class Unit:
         if not self.movable:
             self.arrive()
 
+    def delay_update(self, update: Transfer) -> None:
+        """Masters and slots alone are there when ``update`` is."""
+        self._delayed = update
+
+    def settle_states(self) -> None:
+        """The same of masters and slots, until the program may read them."""
+        self.settle()
+        self._delayed.wait()
+        if self.plan.visits:
+            self.landed.wait()
+
     def forget_update(self) -> None:
         """It has ended, it does not matter how."""
-        self._updating = ARRIVED
+        self._updating = self._delayed = ARRIVED
         self._transfer = self._transfer if self.movable else ARRIVED
         self.settle()
 
@@ -595,11 +598,3 @@ class Unit:
 
     def fetch_on_demand(self) -> bool:
         return (keeper := self.keeper) is not None and keeper.fetch_on_demand(self)
-
-
-def _settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) -> TierStore:
-    """``place`` with ``values`` in it; None: a copy of them where they are."""
-    if place is None:
-        return Memory(values.to(dtype, copy=True))
-    place.put(values).wait()
-    return place

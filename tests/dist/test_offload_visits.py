@@ -104,8 +104,8 @@ def test_what_the_device_updates_is_spread_over_the_units(pool1: RankPool) -> No
     assert pool1.run(_places) == [["cpu", "none"] * 3]
 
 
-def _refused() -> str:
-    config = make_config(2, zero={"offload_optimizer": TRAVEL}, optimizer=None)
+def _refused(offload: dict[str, Any]) -> str:
+    config = make_config(2, zero={"offload_optimizer": offload}, optimizer=None)
     model = CASES["wide"]().build()
     try:
         start(model, config, optimizer=torch.optim.AdamW(model.parameters()))
@@ -114,6 +114,7 @@ def _refused() -> str:
     return ""
 
 
-def test_another_optimizer_is_refused(pool1: RankPool) -> None:
-    (text,) = pool1.run(_refused)
-    assert text.startswith("OptimizerConfigError") and "device_states" in text and "AdamW" in text
+@pytest.mark.parametrize(("key", "value"), [("device_states", "travel"), ("delayed_update", True)])
+def test_another_optimizer_is_refused(pool1: RankPool, key: str, value: object) -> None:
+    (text,) = pool1.run(_refused, {**CPU, key: value})
+    assert text.startswith("OptimizerConfigError") and key in text and "AdamW" in text

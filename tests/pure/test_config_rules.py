@@ -62,6 +62,22 @@ BROKEN = [
     ),
     (z(stage=3, offload_param={"device": "nvme"}), "needs offload_param.nvme_path"),
     (z(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio below 1.0 needs stage 3"),
+    (
+        z(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/x", "device_states": "travel"}),
+        "states on a drive do not travel",
+    ),
+    (
+        z(stage=3, offload_optimizer={"device": "cpu", "device_states": "travel"}, offload_param={"device": "cpu"}),
+        "cannot be combined with offload_param",
+    ),
+    (
+        z(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/x", "delayed_update": True}),
+        "an update on a drive is not delayed",
+    ),
+    (
+        z(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "delayed_update": True}),
+        "delayed_update cannot be combined with an update that the device shares",
+    ),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
     (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
     (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),

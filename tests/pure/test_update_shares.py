@@ -1,5 +1,7 @@
 """Which units the device updates where the host updates the rest: every so many-th, and never more than its share."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -65,3 +67,18 @@ def test_without_a_ratio_the_share_of_states_that_travel_is_measured() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "device_states": "travel"}}
     config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
     assert make_plan(config, 1).offload.device_share is None
+
+
+def test_a_delayed_update_has_its_gradients_while_new_ones_come_and_a_master_of_its_own() -> None:
+    offload = {"device": "cpu", "delayed_update": True, "delayed_update_warm_up": 3}
+    zero = {"stage": 1, "offload_optimizer": offload}
+    plan = make_plan(load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1), 1)
+    assert plan.offload.delayed_from == 4
+    at_once = replace(plan.offload, delayed_from=0)
+    sizes = [UnitSize(4096, 4, plan.row(trainable=True, persistent=False))]
+    late, now = (
+        {line.what: line for line in memory_plan(sizes, [1], o, Widths(), prefetch=0, shared=True).lines}
+        for o in (plan.offload, at_once)
+    )
+    assert late["gradients"].host == 2 * now["gradients"].host == 2 * 4096 * 4
+    assert late["optimizer state"].host - now["optimizer state"].host == 4096 * 4

@@ -41,6 +41,7 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from tests.sim.loops import LOOPS, TOKENS, VOCABULARY, WIDTH, Model
 
 _CPU = {"device": "cpu", "pin_memory": True}
+_LATE = {**_CPU, "delayed_update": True}
 _TRAVEL = {**_CPU, "device_states": "travel"}
 _BUCKETS = {"reduce_bucket_size": 600_000}  # several units
 _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
@@ -145,6 +146,10 @@ CASES: dict[str, dict[str, Any]] = {
     "lending": _config(3) | _BEHIND,
     "writing-at-stage1": _config(1, dtype="fp32") | _BEHIND,
     "stage1-optimizer-on-drive": _config(1, offload_optimizer=_DRIVE),
+    # updates beside the next forward and backward
+    "delayed-on-host": _config(3, offload_optimizer=_LATE),
+    "stage2-delayed-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_LATE) | _UNCHECKED,
+    "slots-delayed-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_LATE),
     # optimizer states that visit the device: every second unit, or as the rates say
     "slots-visiting-on-host": _config(3, offload_optimizer={**_TRAVEL, "ratio": 0.5}),
     "visiting-on-host": _config(3, offload_optimizer={**_TRAVEL, "ratio": 0.5}),

@@ -105,7 +105,7 @@ UNSEEN: dict[str, str] = {
         "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
         "behind; test_offload_parity.py::test_four_ranks"
     ),
-    "zero.unit:_settled: place.put(values).wait()": (
+    "tier.store:settled: place.put(values).wait()": (
         "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
     "zero.runtime:attached: view.unit.settle()": _DOOR,

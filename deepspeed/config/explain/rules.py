@@ -126,10 +126,16 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     travels = optimizer is not None and optimizer.device_states == "travel"
     text = 'below 1.0 needs stage 3, or device_states "travel".'
     yield shared and stage != 3 and not travels, f"{_ZERO}.offload_optimizer.ratio", text
-    path, on_drive = f"{_ZERO}.offload_optimizer.device_states", optimizer is not None and bool(optimizer.nvme_path)
+    path, on_drive = (
+        f"{_ZERO}.offload_optimizer.device_states",
+        optimizer is not None and optimizer.device is OffloadDeviceEnum.nvme,
+    )
     yield travels and on_drive, path, '"travel" needs offload_optimizer.device "cpu": states on a drive do not travel.'
     text = '"travel" cannot be combined with offload_param: what the device updates is written where parameters rest.'
     yield travels and param is not None, path, text
+    delayed, path = optimizer is not None and optimizer.delayed_update, f"{_ZERO}.offload_optimizer.delayed_update"
+    yield delayed and on_drive, path, 'needs offload_optimizer.device "cpu": an update on a drive is not delayed.'
+    yield delayed and (shared or travels), path, "cannot be combined with an update that the device shares (ratio)."
     text = "needs stage 1, 2 or 3; the stage is 0."
     yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", text
     text = f"needs stage 3; the stage is {stage}."

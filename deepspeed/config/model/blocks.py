@@ -297,11 +297,14 @@ class OffloadOptimizerConfig(OffloadConfig, unread.ZeroOptimizationOffloadOptimi
     """``zero_optimization.offload_optimizer``; ``ratio`` is the share of elements updated on the CPU.
 
     ``device_states`` is an extension: what the device updates rests there, or travels there for its update and back.
+    So are ``delayed_update`` and ``delayed_update_warm_up``: the one-step delayed update of ZeRO-Offload.
     """
 
     ratio: Num = key(
         1.0, "Share of elements that the host updates, every so many-th unit; the device the rest.", ge=0, le=1
     )
+    delayed_update: Flag = key(False, "Update beside the next forward and backward, whose weights are one step old.")
+    delayed_update_warm_up: Count = key(0, "Updates at the beginning that are not delayed.")
     device_states: Literal["rest", "travel"] = key(
         "rest", "States that the device updates rest there, or only visit it."
     )

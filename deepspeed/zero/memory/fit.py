@@ -110,11 +110,11 @@ def memory_plan(
         add("parameters", tier, numel * unit.width)
         grad, optim = unit.row.grad, unit.row.optim
         if grad is not None and optim is not None:
-            add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
+            for _ in range(2 if offload.delayed_from and optim.away else 1):  # the last ones while new ones come
+                add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
             # An fp32 parameter that rests on the device is its own master.
-            same = unit.width >= 4 and (
-                Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE
-            )
+            same = unit.width >= 4 and not (offload.delayed_from and optim.away)
+            same = same and (Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE)
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
             if unit.row.visits and not shared:  # the slots are in the arena, too

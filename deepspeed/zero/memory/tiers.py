@@ -40,7 +40,9 @@ class Tiers:
             if numel > self._host_param_left:
                 return Stored(drive, numel, dtype)
             self._host_param_left -= numel
-        if tier is Tier.DEVICE or self.device.type == "cpu":
+        # a master that is updated while its parameter is in use is not the parameter
+        alone = kind is StateKind.OPTIM and self.plan.delayed_from > 0
+        if tier is Tier.DEVICE or (self.device.type == "cpu" and not alone):
             return None
         pin = self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim
         return Memory(self.arena.empty(numel, dtype=dtype, pin=pin))

@@ -1,0 +1,123 @@
+"""The one-step delayed parameter update (ZeRO-Offload, Ren et al. 2021): an update goes on beside the next forward and
+backward, which compute with the weights from before it.
+
+With w_t the weights of forward t and m_t the masters: g_t = gradient at w_t; m_{t+1} = rule(m_t, g_t); w_{t+1} = m_t.
+Whoever reads a state waits for the update; ``publish`` makes the weights those of the masters before their time.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.optim.base import GroupStep
+from deepspeed.tier.store import TierStore
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.optim_view import OptimView, captured_groups, frozen_later, run_step
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from deepspeed.zero.runtime import Runtime
+
+
+@dataclass
+class _Begun:
+    """The update of one unit, its gradient in ``store``. ``rounded``: whose rounded weights are there behind it, each
+    with the version of the master that they are of.
+    """
+
+    unit: Unit
+    store: TierStore
+    rounded: list[tuple[OptimView, int]]
+    turn: Transfer = ARRIVED
+
+    @property
+    def written(self) -> list[OptimView]:
+        """Those whose master nobody has written to since."""
+        return [view for view, version in self.rounded if view.param._version == version]
+
+
+class Delayed:
+    """Of one engine, from its update number ``first`` (from 1) on."""
+
+    def __init__(self, runtime: "Runtime", optimizer: GroupStep, *, first: int) -> None:
+        self._runtime, self._optimizer, self._first = runtime, optimizer, first
+        runtime.catch_up = self.publish
+        self._begun: list[_Begun] = []
+        self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
+
+    def applies(self) -> bool:
+        """Whether the update that begins is delayed: not the first ones of a training, whatever engine made them, and
+        none that code of the user's watches, as it would see no gradients.
+        """
+        return self._runtime.client().global_steps + 1 >= self._first and self._optimizer.undisturbed()
+
+    def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
+        """Publish what the last call has begun, and begin the update of ``views`` by their gradients times ``factor``;
+        after a ``failure`` raise that, when the other ranks have what they wait for.
+        """
+        landed = {view.unit: view.unit.landed for view in views}
+        self.publish()
+        if failure is not None:
+            self._runtime.half_updated = True
+            raise failure
+        groups = captured_groups(self._optimizer)
+        self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+        for unit, those in itertools.groupby(views, lambda view: view.unit):
+            store = _exchange(unit, self._spare.pop(unit, None))
+            assert store is not None, "a step comes with gradients"
+            begun = _Begun(unit, store, [])
+            call = self._turn_of(begun, list(those), groups, factor, landed[unit])
+            if (worker := self._runtime.worker) is not None:
+                begun.turn = worker.hand_over(call)
+                unit.delay_update(begun.turn)
+            else:
+                call()
+            self._begun.append(begun)
+
+    def _turn_of(
+        self, begun: _Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float, landed: Transfer
+    ) -> Callable[[], Transfer]:
+        mine = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
+        step, frozen = functools.partial(self._optimizer.update, mine), frozen_later(views)
+
+        def turn() -> Transfer:
+            landed.wait()
+            written = run_step(self._optimizer, views, step, factor, frozen=frozen, apart=begun.store)
+            begun.rounded += [(view, view.param._version) for view in written]
+            return ARRIVED
+
+        return turn
+
+    def settle(self) -> None:
+        """Until the masters and slots are there."""
+        Several([begun.turn for begun in self._begun]).wait()
+
+    def publish(self) -> None:
+        """The weights become those of the masters. Collective, where an update has begun."""
+        if not self._begun:
+            return
+        self.settle()
+        begun, self._begun = self._begun, []
+        kept = [(each, _exchange(each.unit, each.store)) for each in begun]  # what is rounded lies in its memory
+        try:
+            publication = self._runtime.publication([unit for unit in self._runtime.units if unit.trainable])
+            publication.finish([view for each in begun for view in each.written])
+        finally:
+            for each, store in kept:
+                _exchange(each.unit, store)
+                self._spare[each.unit] = each.store
+
+    def forget(self) -> None:
+        """What has begun is overwritten."""
+        self._begun.clear()
+
+
+def _exchange(unit: Unit, spare: TierStore | None) -> TierStore | None:
+    """The place of the rest gradient, if there is one, for ``spare`` (None: one that is made when it is needed)."""
+    store = unit.rest.pop(StateKind.GRAD, None)
+    if spare is not None:
+        unit.rest[StateKind.GRAD] = spare
+    return store

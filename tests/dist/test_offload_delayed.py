@@ -1,0 +1,221 @@
+"""The one-step delayed update equals the same rule written down with plain torch.
+
+w: the weights a forward computes with, m: the masters. g_t = gradient at w_t; m_{t+1} = rule(m_t, g_t);
+w_{t+1} = m_t from the first delayed update on, m_{t+1} before it, and after whatever brings the weights up to date.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.models import IN_FEATURES, MicroBatch
+from deepspeed.verify.reference import GATE_ADAM
+from tests.dist.test_update_behind import behind
+from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, start, train_step
+
+STEPS = 7
+DELAYED = {**CPU, "delayed_update": True}
+
+
+def reference(*, world: int, warm_up: int, clip: float, drains: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """The masters, and the weights of the next forward, after ``STEPS`` steps by the rule above. ``drains``: after
+    these steps (from 0) somebody brought the weights up to date.
+    """
+    case = CASES["wide_accumulation"]()
+    model = case.build().train()
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, **GATE_ADAM)
+    for step in range(STEPS):
+        model.zero_grad()
+        for rank in range(world):
+            for micro in range(case.accumulation):
+                (loss,) = case.seeded_loss(model, MicroBatch(step, micro, rank, world))
+                (loss / (world * case.accumulation)).backward()
+        old = [m.detach().clone() for m in masters]
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad = torch.zeros_like(master) if param.grad is None else param.grad.clone()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.step()
+        late = step >= warm_up and step not in drains
+        for param, master, before in zip(model.parameters(), masters, old, strict=True):
+            param.data.copy_(before if late else master.detach())
+    return [m.detach() for m in masters], [p.detach() for p in model.parameters()]
+
+
+def delayed_engine(stage: int, *, offload: dict[str, Any] | None = None, **config: Any) -> Any:
+    """With the fp32 model of ``reference``."""
+    case = CASES["wide_accumulation"]()
+    options = {"gradient_accumulation_steps": case.accumulation, **config}
+    return start(case.build().train(), make_config(stage, zero={"offload_optimizer": offload or DELAYED}, **options))
+
+
+def against_reference(stage: int, warm_up: int, clip: float, drains: tuple[int, ...]) -> list[float]:
+    """Largest errors of the weights before and after they are brought up to date. Collective."""
+    engine = delayed_engine(stage, offload={**DELAYED, "delayed_update_warm_up": warm_up}, gradient_clipping=clip)
+    case = CASES["wide_accumulation"]()
+    for step in range(STEPS):
+        train_step(engine, case, step)
+        if step in drains:
+            engine.eval()
+            engine.train()
+    masters, weights = reference(world=engine.world_size, warm_up=warm_up, clip=clip, drains=drains)
+    errors = []
+    for expected in (weights, masters):
+        found = full_parameters(engine.module)
+        pairs = zip(found.values(), expected, strict=True)
+        errors.append(max(scaled_error(mine.float(), plain) for mine, plain in pairs))
+        engine.eval()
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "warm_up", "clip", "drains"), [(3, 0, 0.0, ()), (2, 2, 0.05, ()), (1, 0, 0.05, (2, 4)), (3, 0, 0.0, (6,))]
+)
+def test_it_is_the_rule_with_plain_torch(
+    pool2: RankPool, stage: int, warm_up: int, clip: float, drains: tuple[int, ...]
+) -> None:
+    for errors in pool2.run(against_reference, stage, warm_up, clip, drains):
+        assert max(errors) < 1e-5, errors
+
+
+def differs_from_at_once() -> float:
+    """How far the weights are from those of an update at once: the delay is there."""
+    case, found = CASES["wide_accumulation"](), []
+    for offload in (CPU, DELAYED):
+        engine = delayed_engine(3, offload=offload)
+        for step in range(STEPS):
+            train_step(engine, case, step)
+        found.append(full_parameters(engine.module))
+        engine.destroy()
+    return max(scaled_error(a, b) for a, b in zip(found[0].values(), found[1].values(), strict=True))
+
+
+def test_it_is_another_rule_than_an_update_at_once(pool1: RankPool) -> None:
+    assert pool1.run(differs_from_at_once)[0] > 1e-3
+
+
+def resumed(folder: str, precision: str) -> list[str]:
+    """What differs after a save in the middle between going on and starting from it. Collective."""
+    case, found = CASES["wide_accumulation"](), []
+    offload = {**DELAYED, "delayed_update_warm_up": 2}
+    engine = delayed_engine(3, offload=offload, **PRECISION[precision])
+    for step in range(3):
+        train_step(engine, case, step)
+    engine.save_checkpoint(folder)
+    for again in (False, True):
+        if again:
+            engine = delayed_engine(3, offload=offload, **PRECISION[precision])
+            engine.load_checkpoint(folder)
+        losses = [loss for step in range(3, STEPS) for loss in train_step(engine, case, step)]
+        engine.eval()
+        found.append({**snapshot(engine), "losses": torch.tensor(losses)})
+        engine.destroy()
+    return [name for name in found[0] if not same(found[0][name], found[1][name])]
+
+
+@pytest.mark.parametrize("precision", PRECISION)
+def test_a_save_brings_all_up_to_date_and_training_goes_on_from_it_bit_for_bit(
+    pool2: RankPool, tmp_path: Any, precision: str
+) -> None:
+    assert pool2.run(resumed, str(tmp_path), precision) == [[], []]
+
+
+def ended(stage: int) -> float:
+    """How far the weights of a model whose engine has ended are from the last masters. Collective."""
+    engine, case = delayed_engine(stage), CASES["wide_accumulation"]()
+    for step in range(3):
+        train_step(engine, case, step)
+    model = engine.module
+    masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+    engine.destroy()
+    return max(float((param - masters[name]).abs().max()) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_end_of_an_engine_leaves_the_weights_of_its_last_update(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(ended, stage) == [0.0, 0.0]
+
+
+def overflowed() -> list[str]:
+    """A step whose gradients are not finite changes no master, and the update before it is published. Collective."""
+    case, found = CASES["wide_accumulation"](), []
+    for bad in (False, True):
+        engine = delayed_engine(2, **PRECISION["bf16"], **{"gradient_clipping": 0.0})
+        for step in range(3):
+            train_step(engine, case, step)
+        if bad:
+            for _micro in range(case.accumulation):
+                engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=torch.bfloat16)).sum())
+                engine.step()
+            assert not engine.was_step_applied()
+        engine.eval()
+        found.append({k: v for k, v in snapshot(engine).items()})
+        engine.destroy()
+    return [name for name in found[0] if not same(found[0][name], found[1].get(name, torch.empty(0)))]
+
+
+def test_an_overflow_between_two_updates(pool2: RankPool) -> None:
+    assert pool2.run(overflowed) == [[], []]
+
+
+# -- in a thread -----------------------------------------------------------------------------------------------------
+def trained(precision: str, stage: int, *, look: bool) -> dict[str, Tensor]:
+    """States after some steps; with ``look`` masters and slots are read, and one is written, while updates go on."""
+    case = CASES["wide_accumulation"]()
+    engine = delayed_engine(stage, **PRECISION[precision], **{"gradient_clipping": 0.05})
+    weight, seen = engine.module.inp.weight, []
+    for step in range(STEPS):
+        train_step(engine, case, step)
+        if look:
+            slot = safe_get_full_optimizer_state(weight, "exp_avg")  # None before a first update that is not skipped
+            seen += [safe_get_full_fp32_param(weight), torch.zeros(1) if slot is None else slot]
+        if look and step == 3:
+            safe_set_full_fp32_param(weight, torch.full_like(seen[-2], 0.25))
+    engine.eval()
+    found = {**snapshot(engine), **{f"seen {i}": value for i, value in enumerate(seen)}}
+    engine.destroy()
+    return found
+
+
+def in_a_thread(precision: str, stage: int) -> list[str]:
+    """What differs from updates that the program waits for. Collective."""
+    bad = []
+    for look in (False, True):
+        wanted = trained(precision, stage, look=look)
+        with behind() as turns:
+            found = trained(precision, stage, look=look)
+        bad += [f"{look}: {k}" for k in wanted.keys() | found.keys() if k not in found or not same(wanted[k], found[k])]
+        bad += [] if turns else ["nothing was done behind"]
+    return bad
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 3), ("bf16", 2), ("fp16", 3)])
+def test_beside_the_next_step_it_is_the_same_bit_for_bit(pool2: RankPool, precision: str, stage: int) -> None:
+    assert pool2.run(in_a_thread, precision, stage) == [[], []]
+
+
+def waited_in_forward() -> list[bool]:
+    """Whether the updates of a step had ended after the forward and backward of the next."""
+    case, ended = CASES["wide"](), []
+    with behind(0.3) as turns:
+        engine = start(case.build().train(), make_config(3, zero={"offload_optimizer": DELAYED}))
+        for step in range(3):
+            (loss,) = case.seeded_loss(engine, here(step))
+            engine.backward(loss)
+            ended.append(bool(turns) and turns[-1].done())
+            engine.step()
+        engine.destroy()
+    return ended
+
+
+def test_forward_and_backward_do_not_wait_for_it(pool1: RankPool) -> None:
+    assert pool1.run(waited_in_forward) == [[False] * 3]
