@@ -263,6 +263,7 @@ class Stored(TierStore):
 
     def _write(self, values: torch.Tensor, *, start: int) -> Transfer:
         stop = start + values.numel()
+        self.changes += 1
         self._wait_for_readers()
         self.forget_ahead()
         self._heal(start, stop)

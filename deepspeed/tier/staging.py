@@ -23,8 +23,12 @@ class Staging:
     @property
     def room(self) -> bool:
         """Whether a buffer could be taken without waiting for anything and without exceeding the count."""
+        return self.has_room(1)
+
+    def has_room(self, buffers: int) -> bool:
+        """Whether so many could."""
         self._reap()
-        return bool(self._free) or self._out + len(self._busy) < self._count
+        return self._out + len(self._busy) + buffers <= self._count
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""

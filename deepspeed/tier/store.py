@@ -17,6 +17,7 @@ class TierStore:
     """
 
     on_drive = False
+    changes = 0  # writes so far, of what is on a drive
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = self._memory = tensor

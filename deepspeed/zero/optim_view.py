@@ -364,6 +364,7 @@ class _Tile:
         self._optimizer, self._staging = optimizer, staging
         self._buffer = self._master = self._inside = torch.empty(0)
         self._transfers: list[Transfer] = []
+        self._read: list[tuple[TierStore, int]] = []  # from where, and how often that had been written
 
     @property
     def _state(self) -> dict[str, Any]:
@@ -389,9 +390,19 @@ class _Tile:
         self._master, self.grad = pieces[0], pieces[1] if len(kinds) > 1 else None
         self._inside = pieces[-1] if self.region is not None else buffer[:0]
         self._transfers = []
+        self._read = [(store, store.changes) for store, _, _ in sources]
         with self._given_back_on_error():
             for piece, (store, at, _) in zip(pieces, sources, strict=True):
                 self._transfers.append(store.get(piece, start=at))
+
+    def refresh(self) -> None:
+        """Read again what was written since ``read``, or is not where it was."""
+        self.forget_gone()
+        stores = [self.view.unit.rest[StateKind.OPTIM], *([] if self.region is None else [self.region])]
+        same = [store for store, _ in self._read] == stores and all(s.changes == n for s, n in self._read)
+        if not same:
+            self.let_go()
+            self.read(gradient=True)
 
     def show(self) -> None:
         """Let the optimizer see what was read."""
@@ -483,6 +494,7 @@ class OptimTiles:
         self._optimizer = optimizer
         self._tiles = {id(view): _Tile(view, optimizer, staging) for view in views}
         self._staging = staging
+        self._ahead: deque[_Tile] = deque()  # the first ones, which are read for the next update
         self.torn = self._whole_state = False  # an update was cut short, here or on another rank: nobody can go on
         self._guards = [
             optimizer.register_state_dict_pre_hook(self._guard),
@@ -502,8 +514,11 @@ class OptimTiles:
         written = run_step(self._optimizer, resident, at_once, factor) if resident else []
         self.check_whole()
         self.torn = True
-        waiting, ahead = deque(self._tiles.values()), deque[_Tile]()
+        ahead, self._ahead = self._ahead, deque()
+        waiting = deque(itertools.islice(self._tiles.values(), len(ahead), None))
         try:
+            for tile in ahead:
+                tile.refresh()
             while waiting or ahead:
                 while waiting and (not ahead or self._staging.room):
                     waiting[0].read(gradient=True)
@@ -520,6 +535,23 @@ class OptimTiles:
                 tile.let_go()
         self.torn = False
         return written
+
+    def read_ahead(self) -> None:
+        """Begin to read one more tile of the next update, in a backward, beside which a drive has time; one buffer is
+        left to others. What is written to it before the update is read again.
+        """
+        tile = next(itertools.islice(self._tiles.values(), len(self._ahead), None), None)
+        if tile is None or not tile.view.on_drive or tile.view.unit.on_drive(StateKind.GRAD) or self.torn:
+            return
+        if self._staging.has_room(2):
+            with contextlib.suppress(OSError):  # the update will meet it
+                tile.read(gradient=False)
+                self._ahead.append(tile)
+
+    def forget_ahead(self) -> None:
+        """Give back what is read for the next update."""
+        while self._ahead:
+            self._ahead.popleft().let_go()
 
     def _guard(self, *_: Any) -> None:
         if not self._whole_state:
@@ -539,6 +571,7 @@ class OptimTiles:
 
     def close(self) -> None:
         """Let go of the optimizer."""
+        self.forget_ahead()
         for guard in self._guards:
             guard.remove()
 
@@ -557,6 +590,7 @@ class OptimTiles:
         if tile is None:
             yield
             return
+        self.forget_ahead()
         tile.read(gradient=False)
         tile.show()
         try:
@@ -574,5 +608,6 @@ class OptimTiles:
 
     def adopt_state(self) -> None:
         """Bring slots that the optimizer has made, or loaded, to the drive."""
+        self.forget_ahead()
         for tile in self._tiles.values():
             tile.make_slots()

@@ -130,7 +130,7 @@ class OffloadPlan:
     param_piece_numel: int = 100_000_000
     host_param_numel: int = 0
     optim_folder: str = ""
-    optim_buffers: int = 4
+    optim_buffers: int = 8
     tile_numel: int = 1 << 21
     device_share: float | None = 0.0
     travel: bool = False
@@ -217,13 +217,15 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
     param, optim = zero.offload_param or OffloadParamConfig(), zero.offload_optimizer or OffloadOptimizerConfig()
     default, travel = OffloadPlan(), optim.device_states == "travel"
     tile_chosen, depth_chosen = "sub_group_size" in zero.model_fields_set, "queue_depth" in aio.model_fields_set
+    buffers_chosen = "buffer_count" in optim.model_fields_set
     return OffloadPlan(
         param_folder=param.nvme_path or "",
         param_buffers=max(1, int(param.buffer_count)),
         param_piece_numel=max(_LEAST_PIECE, int(param.buffer_size)),
         host_param_numel=int(param.max_in_cpu),
         optim_folder=optim.nvme_path or "",
-        optim_buffers=max(1, int(optim.buffer_count)),
+        # The field's default is for whole parameters; tiles also fill them during the backward, and empty them after.
+        optim_buffers=max(1, int(optim.buffer_count)) if buffers_chosen else default.optim_buffers,
         # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
         tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if tile_chosen else default.tile_numel,
         device_share=None if travel and "ratio" not in optim.model_fields_set else 1.0 - float(optim.ratio),

@@ -356,6 +356,8 @@ class Runtime:
         else:
             self._contributed |= bool(unit.fired)
         self.gradients.reduce(unit)
+        if self.tiles is not None and self.in_backward and self.gradients.final:
+            self.tiles.read_ahead()
 
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is foreseen: release its parameters."""

@@ -289,7 +289,7 @@ class OffloadConfig(AutoBlock):
 
     device: _Device = key(OffloadDeviceEnum.none, "Tier of optimizer states: none, cpu or nvme.")
     nvme_path: PathText | None = key(None, "Folder on the drive; only its last part is made when missing.")
-    buffer_count: Count = key(4, "Tiles of optimizer state in memory at once.")
+    buffer_count: Count = key(4, "Tiles of optimizer state in memory at once; 8 where nothing is set.")
     pin_memory: Flag = key(True, "Page-locked host memory, where an accelerator makes use of it.")
 
 
