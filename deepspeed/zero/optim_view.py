@@ -399,8 +399,7 @@ class _Tile:
         """Read again what was written since ``read``, or is not where it was."""
         self.forget_gone()
         stores = [self.view.unit.rest[StateKind.OPTIM], *([] if self.region is None else [self.region])]
-        same = [store for store, _ in self._read] == stores and all(s.changes == n for s, n in self._read)
-        if not same:
+        if [store for store, _ in self._read] != stores or any(s.changes != n for s, n in self._read):
             self.let_go()
             self.read(gradient=True)
 
@@ -494,7 +493,7 @@ class OptimTiles:
         self._optimizer = optimizer
         self._tiles = {id(view): _Tile(view, optimizer, staging) for view in views}
         self._staging = staging
-        self._ahead: deque[_Tile] = deque()  # the first ones, which are read for the next update
+        self._ahead: deque[_Tile] = deque()  # read for the next update
         self.torn = self._whole_state = False  # an update was cut short, here or on another rank: nobody can go on
         self._guards = [
             optimizer.register_state_dict_pre_hook(self._guard),
@@ -537,14 +536,12 @@ class OptimTiles:
         return written
 
     def read_ahead(self) -> None:
-        """Begin to read one more tile of the next update, in a backward, beside which a drive has time; one buffer is
-        left to others. What is written to it before the update is read again.
-        """
+        """Begin to read one more tile of the next update, beside a backward; one buffer is left to others."""
         tile = next(itertools.islice(self._tiles.values(), len(self._ahead), None), None)
         if tile is None or not tile.view.on_drive or tile.view.unit.on_drive(StateKind.GRAD) or self.torn:
             return
-        if self._staging.has_room(2):
-            with contextlib.suppress(OSError):  # the update will meet it
+        with contextlib.suppress(OSError):  # the update will meet it
+            if self._staging.has_room(2):
                 tile.read(gradient=False)
                 self._ahead.append(tile)
 
