@@ -368,7 +368,6 @@ class _Tile:
 
     @property
     def _state(self) -> dict[str, Any]:
-        """What the optimizer keeps for the view."""
         return self._optimizer.state.get(self.view.param, {})
 
     def read(self, *, gradient: bool) -> None:
@@ -398,8 +397,10 @@ class _Tile:
     def refresh(self) -> None:
         """Read again what was written since ``read``, or is not where it was."""
         self.forget_gone()
-        stores = [self.view.unit.rest[StateKind.OPTIM], *([] if self.region is None else [self.region])]
-        if [store for store, _ in self._read] != stores or any(s.changes != n for s, n in self._read):
+        stores = [self.view.unit.rest[StateKind.OPTIM], self.region]
+        if [store for store, _ in self._read] != [s for s in stores if s is not None] or any(
+            s.changes != n for s, n in self._read
+        ):
             self.let_go()
             self.read(gradient=True)
 
@@ -546,7 +547,6 @@ class OptimTiles:
                 self._ahead.append(tile)
 
     def forget_ahead(self) -> None:
-        """Give back what is read for the next update."""
         while self._ahead:
             self._ahead.popleft().let_go()
 
