@@ -397,10 +397,8 @@ class _Tile:
     def refresh(self) -> None:
         """Read again what was written since ``read``, or is not where it was."""
         self.forget_gone()
-        stores = [self.view.unit.rest[StateKind.OPTIM], self.region]
-        if [store for store, _ in self._read] != [s for s in stores if s is not None] or any(
-            s.changes != n for s, n in self._read
-        ):
+        read, now = dict(self._read), [self.view.unit.rest[StateKind.OPTIM], self.region]
+        if any(store is not None and read.get(store) != store.changes for store in now):
             self.let_go()
             self.read(gradient=True)
 
