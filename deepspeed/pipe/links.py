@@ -114,11 +114,7 @@ class Links:
                 "same shapes; build the PipelineModule with dynamic_shape=True"
             )
         self._announce(message, target, shape)
-        self._put(message, target, [t for t in tensors if t is not None])
-
-    def send_gradients(self, message: Message, target: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Send the gradients of the parts of an activation that need one, in order."""
-        self._put(message, target, gradients)
+        self.put(message, target, [t for t in tensors if t is not None])
 
     def send_lost(self, message: Message, target: int) -> None:
         """Send what stands for something that was not made; nothing, where it was sent already."""
@@ -130,7 +126,7 @@ class Links:
             shape = None if self.dynamic else self._known.get((message.chunk, self._keys[message.micro]))
             self._announce(message, target, shape)
         parts = [p for p in shape.parts if p is not None and (p.grad or message.op == "F")] if shape is not None else []
-        self._put(message, target, [torch.zeros(p.shape, dtype=p.dtype, device=self._device) for p in parts])
+        self.put(message, target, [torch.zeros(p.shape, dtype=p.dtype, device=self._device) for p in parts])
 
     def _announce(self, message: Message, target: int, shape: Signature | None) -> None:
         place = (message.chunk, self._keys[message.micro])
@@ -141,7 +137,8 @@ class Links:
             if shape is not None:
                 self._known[place] = shape
 
-    def _put(self, message: Message, target: int, tensors: Sequence[torch.Tensor]) -> None:
+    def put(self, message: Message, target: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send tensors whose shapes ``target`` knows: gradients, of the parts of an activation that need one."""
         group = self._group(self.rank, target)
         self._sent.add(message)
         try:

@@ -111,16 +111,21 @@ def gpipe(ranks: int, micros: int) -> Program:
     return Program("gpipe", micros, homes_of(ranks, 1, style="loop"), tuple(map(tuple, programs)))
 
 
-def one_f_one_b(ranks: int, micros: int) -> Program:
-    """One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2019, PipeDream-Flush)."""
+def one_f_one_b(ranks: int, micros: int, *, eager: bool = False) -> Program:
+    """One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2019, PipeDream-Flush).
+
+    There two neighbours wait for each other's messages once a micro-batch. ``eager``: with twice as many forwards ahead
+    these have the time of an action to arrive (Zhuang et al. 2022, eager-1F1B).
+    """
     programs = []
     for rank in range(ranks):
-        ahead = min(ranks - 1 - rank, micros)
+        ahead = min((ranks - 1 - rank) * (1 + eager), micros)
         program = [Action("F", rank, m) for m in range(ahead)]
         for m in range(ahead, micros):
             program += [Action("F", rank, m), Action("B", rank, m - ahead)]
         programs.append([*program, *(Action("B", rank, m) for m in range(micros - ahead, micros))])
-    return Program("1f1b", micros, homes_of(ranks, 1, style="loop"), tuple(map(tuple, programs)))
+    name = "eager_1f1b" if eager else "1f1b"
+    return Program(name, micros, homes_of(ranks, 1, style="loop"), tuple(map(tuple, programs)))
 
 
 def forward_only(homes: tuple[int, ...], micros: int) -> Program:
@@ -143,11 +148,12 @@ def by_chunks(homes: tuple[int, ...], micros: int) -> Program:
     return Program("gpipe", micros, homes, tuple(programs))
 
 
-# Name in the configuration -> class of torch.distributed.pipelining (None for the two that are written below), and the
+# Name in the configuration -> class of torch.distributed.pipelining (None for those that are written above), and the
 # way the chunks are dealt out.
 SCHEDULES: dict[str, tuple[str | None, str]] = {
     "gpipe": (None, "loop"),
     "1f1b": (None, "loop"),
+    "eager_1f1b": (None, "loop"),
     "interleaved": ("ScheduleInterleaved1F1B", "loop"),
     "breadth_first": ("ScheduleLoopedBFS", "loop"),
     "zero_bubble": ("ScheduleInterleavedZeroBubble", "loop"),

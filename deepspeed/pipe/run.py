@@ -156,7 +156,7 @@ class Pass:
         elif action.op == "F":
             self._links.send(message, target, shape, tensors)
         else:
-            self._links.send_gradients(message, target, [t for t in tensors if t is not None])
+            self._links.put(message, target, [t for t in tensors if t is not None])
 
     def _forward(self, action: Action) -> None:
         _, chunk, micro = action

@@ -42,8 +42,10 @@ def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) 
     homes = homes_of(ranks, chunks, style=style)
     torch_name, _ = SCHEDULES[name]
     if torch_name is None or ranks == 1:
-        whole = ranks > 1 or chunks == 1
-        return (one_f_one_b if name == "1f1b" else gpipe)(ranks, micros) if whole else by_chunks(homes, micros)
+        if ranks == 1 < chunks:
+            return by_chunks(homes, micros)
+        one_by_one = name.endswith("1f1b")
+        return one_f_one_b(ranks, micros, eager=name != "1f1b") if one_by_one else gpipe(ranks, micros)
     # The formulas of these want a full pipeline: with fewer micro-batches they leave gaps or do not end.
     least = {"zero_bubble": ranks, "zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}.get(name, 1)
     rounds = max(1, micros // ranks)

@@ -32,7 +32,13 @@ def test_two_stages(pool2: RankPool, schedule: str, chunks: int, micros: int, le
 
 @pytest.mark.parametrize(
     ("stages", "schedule", "chunks", "micros", "level"),
-    [(2, "zero_bubble", 1, 4, 3), (2, "interleaved", 2, 4, 2), (4, "1f1b", 1, 3, 1), (4, "zero_bubble", 2, 8, 3)],
+    [
+        (4, "eager_1f1b", 1, 8, 2),
+        (2, "zero_bubble", 1, 4, 3),
+        (2, "interleaved", 2, 4, 2),
+        (4, "1f1b", 1, 3, 1),
+        (4, "zero_bubble", 2, 8, 3),
+    ],
 )
 def test_four_ranks(pool4: RankPool, stages: int, schedule: str, chunks: int, micros: int, level: int) -> None:
     assert max(pool4.run(pipes.case, stages, level, schedule, micros, chunks)) <= TOLERANCE

@@ -8,7 +8,7 @@ from deepspeed.errors import PipelineError
 from deepspeed.pipe.orders import COSTS, Action, Program, bubble, by_chunks, check, homes_of, most_alive, timeline
 from deepspeed.pipe.torch_pipelining import make_order, split_backward
 
-NAMES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("breadth_first", 2))
+NAMES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("breadth_first", 2))
 NAMES += (("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2))
 
 
@@ -29,7 +29,7 @@ def _bubble(name: str, chunks: int, ranks: int, micros: int) -> float:
 @pytest.mark.parametrize(("ranks", "micros"), [(4, 8), (8, 32), (2, 4)])
 def test_bubbles_are_those_of_the_papers(ranks: int, micros: int) -> None:
     """With B = 2 F and I = W = F; chunks divide a rank's work."""
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b", "eager_1f1b"):
         assert _bubble(name, 1, ranks, micros) == pytest.approx((ranks - 1) / (micros + ranks - 1))
     for chunks in (2, 4):
         wait = (ranks - 1) / chunks
@@ -44,8 +44,27 @@ def test_bubbles_are_those_of_the_papers(ranks: int, micros: int) -> None:
 def test_activations_kept_are_those_of_the_papers() -> None:
     kept = [most_alive(program) for program in make_order("1f1b", 4, 8).actions]
     assert kept == [4, 3, 2, 1]
+    assert [most_alive(program) for program in make_order("eager_1f1b", 4, 8).actions] == [7, 5, 3, 1]
     assert [most_alive(program) for program in make_order("gpipe", 4, 8).actions] == [8] * 4
     assert [most_alive(program) for program in make_order("zero_bubble", 4, 8).actions] == [4] * 4
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(4, 8), (8, 32), (2, 4)])
+@pytest.mark.parametrize("hop", [0.1, 0.25, 0.5])
+def test_messages_are_hidden_but_for_filling_and_draining(ranks: int, micros: int, hop: float) -> None:
+    """But in 1f1b, where every way through all stages and back takes longer, one for a stage's worth of micro-batches.
+    (A forward takes 1; the terms of docs/parallelism.md.)
+    """
+
+    def longer(name: str) -> float:
+        spans = [timeline(make_order(name, ranks, micros), hop=late) for late in (0.0, hop)]
+        start, end = (max(one.end for row in span for one in row) for span in spans)
+        return (end - start) / hop
+
+    ways = 2 * (ranks - 1)
+    assert longer("gpipe") == pytest.approx(ways)
+    assert longer("eager_1f1b") == pytest.approx(ways)
+    assert longer("1f1b") == pytest.approx(ways * micros / ranks + 2 * (ranks - 2))
 
 
 def test_micro_batches_that_do_not_fit_run_as_in_gpipe() -> None:

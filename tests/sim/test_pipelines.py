@@ -4,17 +4,19 @@ formulas of docs/parallelism.md say.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from deepspeed.pipe.orders import Program, bubble, chunks_and_style, most_alive, timeline
 from deepspeed.pipe.torch_pipelining import make_order
+from deepspeed.simulate.costs import MESSAGES
 from deepspeed.simulate.pipeline.run import PipelineOutcome, simulate_pipeline
 from deepspeed.verify.ranks import RankPool
 from tests.sim.pipelines import LAYERS, ROW, WEIGHT, equal_parts, job, without_waits
 from tests.sim.test_matrix import pytestmark  # noqa: F401 - the same torch is needed
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev")
 CLOSE = 0.05
 
 
@@ -25,7 +27,7 @@ def chunks_of(schedule: str) -> tuple[int, str]:
 def idle_of(schedule: str, stages: int, costs: dict[str, float]) -> float:
     """Seconds that each stage waits. ``costs``: of a chunk, forward F, backward B = I + W."""
     f, i, w = costs["F"], costs["I"], costs["W"]
-    if schedule in ("gpipe", "1f1b"):  # Huang et al. 2019, Narayanan et al. 2019
+    if schedule in ("gpipe", "1f1b", "eager_1f1b"):  # Huang et al. 2019, Narayanan et al. 2019
         return (stages - 1) * (f + i + w)
     if schedule in ("interleaved", "breadth_first"):  # Narayanan et al. 2021, Lamy-Poirier 2022: of one chunk alone
         return (stages - 1) * (f + i + w)
@@ -41,6 +43,8 @@ def kept_of(schedule: str, stages: int, micros: int, stage: int) -> float:
             return micros
         case "1f1b":
             return min(stages - stage, micros)
+        case "eager_1f1b":
+            return min(2 * (stages - stage) - 1, micros)
         case "interleaved":
             return 2 * (stages - stage - 1) + stages + 1
         case "breadth_first":
@@ -144,6 +148,31 @@ def test_every_access_is_ordered_at_every_level(four: RankPool, schedule: str, l
     make = functools.partial(equal_parts, 4, chunks, style)
     for outcome in simulate_pipeline(make, job(schedule, 4, 8, level=level), pool=four).steps:
         assert not outcome.unordered, "\n".join(map(str, outcome.unordered))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b"])
+def test_messages_travel_beside_kernels(four: RankPool, schedule: str) -> None:
+    """Each takes half as long as a forward, and a step as much longer as its program makes inevitable: in gpipe and
+    eager_1f1b by those of the way in and out alone, where most of what travels does so while its ends compute.
+    """
+    plain, forward = job(schedule, 4, 8), costs_of(simulated(four, schedule, 4, 8), 1)["F"]
+    slow = replace(
+        plain, machine=replace(plain.machine, values=plain.machine.values | {"node_rate": 2 * ROW / forward})
+    )
+    whole = simulate_pipeline(functools.partial(equal_parts, 4, 1, "loop"), slow, pool=four)
+    costs, order = costs_of(whole, 1), make_order(schedule, 4, 8)
+    spans = timeline(order, costs, hop=forward / 2)
+    assert whole.window == pytest.approx(max(one.end for row in spans for one in row), rel=CLOSE)
+    shares = []
+    for stage, outcome in enumerate(whole.steps):
+        assert not outcome.unordered, "\n".join(map(str, outcome.unordered))
+        kernels = [(one.start, one.end) for one in whole.actions[stage]]
+        sent = [
+            (m.start, m.start + m.seconds) for m in outcome.spans if m.name in MESSAGES and m.start < kernels[-1][1]
+        ]
+        beside = sum(max(0.0, min(e, end) - max(s, start)) for s, e in sent for start, end in kernels)
+        shares.append(beside / sum(end - start for start, end in sent))
+    assert sum(shares) / 4 > (0.4 if schedule == "1f1b" else 0.65), shares
 
 
 @pytest.mark.exhaustive

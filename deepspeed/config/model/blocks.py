@@ -75,7 +75,9 @@ class TorchAutocastConfig(Block):
     lower_precision_safe_modules: Names | None = key(None, "Classes whose parameters rest and travel in that dtype.")
 
 
-PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev"]
+PipelineSchedule = Literal[
+    "1f1b", "eager_1f1b", "gpipe", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev"
+]
 
 
 class PipelineConfig(unread.PipelineKeys):
