@@ -1,18 +1,21 @@
-"""One GPU: the fused kernels beside the device's bandwidth, training steps with and without offload, and the largest
-model that trains.
+"""One GPU: the fused kernels beside the device's bandwidth, the same model trained in many ways with what its steps
+wait for and hide, an out-of-memory drill, and the largest model that trains.
 
-    python benchmarks/gpu.py                    everything, in under ten minutes
-    python benchmarks/gpu.py --quick            the same with tiny models: does it run?
-    python benchmarks/gpu.py --parts kernels train --folder /local_nvme
+    python benchmarks/gpu.py --plan                  what would run in which command, and its expected seconds
+    python benchmarks/gpu.py --command 1 --out FILE  kernels, checks, eager cases; 2: compiled and accumulating cases;
+                                                     3: the largest model. Each in under ten minutes
+    python benchmarks/gpu.py --quick                 the same with tiny models: does it run?
+    python benchmarks/gpu.py --dry                   tiny models on the CPU: is the script right?
+    python benchmarks/gpu.py --parts train --cases zero3 fsdp2 --folder /local_nvme
 
 Every case is a process of its own with a time limit; one that fails is a row that says why. JSON lines go to stdout as
-they come, the tables at the end. Without CUDA: a sentence on stderr and exit status 2.
+they come, the tables at the end; ``--out`` adds the rows to the JSON file that benchmarks/gpu_predicted.py puts beside
+the predictions. Without CUDA: a sentence on stderr and exit status 2.
 
 GB/s of the kernels count 28 bytes an element (weights, gradient, two moments in; weights and moments out; fp32), those
 of the copy what is read and what is written. TFLOP/s count 6 operations per parameter outside the embedding tables and
-token, and 6 x layers x width per token and position for causal attention; recomputation is not counted. "Optimizer" is
-what a step takes after the backward has ended.
-"Plain PyTorch" has fp32 weights, bf16 autocast and fused AdamW.
+token, and 6 x layers x width per token and position for causal attention; recomputation is not counted. A step
+takes the time of several without waits between, divided. "Plain PyTorch": fp32 weights, bf16 autocast and fused AdamW.
 """
 
 import argparse
@@ -27,54 +30,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gpu_cases as table
+import gpu_watch
 import psutil
+from gpu_cases import CASES, LARGE, QUICK_LARGE, QUICK_TRAIN, TRAIN, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 LEFT_FOR_OTHERS = 4 * GIB  # of host memory; a child is stopped before the machine has less
-MODES = {
-    "torch": "plain PyTorch AdamW",
-    "zero3": "ZeRO-3",
-    "cpu": "ZeRO-3, optimizer and parameters in host memory",
-    "half": "ZeRO-3, half of the optimizer in host memory",
-    "zero_offload": "ZeRO-Offload (stage 2, optimizer in host memory)",
-    "nvme": "ZeRO-3, optimizer and parameters on NVMe",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A GPT and its micro-batch; ``checkpoint`` recomputes blocks in the backward."""
-
-    layers: int
-    width: int
-    context: int
-    vocab: int
-    batch: int
-    checkpoint: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Per step."""
-        return self.batch * self.context
-
-    @property
-    def flops(self) -> float:
-        """Operations of one step, forward and backward."""
-        inside = self.layers * (12 * self.width**2 + 13 * self.width) + self.vocab * self.width
-        return self.tokens * (6.0 * inside + 6.0 * self.layers * self.width * self.context)
-
-
-TRAIN = Shape(layers=16, width=2048, context=1024, vocab=50_304, batch=8)
-LARGE = Shape(layers=0, width=4096, context=512, vocab=8_192, batch=1, checkpoint=True)
-QUICK_TRAIN = Shape(layers=2, width=256, context=128, vocab=512, batch=2)
-QUICK_LARGE = dataclasses.replace(QUICK_TRAIN, layers=0, batch=1, checkpoint=True)
-
-
 # --- in the children ---
 
 
@@ -115,112 +83,191 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def config(mode: str, folder: str, batch: int, host_limit: int) -> dict[str, Any]:
-    """The engine's configuration of a mode."""
-    cpu, drive = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
-    zero: dict[str, Any] = {
-        "zero3": {"stage": 3},
-        "zero_offload": {"stage": 2, "offload_optimizer": cpu},
-        "cpu": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu},
-        "half": {"stage": 3, "offload_optimizer": {**cpu, "ratio": 0.5}},
-        "nvme": {"stage": 3, "offload_optimizer": drive, "offload_param": {**drive, "max_in_cpu": 0}},
-    }[mode]
-    return {
-        "train_micro_batch_size_per_gpu": batch,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "zero_optimization": zero,
-        **({"memory": {"host_limit": host_limit}} if host_limit else {}),
-    }
+Work = Callable[[], None]
 
 
-def build(
-    args: argparse.Namespace, shape: Shape
-) -> tuple[Callable[[Any, Any], None], Callable[[], None], dict[str, Any]]:
-    """Forward with backward, the update, and what there is to say about the model."""
+def _of_torch(case: table.Case, model: Any, device: Any) -> tuple[Callable[[Any, Any], None], Work]:
+    """Forward with backward, and the update, of plain PyTorch or FSDP2."""
+    import torch
+
+    if case.sharded:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def learn(ids: Any, targets: Any) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=not case.sharded):
+            loss = model(ids, targets)
+        (loss / case.accumulation).backward()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return learn, update
+
+
+def build(args: argparse.Namespace, shape: Shape) -> tuple[Work, dict[str, Any], Any]:
+    """One step (all of its micro-batches), what there is to say about the model, and what has to live as long."""
     import torch
     from gpt import GPT, GPTConfig
 
-    heads = max(1, shape.width // 128)
-    sizes = GPTConfig(shape.vocab, shape.context, shape.width, shape.layers, heads, checkpoint=shape.checkpoint)
+    case, device = CASES[args.mode], torch.device(args.on)
+    sizes = GPTConfig(
+        shape.vocab, shape.context, shape.width, shape.layers, max(1, shape.width // 128), checkpoint=shape.checkpoint
+    )
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        torch.randint(shape.vocab, (shape.batch, shape.context + 1), generator=generator).to(device) for _ in range(4)
+    ]
     torch.manual_seed(0)
-    if args.mode == "torch":
-        with torch.device("cuda"):
+    said: dict[str, Any] = {}
+    keeps: Any = None
+    if case.zero is None:
+        with device:
             model = GPT(sizes)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        _compile_blocks(model, case)
+        learn, update = _of_torch(case, model, device)
+    else:
+        import deepspeed
+
+        cfg = table.config(case, args.folder, shape.batch, args.host_limit)
+        remote = case.zero.get("offload_param", {}).get("device")
+        with deepspeed.zero.Init(remote_device=remote, config_dict_or_path=cfg, enabled=case.zero["stage"] == 3):
+            model = GPT(sizes)
+        keeps = engine = deepspeed.initialize(model=model, config=cfg)[0]
+        if case.compiled:
+            engine.compile()
+        plan = engine.memory_plan()
+        said = {"planned_gib": {place: round(getattr(plan, place) / GIB, 2) for place in ("device", "host", "drive")}}
+        said["places"] = engine.places()
+        update = engine.step
 
         def learn(ids: Any, targets: Any) -> None:
-            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                loss = model(ids, targets)
-            loss.backward()
+            engine.backward(engine(ids, targets))
 
-        def update() -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return learn, update, {"parameters": sum(p.numel() for p in model.parameters())}
-
-    import deepspeed
-
-    cfg = config(args.mode, args.folder, shape.batch, args.host_limit)
-    remote = {"cpu": "cpu", "nvme": "nvme"}.get(args.mode)
-    with deepspeed.zero.Init(
-        remote_device=remote, config_dict_or_path=cfg, enabled=cfg["zero_optimization"]["stage"] == 3
-    ):
-        model = GPT(sizes)
-    engine = deepspeed.initialize(model=model, config=cfg)[0]
-    plan = engine.memory_plan()
-    said = {"planned_gib": {place: round(getattr(plan, place) / GIB, 2) for place in ("device", "host", "drive")}}
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
-    def learn_sharded(ids: Any, targets: Any) -> None:
-        engine.backward(engine(ids, targets))
+    def step() -> None:
+        for micro in range(case.accumulation):
+            ids = batches[micro % len(batches)]
+            learn(ids[:, :-1], ids[:, 1:])
+            if case.zero is not None or micro == case.accumulation - 1:
+                update()
 
-    return learn_sharded, engine.step, {"parameters": numel, **said, "places": engine.places()}
+    return step, {"parameters": numel, **said}, keeps
+
+
+def _compile_blocks(model: Any, case: table.Case) -> None:
+    for block in model.blocks if case.compiled else ():
+        block.compile()
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Some steps of one mode: seconds, tokens, memory."""
+    """Some steps of one case: seconds, memory, and what they wait for and hide."""
     import torch
 
-    shape = Shape(**json.loads(args.shape))
+    from deepspeed.device import get_accelerator
+
+    shape, device, on_device = Shape(**json.loads(args.shape)), get_accelerator(), args.on == "cuda"
     if args.device_gib:
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, args.device_gib * GIB / torch.cuda.get_device_properties(0).total_memory)
         )
     began = time.perf_counter()
-    learn, update, found = build(args, shape)
-    torch.cuda.synchronize()
+    step, found, _keeps = build(args, shape)
+    device.synchronize()
     built = time.perf_counter() - began
-    torch.cuda.reset_peak_memory_stats()
-    steps, updates = [], []
-    for number in range(args.warmup + args.steps):
-        generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(shape.vocab, (shape.batch, shape.context + 1), generator=generator).cuda()
-        torch.cuda.synchronize()
-        t0 = time.perf_counter()
-        learn(ids[:, :-1], ids[:, 1:])
-        torch.cuda.synchronize()
-        t1 = time.perf_counter()
-        update()
-        torch.cuda.synchronize()
-        steps.append(time.perf_counter() - t0)
-        updates.append(time.perf_counter() - t1)
-    step = median(steps[args.warmup :])
-    return {
-        **found,
+    for _ in range(args.warmup):
+        step()
+    device.synchronize()
+    device.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for _ in range(args.steps):
+        step()
+    device.synchronize()
+    seconds = (time.perf_counter() - began) / args.steps
+    micro_batches = CASES[args.mode].accumulation
+    found |= {
         "layers": shape.layers,
-        "step_s": round(step, 4),
-        "optimizer_s": round(median(updates[args.warmup :]), 4),
-        "tokens_per_s": round(shape.tokens / step, 1),
-        "tflops": round(shape.flops / step / 1e12, 1),
-        "peak_device_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        "step_s": round(seconds, 4),
+        "tokens_per_s": round(micro_batches * shape.tokens / seconds, 1),
+        "tflops": round(micro_batches * shape.flops / seconds / 1e12, 1),
+        "peak_device_gib": round(device.max_memory_allocated() / GIB, 2),
+        "reserved_gib": round(device.max_memory_reserved() / GIB, 2),
+        "retries": device.memory_stats().get("num_alloc_retries", 0),
         "peak_host_gib": round(_peak_host() / GIB, 2),
         "build_s": round(built, 1),
         "threads": torch.get_num_threads(),
     }
+    if CASES[args.mode].compiled:
+        found["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
+    if on_device and args.watch:
+        found |= gpu_watch.waits(step)
+        found |= gpu_watch.overlap(step)
+    return found
+
+
+def checks(args: argparse.Namespace) -> dict[str, Any]:
+    """Out of memory in a forward, and training goes on as if that batch had not been; steps that wait for nothing."""
+    import torch
+
+    import deepspeed
+    from deepspeed.device import get_accelerator
+
+    device = torch.device(args.on)
+
+    def losses(*, drill: bool) -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+        cfg = table.config(CASES["zero3"], args.folder, 8) | {"gradient_clipping": 0.0}
+        engine = deepspeed.initialize(model=model, config=cfg)[0]
+        found, raised = [], ""
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            batch = torch.randn(8, 256, generator=generator).to(device, torch.bfloat16)
+            if drill and number == 2:
+                handle = engine.module[1].register_forward_pre_hook(_too_much)
+                try:
+                    engine(batch)
+                except torch.OutOfMemoryError as error:
+                    raised = type(error).__name__
+                handle.remove()
+            loss = engine(batch).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        engine.destroy()
+        return found, raised
+
+    plain, (drilled, raised) = losses(drill=False)[0], losses(drill=True)
+    found: dict[str, Any] = {"oom_raised": raised, "oom_recovered": bool(raised) and plain == drilled}
+    if args.on == "cuda":
+        args.mode, args.shape = "zero3", json.dumps(dataclasses.asdict(QUICK_TRAIN))
+        step, _, _keeps = build(args, QUICK_TRAIN)
+        for _ in range(4):
+            step()
+        get_accelerator().synchronize()
+        found |= gpu_watch.waits(step)  # one with clipping: the norm
+    return found
+
+
+def _too_much(module: Any, inputs: Any) -> None:
+    """More memory than any device has; on the CPU, which has no such error, the error."""
+    import torch
+
+    device = inputs[0].device
+    if device.type == "cpu":
+        raise torch.OutOfMemoryError("a drill")
+    torch.empty(1 << 44, dtype=torch.uint8, device=device)
 
 
 def _peak_host() -> int:
@@ -235,7 +282,7 @@ def child(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(os.cpu_count() or 1)
     try:
-        found = kernels(args) if args.case == "kernels" else train(args)
+        found = {"kernels": kernels, "train": train, "checks": checks}[args.case](args)
     except torch.OutOfMemoryError:
         found = {"failed": "out of device memory"}
     except Exception as error:  # a row that says so
@@ -313,15 +360,15 @@ def tell(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_training(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
-    """The same model in every mode."""
-    shape = QUICK_TRAIN if args.quick else TRAIN
-    rows = []
-    for mode in ("torch", "zero3", "zero_offload", "cpu", "nvme"):
-        options = {"mode": mode, "shape": json.dumps(dataclasses.asdict(shape)), "folder": args.folder}
-        steps = {"warmup": 1, "steps": 2} if mode == "nvme" or args.quick else {"warmup": 2, "steps": 5}
-        rows.append(
-            tell({"part": "train", "mode": mode, **launch("train", min(clock.left(), 100), **options, **steps)})
-        )
+    """The same model in every case."""
+    shape, rows = QUICK_TRAIN if args.quick else TRAIN, []
+    predicted = table.read(table.PREDICTED)
+    for mode in args.cases:
+        warmup, steps = CASES[mode].steps(quick=args.quick)
+        options = {"mode": mode, "shape": json.dumps(dataclasses.asdict(shape)), "folder": args.folder, "on": args.on}
+        limit = max(60.0, 2.5 * table.case_s(mode, predicted, quick=args.quick))
+        found = launch("train", min(clock.left(), limit), **options, warmup=warmup, steps=steps, watch=1)
+        rows.append(tell({"part": "train", "mode": mode, **found}))
     return rows
 
 
@@ -344,6 +391,7 @@ def largest(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
                 "folder": args.folder,
                 "device_gib": gib,
                 "host_limit": host_limit(),
+                "on": args.on,
             }
             found = launch("train", min(clock.left(), args.probe_seconds), warmup=0, steps=1, **options)
             tell({"part": "probe", "mode": mode, "device_gib": gib or "all", "layers": layers, **found})
@@ -385,13 +433,25 @@ def kernel_table(row: dict[str, Any]) -> str:
 
 def train_table(rows: list[dict[str, Any]]) -> str:
     """Part (b)."""
-    header: list[object] = ["", "step, s", "tokens/s", "TFLOP/s", "optimizer, s", "device peak, GiB", "host peak, GiB"]
-    keys = ("step_s", "tokens_per_s", "tflops", "optimizer_s", "peak_device_gib", "peak_host_gib")
-    body = [
-        [MODES[r["mode"]], *([r[k] for k in keys] if "failed" not in r else [r["failed"], *[""] * 5])] for r in rows
+    header: list[object] = ["", "step, s", "tokens/s", "TFLOP/s", "device peak, GiB", "reserved, GiB", "host peak, GiB"]
+    header += ["waits a step", "device busy", "copies hidden", "graph breaks"]
+    keys = ("step_s", "tokens_per_s", "tflops", "peak_device_gib", "reserved_gib", "peak_host_gib")
+    keys += ("waits_per_step", "gpu_busy", "copies_hidden", "graph_breaks")
+    body: list[list[object]] = [
+        [CASES[r["mode"]].title, *([r["failed"], *[""] * 9] if "failed" in r else [r.get(k, "") for k in keys])]
+        for r in rows
     ]
     numel = next((r["parameters"] for r in rows if "parameters" in r), 0)
     return f"{numel:,} parameters\n\n" + _markdown(header, body)
+
+
+def checks_text(row: dict[str, Any]) -> str:
+    """The drill and the waits, in words."""
+    if "failed" in row:
+        return f"Checks: {row['failed']}"
+    recovered = "training went on bit for bit" if row["oom_recovered"] else "TRAINING DID NOT GO ON AS BEFORE"
+    text = f"Out of memory: {row['oom_raised'] or 'NOT RAISED'}; {recovered}."
+    return text + (f" Waits a step of ZeRO-3: {row['waits_per_step']}, {row['waits']}." if "waits" in row else "")
 
 
 def largest_table(rows: list[dict[str, Any]]) -> str:
@@ -410,7 +470,9 @@ def largest_table(rows: list[dict[str, Any]]) -> str:
     body: list[list[object]] = []
     for row in rows:
         numel = f"{row['parameters'] / 1e9:.2f} billion" if "parameters" in row else "none"
-        body.append([MODES[row["mode"]], row["device_gib"], numel, *(row.get(k, "") for k in keys), row["stopped_by"]])
+        body.append(
+            [CASES[row["mode"]].title, row["device_gib"], numel, *(row.get(k, "") for k in keys), row["stopped_by"]]
+        )
     return _markdown(header, body)
 
 
@@ -433,61 +495,103 @@ def machine() -> dict[str, Any]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, the children's too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", action="store_true", help="print what would run and how long it is expected to take")
+    parser.add_argument("--command", choices=tuple(table.COMMANDS), default=None, help="parts and cases of one command")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument(
-        "--parts", nargs="+", choices=("kernels", "train", "largest"), default=["kernels", "train", "largest"]
-    )
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, without what only a device can do")
+    parser.add_argument("--parts", nargs="+", choices=table.PARTS, default=None)
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=None, help="of part `train`")
+    parser.add_argument("--out", type=Path, default=None, help="add the rows to this JSON file")
     parser.add_argument("--folder", default=None, help="on the drive for the NVMe cases (default: a temporary folder)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; what does not fit says so")
+    parser.add_argument("--probe-seconds", type=float, default=90.0, help="at most for one model of part `largest`")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="for everything; what does not fit is a row that says so"
-    )
-    parser.add_argument(
-        "--probe-seconds", type=float, default=90.0, help="at most for one model of the series of part `largest`"
-    )
-    parser.add_argument(
-        "--device-gib-list",
-        nargs="+",
-        type=float,
-        default=[0.0, 24.0],
-        help="part `largest`: memory of the device to use; 0 for all",
+        "--device-gib-list", nargs="+", type=float, default=[0.0, 24.0], help="part `largest`: of the device; 0 for all"
     )
     hidden = argparse.SUPPRESS
-    parser.add_argument("--case", choices=("kernels", "train"), default=None, help=hidden)
-    parser.add_argument("--mode", choices=tuple(MODES), default="torch", help=hidden)
-    parser.add_argument("--shape", default="", help=hidden)
-    parser.add_argument("--device-gib", type=float, default=0.0, help=hidden)
-    parser.add_argument("--host-limit", type=int, default=0, help=hidden)
-    parser.add_argument("--numel", type=int, default=200_000_000, help=hidden)
-    parser.add_argument("--rounds", type=int, default=15, help=hidden)
-    parser.add_argument("--warmup", type=int, default=2, help=hidden)
-    parser.add_argument("--steps", type=int, default=5, help=hidden)
-    return parser.parse_args(argv)
+    parser.add_argument("--case", choices=("kernels", "train", "checks"), default=None, help=hidden)
+    parser.add_argument("--mode", choices=tuple(CASES), default="torch", help=hidden)
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help=hidden)
+    for name, default in (("shape", ""), ("device-gib", 0.0), ("host-limit", 0), ("numel", 200_000_000)):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=hidden)
+    for name, number in (("rounds", 15), ("warmup", 2), ("steps", 5), ("watch", 0)):
+        parser.add_argument(f"--{name}", type=int, default=number, help=hidden)
+    args = parser.parse_args(argv)
+    if args.command and (args.parts or args.cases):
+        parser.error("--command says which parts and cases run: leave --parts and --cases out")
+    parts, cases = table.COMMANDS[args.command or "1"]
+    args.parts = args.parts or parts.split()
+    args.cases = args.cases or list(cases or table.EAGER)
+    if args.dry:
+        args.quick, args.on, args.parts = True, "cpu", [p for p in args.parts if p in ("checks", "train")]
+    return args
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    """Print the plan, of all commands if none was chosen; 1 where one does not fit."""
+    predicted, status = table.read(table.PREDICTED), 0
+    chosen = {args.command or "chosen": (args.parts, args.cases)}
+    if not (args.command or args.dry or {"--parts", "--cases"} & set(sys.argv)):
+        chosen = {name: (parts.split(), list(cases)) for name, (parts, cases) in table.COMMANDS.items()}
+    for name, (parts, cases) in chosen.items():
+        rows = table.plan(parts, cases, predicted, quick=args.quick)
+        sys.stdout.write(f"command {name}\n{table.plan_text(rows, table.COMMAND_S)}\n\n")
+        status |= sum(seconds for *_, seconds in rows) > table.COMMAND_S
+    return status
+
+
+def write_out(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add rows to the file, a newer one of a case in the place of an older; those of another device go."""
+    before = table.read(path)
+    kept = before if before.get("machine") == about else {}
+    cases = kept.get("cases", {}) | {row["mode"]: row for row in rows if row["part"] == "train"}
+    others = kept.get("others", {}) | {row["part"]: row for row in rows if row["part"] in ("kernels", "checks")}
+    date = datetime.now(timezone.utc).date().isoformat()
+    path.write_text(json.dumps({"machine": about, "date": date, "cases": cases, "others": others}, indent=1) + "\n")
+
+
+def run(args: argparse.Namespace, clock: Clock) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows and the tables of every part."""
+    rows: list[dict[str, Any]] = []
+    tables = []
+    if "kernels" in args.parts:
+        sizes = {"numel": 1 << 20, "rounds": 3} if args.quick else {}
+        # the first use compiles the kernel
+        rows.append(tell({"part": "kernels", **launch("kernels", min(clock.left(), 120), **sizes)}))
+        tables.append("### Kernels\n\n" + kernel_table(rows[-1]))
+    if "checks" in args.parts:
+        found = launch("checks", min(clock.left(), 100), folder=args.folder, on=args.on)
+        rows.append(tell({"part": "checks", **found}))
+        tables.append("### Checks\n\n" + checks_text(rows[-1]))
+    if "train" in args.parts:
+        trained = compare_training(args, clock)
+        rows += trained
+        tables.append("### The same model\n\n" + train_table(trained))
+    if "largest" in args.parts:
+        rows += (found_largest := largest(args, clock))
+        tables.append("### The largest model\n\n" + largest_table(found_largest))
+    return rows, tables
 
 
 def main() -> int:
     """Parse, run, print; 0, or 2 without CUDA."""
     args = parse()
+    if args.plan:
+        return show_plan(args)
     import torch
 
-    if not torch.cuda.is_available():
-        sys.stderr.write("gpu.py measures a CUDA device, and torch sees none here\n")
+    if args.on == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write("gpu.py measures a CUDA device, and torch sees none here; --plan and --dry need none\n")
         return 2
     if args.case:
         child(args)
-    clock = Clock(60 * args.minutes)
-    tell(machine())
-    tables = []
+    about = {"part": "machine", "device": "cpu", "torch": torch.__version__} if args.on == "cpu" else machine()
+    tell(about)
     with tempfile.TemporaryDirectory(prefix="ds_gpu_") as own:
         args.folder = args.folder or own
-        if "kernels" in args.parts:
-            sizes = {"numel": 1 << 20, "rounds": 3} if args.quick else {}
-            # the first use compiles the kernel
-            row = tell({"part": "kernels", **launch("kernels", min(clock.left(), 120), **sizes)})
-            tables.append("### Kernels\n\n" + kernel_table(row))
-        if "train" in args.parts:
-            tables.append("### The same model\n\n" + train_table(compare_training(args, clock)))
-        if "largest" in args.parts:
-            tables.append("### The largest model\n\n" + largest_table(largest(args, clock)))
+        rows, tables = run(args, Clock(60 * args.minutes))
+    if args.out:
+        write_out(args.out, about, rows)
     sys.stdout.write("\n" + "\n\n".join(tables) + "\n")
     return 0
 
