@@ -17,15 +17,16 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job
+from deepspeed.launcher.machine import own_address
 from deepspeed.launcher.node.loop import (
     BEAT,
     MARK,
     PAUSE,
-    SIGNAL_GRACE_S,
     EventLoop,
     Message,
     Post,
@@ -35,6 +36,7 @@ from deepspeed.launcher.node.loop import (
 from deepspeed.launcher.node.ranks import Guard
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost, shell_status
 from deepspeed.launcher.runners import RUNNERS, RunnerCommand, ssh_command, ssh_prefix, ssh_words
+from deepspeed.observe.log import logger
 from deepspeed.observe.program import BAD_INPUT
 
 _CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit
@@ -42,6 +44,7 @@ _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote
 _FAREWELL_S = 3.0  # how long nodes may take to end by themselves after the verdict
 _STOP_S = 5.0  # the same where they have yet to stop their ranks, and of a backend after a second signal
 _LAST_WORDS = 1000  # characters of them, in a message
+_TRY_AGAIN_S = 5.0  # between attempts to reach a host that an elastic job has lost
 _MAX_LINE_BYTES = 1 << 16
 
 
@@ -162,8 +165,10 @@ class Connection:
 class FanOut(EventLoop):
     """Runs ``commands`` (one ssh command line per host, in node-rank order) as one job."""
 
-    def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
+    def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, grace_s: float) -> None:
+        """``grace_s``: how long the ranks may take after a signal."""
         super().__init__()
+        self._grace_s = grace_s
         self._hosts, self._commands = tuple(hosts), tuple(commands)
         self._nodes: list[Connection] = []
         self._running: set[int] = set()
@@ -174,7 +179,7 @@ class FanOut(EventLoop):
     def run(self) -> Verdict:
         """Start all nodes and return the verdict on the job. Raises UsageError when ssh cannot be started."""
         try:
-            with signals_to(lambda number: self.post("signal", number), signal.SIGTSTP):
+            with signals_to(lambda number: self.post("signal", number), signal.SIGTSTP, signal.SIGUSR1):
                 for rank, (host, argv) in enumerate(zip(self._hosts, self._commands, strict=True)):
                     prefix = f"{host}: ".encode() if len(self._hosts) > 1 else b""
                     self._nodes.append(Connection(rank, host, argv, self.post, prefix=prefix))
@@ -244,7 +249,7 @@ class FanOut(EventLoop):
     def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
         if self._verdict is None:
             self._interrupted = self._interrupted or interrupted(number)
-            self.deadline = time.monotonic() + _STOP_S + (0.0 if immediate else SIGNAL_GRACE_S)
+            self.deadline = time.monotonic() + _STOP_S + (0.0 if immediate else self._grace_s)
         for node in self._nodes:
             node.order(["interrupt", number, immediate])
             if not node.joined:
@@ -256,12 +261,59 @@ class FanOut(EventLoop):
             self._nodes[rank].cut()
 
 
+class ElasticFanOut(FanOut):
+    """The same for an elastic job: a host that is lost is tried again and again, while ``least`` others go on."""
+
+    def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, grace_s: float, least: int) -> None:
+        super().__init__(hosts, commands, grace_s=grace_s)
+        self._least = least
+        self._again: dict[int, float] = {}  # host -> when to start its launcher again
+
+    def _on_tick(self) -> None:
+        for node in self._nodes:
+            node.order(BEAT)
+        for rank, when in list(self._again.items()):
+            if time.monotonic() > when and self._verdict is None and self._interrupted is None:
+                del self._again[rank]
+                prefix = f"{self._hosts[rank]}: ".encode()
+                self._nodes[rank] = Connection(rank, self._hosts[rank], self._commands[rank], self.post, prefix=prefix)
+                self._running.add(rank)
+
+    def _on_ended(self, rank: int, status: int) -> None:
+        if self._verdict is None and self._interrupted is None and len(self._running) > self._least:
+            self._running.discard(rank)
+            if self._nodes[rank].joined:
+                logger.warning("host %s is lost (%s); trying it again", self._hosts[rank], self._nodes[rank].last_words)
+            self._again[rank] = time.monotonic() + _TRY_AGAIN_S
+        else:
+            super()._on_ended(rank, status)
+
+
+def _elastic_nodes(job: Job, options: Namespace) -> tuple[ElasticFanOut, object]:
+    """The nodes, and the store in which they meet. It is this command's, so that any host may be lost."""
+    from deepspeed.launcher.node.hub import bind_store  # noqa: PLC0415 - needs torch, as no other job over ssh does
+
+    limits = job.elastic
+    assert limits is not None
+    address = options.master_addr or own_address(job.hosts[0].rpartition("@")[2])
+    store = bind_store(address, job.master_port)
+    job = replace(job, master_addr=address, master_port=store.port)
+    commands = [ssh_command(job, rank, options) for rank in range(len(job.hosts))]
+    return ElasticFanOut(job.hosts, commands, grace_s=job.signal_grace, least=limits.min_nodes), store
+
+
 def run_over_ssh(job: Job, options: Namespace) -> int:
     """Run ``job`` on all its hosts through ssh and return its exit status; the verdict is the last text shown.
 
     1 when a host cannot be reached or cannot start its launcher. Raises UsageError when ssh cannot be started.
     """
-    verdict = FanOut(job.hosts, [ssh_command(job, rank, options) for rank in range(len(job.hosts))]).run()
+    if job.elastic is not None:
+        nodes, store = _elastic_nodes(job, options)
+        verdict = nodes.run()
+        del store
+    else:
+        commands = [ssh_command(job, rank, options) for rank in range(len(job.hosts))]
+        verdict = FanOut(job.hosts, commands, grace_s=job.signal_grace).run()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(verdict.text)

@@ -92,11 +92,11 @@ def test_a_script_that_would_begin_anew_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_random_rank_killed_twenty_times_costs_no_sample(tmp_path: Path, pool1: RankPool) -> None:
     """Kills at any moment: in a step, in a save, while ranks start."""
-    chance, steps, kills = random.Random(0), 400, 0
-    words = ("--steps", str(steps), "--pause", "0.15", "--every", "5")
+    chance, steps, kills = random.Random(0), 240, 0
+    words = ("--steps", str(steps), "--pause", "0.1", "--every", "6")
     job = ElasticJob(tmp_path / "job", *FOUR, "--max_restarts", "20", words=words)
     while kills < 20:
-        goal = job.updates() + chance.randrange(2, 12)
+        goal = job.updates() + chance.randrange(1, 7)
         job.until(lambda goal=goal: job.updates() >= min(goal, steps - 20), f"update {goal}", 300.0)
         time.sleep(chance.random())
         if alive := job.pids():

@@ -80,7 +80,7 @@ def test_a_dead_rank_takes_the_way_of_the_page(tmp_path: Path) -> None:
     node = NODE.format(script=str(script), folder=str(tmp_path), functions=functions)
     tracer = Tracer(functions)
     verdicts: list[Verdict] = []
-    job = FanOut(["a"], [[sys.executable, "-c", node]])
+    job = FanOut(["a"], [[sys.executable, "-c", node]], grace_s=10.0)
     tracer.of(lambda: verdicts.append(job.run()))
     assert verdicts[0].status == 128 + signal.SIGKILL
     with (tmp_path / "calls").open("rb") as file:

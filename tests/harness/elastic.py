@@ -6,6 +6,7 @@ losses.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -121,6 +122,7 @@ class ElasticJob:
                 stderr=out,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(1, int(signal.SIGTERM)),  # ends with this process
             )
 
     def pids(self) -> dict[int, int]:

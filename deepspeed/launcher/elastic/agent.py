@@ -250,10 +250,10 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     agent: NodeAgent | None = None
 
     def hear(kind: str, *values: Any) -> None:  # of the command, from a thread
-        if kind == "interrupt" and agent is not None:
-            agent.received.append((values[0], values[1]))
-        elif kind == "lost" and agent is not None:
-            agent.received += [(signal.SIGTERM, True), (signal.SIGTERM, True)]
+        number, immediate = (signal.SIGTERM, True) if kind == "lost" else values
+        number = signal.SIGTERM if number == signal.SIGPIPE else number
+        for _ in range(1 + immediate):  # the main thread may be waiting for other nodes, which only a signal ends
+            os.kill(os.getpid(), number)
 
     with contextlib.ExitStack() as stack:
         stop = lambda n: agent.interrupt(n) if agent is not None else sys.exit(128 + n)  # noqa: E731

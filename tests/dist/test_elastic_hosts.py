@@ -1,0 +1,75 @@
+"""Elastic jobs over hosts that are lost and come back: each is a network namespace with an address of its own."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_elastic import assert_same_training
+from tests.dist.test_launcher_hosts import Hosts, hosts as hosts, idle_hosts as idle_hosts
+from tests.harness.elastic import ElasticJob, records
+from tests.harness.pool import RankPool
+from tests.harness.warm import warm as warm
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.exhaustive]
+
+
+def _sizes(job: ElasticJob) -> list[int]:
+    return [ranks for _, (_, _, ranks) in sorted(records(job.folder).items())]
+
+
+@pytest.fixture
+def through(hosts: Hosts) -> Iterator[str]:
+    """What stands for ssh."""
+    before = os.environ.get("DS_SSH")
+    yield str(hosts.slow_ssh)
+    os.environ.pop("DS_SSH", None)
+    if before is not None:
+        os.environ["DS_SSH"] = before
+
+
+def test_a_host_that_is_lost_is_left_out_and_comes_back(
+    tmp_path: Path, hosts: Hosts, through: str, pool1: RankPool
+) -> None:
+    """Over ssh, with the command on host a and ranks on b and c; c is killed whole."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "hosts").write_text("b slots=1\nc slots=1\n")
+    enter = ("ip", "netns", "exec", f"{hosts.prefix}a", "env", f"DS_SSH={through}")
+    flags = ("--hostfile", "hosts", "--no_ssh_check", "--master_addr", hosts.addresses["a"])
+    job = ElasticJob(folder, *flags, words=("--steps", "400", "--pause", "0.1", "--every", "5"), enter=enter)
+    job.until(lambda: job.updates() >= 8, "eight updates")
+    hosts.kill("c")
+    job.until(lambda: 1 in _sizes(job), "an update without it")
+    job.until(lambda: _sizes(job)[-1] == 2, "an update with it again")
+    status, out = job.finish()
+    assert status == 0, out
+    sizes = _sizes(job)
+    assert (sizes[0], min(sizes), sizes[-1]) == (2, 1, 2)
+    assert_same_training(job.folder, pool1, tmp_path / "alone", 400)
+
+
+def test_nodes_started_by_hand_go_on_without_the_launcher_that_was_killed(tmp_path: Path, hosts: Hosts) -> None:
+    where = ("--master_addr", hosts.addresses["a"], "--master_port", "29555", "--num_gpus", "1")
+    flags = ("--min_elastic_nodes", "1", "--max_elastic_nodes", "2", *where)
+    words = ("--steps", "999", "--pause", "0.1", "--every", "5")
+    first, second = (
+        ElasticJob(
+            tmp_path / "job",
+            *(*flags, "--node_rank", str(node)),
+            words=words,
+            enter=("ip", "netns", "exec", hosts.prefix + host),
+            name=host,
+        )
+        for node, host in enumerate("ab")
+    )
+    first.until(lambda: first.updates() >= 8, "eight updates")
+    assert _sizes(first)[0] == 2
+    second.process.kill()
+    hosts.kill("b")
+    first.until(lambda: 1 in _sizes(first), "an update without it")
+    first.process.send_signal(signal.SIGTERM)
+    status, out = first.finish()
+    assert status == 200, out
