@@ -89,6 +89,17 @@ def test_a_script_that_would_begin_anew_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_same_script_under_torchrun(tmp_path: Path, pool1: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    program = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
+    job = ElasticJob(tmp_path / "job", words=("--steps", "40", "--pause", "0.1", "--every", "5"), program=program)
+    job.until(lambda: job.updates() >= 8, "eight updates")
+    job.kill(1)
+    assert job.process.wait(240) == 0, job.out.read_text()
+    assert_same_training(job.folder, pool1, tmp_path / "alone", 40)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_a_random_rank_killed_twenty_times_costs_no_sample(tmp_path: Path, pool1: RankPool) -> None:
     """Kills at any moment: in a step, in a save, while ranks start."""

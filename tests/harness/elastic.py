@@ -105,14 +105,21 @@ class ElasticJob:
     """
 
     def __init__(
-        self, folder: Path, *flags: str, words: tuple[str, ...] = (), enter: tuple[str, ...] = (), name: str = "job"
+        self,
+        folder: Path,
+        *flags: str,
+        words: tuple[str, ...] = (),
+        enter: tuple[str, ...] = (),
+        name: str = "job",
+        program: tuple[str, ...] = ("deepspeed.launcher.runner", "--elastic_training"),
     ) -> None:
+        """``enter``: what stands before the command; ``program``: another launcher."""
         self.folder, self.scratch, self.out = folder, folder / f"{name}.tmp", folder / f"{name}.out"
         self.scratch.mkdir(parents=True)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
         env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)}
         env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes it, and leaves it
-        command = [*enter, sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", *flags]
+        command = [*enter, sys.executable, "-m", *program, *flags]
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, __file__, str(folder), *words],
@@ -131,10 +138,11 @@ class ElasticJob:
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                given = Path(f"/proc/{pid}/environ").read_bytes().decode()
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, ValueError):
                 continue
-            match = re.search(r"--local_rank=(\d+)", " ".join(line))
+            match = re.search(r"(?:^|\0)LOCAL_RANK=(\d+)", given)
             if match and __file__ in line and parent == self.process.pid:
                 found[int(match[1])] = int(pid)
         return found
