@@ -30,25 +30,23 @@ def through(hosts: Hosts) -> Iterator[str]:
         os.environ["DS_SSH"] = before
 
 
-def test_a_host_that_is_lost_is_left_out_and_comes_back(
-    tmp_path: Path, hosts: Hosts, through: str, pool1: RankPool
-) -> None:
-    """Over ssh, with the command on host a and ranks on b and c; c is killed whole."""
+def test_a_host_that_is_lost_comes_back(tmp_path: Path, hosts: Hosts, through: str, pool1: RankPool) -> None:
+    """Over ssh, with the command on host a and ranks on b and c; all on c is killed, and c tried again. Whether b goes
+    on alone meanwhile depends on which of them is faster.
+    """
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "hosts").write_text("b slots=1\nc slots=1\n")
     enter = ("ip", "netns", "exec", f"{hosts.prefix}a", "env", f"DS_SSH={through}")
     flags = ("--hostfile", "hosts", "--no_ssh_check", "--master_addr", hosts.addresses["a"])
-    job = ElasticJob(folder, *flags, words=("--steps", "400", "--pause", "0.1", "--every", "5"), enter=enter)
+    job = ElasticJob(folder, *flags, words=("--steps", "200", "--pause", "0.1", "--every", "5"), enter=enter)
     job.until(lambda: job.updates() >= 8, "eight updates")
     hosts.kill("c")
-    job.until(lambda: 1 in _sizes(job), "an update without it")
-    job.until(lambda: _sizes(job)[-1] == 2, "an update with it again")
     status, out = job.finish()
     assert status == 0, out
     sizes = _sizes(job)
-    assert (sizes[0], min(sizes), sizes[-1]) == (2, 1, 2)
-    assert_same_training(job.folder, pool1, tmp_path / "alone", 400)
+    assert (sizes[0], sizes[-1]) == (2, 2) and "host c is lost" in out and "starting again from" in out
+    assert_same_training(job.folder, pool1, tmp_path / "alone", 200)
 
 
 def test_nodes_started_by_hand_go_on_without_the_launcher_that_was_killed(tmp_path: Path, hosts: Hosts) -> None:
