@@ -42,7 +42,7 @@ def test_a_host_that_is_lost_comes_back(tmp_path: Path, hosts: Hosts, through: s
     job = ElasticJob(folder, *flags, words=("--steps", "200", "--pause", "0.1", "--every", "5"), enter=enter)
     job.until(lambda: job.updates() >= 8, "eight updates")
     hosts.kill("c")
-    status, out = job.finish()
+    status, out = job.finish(left=1)
     assert status == 0, out
     sizes = _sizes(job)
     assert (sizes[0], sizes[-1]) == (2, 2) and "host c is lost" in out and "starting again from" in out
@@ -67,6 +67,7 @@ def test_nodes_started_by_hand_go_on_without_the_launcher_that_was_killed(tmp_pa
     assert _sizes(first)[0] == 2
     second.process.kill()
     hosts.kill("b")
+    second.process.wait()
     first.until(lambda: 1 in _sizes(first), "an update without it")
     first.process.send_signal(signal.SIGTERM)
     status, out = first.finish()

@@ -159,15 +159,17 @@ class ElasticJob:
             assert time.monotonic() < end, f"waited {limit_s:g} s for {what}:\n{self.out.read_text()}"
             time.sleep(0.05)
 
-    def finish(self, limit_s: float = 300.0) -> tuple[int, str]:
-        """Status and output; no process of it is left, and no temporary file."""
+    def finish(self, limit_s: float = 300.0, *, left: int = 0) -> tuple[int, str]:
+        """Status and output; no process of it is left, and ``left`` temporary files: a host that dies cannot
+        clean up.
+        """
         try:
             status = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"the job has not ended within {limit_s:g} s:\n{self.out.read_text()}") from None
         text = self.out.read_text()
-        assert not self.pids() and list(self.scratch.iterdir()) == [], text
+        assert not self.pids() and len(list(self.scratch.iterdir())) == left, text
         return status, text
 
     def kill(self, local: int, number: int = signal.SIGKILL) -> None:
