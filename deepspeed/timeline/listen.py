@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.hang.stacks import unit_of
 from deepspeed.tier.transfer import Transfer
 from deepspeed.timeline.spans import COLLECTIVES, COMPUTE, PHASES, PREFETCH, TIERS, WAITS, MarkClock, StepSpans
 from deepspeed.zero.hooks import inside_backward, tensors_in
@@ -25,7 +24,6 @@ from deepspeed.zero.partition import UnitState
 _MOST = 20_000  # spans of one step
 # Calls that return when the values are there: the time between begin and end is a wait.
 _AT_ONCE = ("sum_in_place", "broadcast")
-_DEEP = 14  # frames between a collective and the unit that it is for
 
 
 class Wraps:
@@ -57,21 +55,12 @@ class Wraps:
         self._undo.callback(call, *args)
 
 
-def _caller_and_unit(frame: FrameType | None) -> tuple[str, str]:
-    """The function that issues a collective, and the unit that it is for."""
-    caller = ""
-    for _ in range(_DEEP):
-        if frame is None:
-            break
-        name = frame.f_code.co_name
-        if not caller and name not in ("note", "<listcomp>"):
-            caller = name
-        if ("unit" in frame.f_code.co_varnames or frame.f_code.co_filename.endswith("unit.py")) and (
-            title := unit_of(frame)
-        ):
-            return caller, title
+def _caller() -> str:
+    """The function that issues the collective of which a group has just told."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("note", "<listcomp>"):
         frame = frame.f_back
-    return caller, ""
+    return "" if frame is None else frame.f_code.co_name
 
 
 class Listener:
@@ -85,6 +74,7 @@ class Listener:
         self._wraps, self._details = Wraps(), Wraps()
         self._open: list[tuple[str, Any]] = []  # the block whose backward is under way
         self._forwards: dict[nn.Module, Any] = {}
+        self._unit, self._titles = "", dict[int, str]()  # what is issued now is for; names of units
         self._beside = 0  # streams beside the computation that are given work right now
         self._follow()
 
@@ -111,8 +101,11 @@ class Listener:
     def _timed(self, row: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def timed(*args: Any, **kwargs: Any) -> Any:
-                with self._span(row, name):
+                begin = self._clock.mark()
+                try:
                     return method(*args, **kwargs)
+                finally:
+                    self.step.add(row, name, begin, self._clock.mark())
 
             return timed
 
@@ -125,6 +118,8 @@ class Listener:
         put(engine, "_clock", self._phase)
         put(runtime, "need", self._need)
         put(runtime, "publication", self._publication)
+        put(runtime, "_gather", self._for_unit)
+        put(runtime.gradients, "reduce", self._for_unit)
         if runtime.agreement.speaks:
             put(runtime.agreement, "_message", self._timed(WAITS, "agreement"))
         gradients = runtime.gradients
@@ -163,10 +158,7 @@ class Listener:
                 transfer = method(start)
             finally:
                 self._beside -= beside
-            if transfer.nbytes:
-                _, unit = _caller_and_unit(sys._getframe(1))
-                transfer = _Watched(transfer, self, f"{what} {unit or 'a unit'}")
-            return transfer
+            return _Watched(transfer, self, f"{what} {self._unit or 'a unit'}") if transfer.nbytes else transfer
 
         return run
 
@@ -175,8 +167,26 @@ class Listener:
         if self._beside:
             transfer.wait()
             return
-        with self._span(WAITS, what):
+        begin = self._clock.mark()
+        try:
             transfer.wait()
+        finally:
+            self.step.add(WAITS, what, begin, self._clock.mark())
+
+    def _for_unit(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """What is issued in this call is for its first argument."""
+
+        def called(unit: Any, **kwargs: Any) -> Any:
+            before, self._unit = self._unit, self._title(unit)
+            try:
+                return method(unit, **kwargs)
+            finally:
+                self._unit = before
+
+        return called
+
+    def _title(self, unit: Any) -> str:
+        return self._titles.get(unit.index) or self._titles.setdefault(unit.index, unit.title)
 
     def _publication(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def publication(units: list[Any]) -> Any:
@@ -185,6 +195,8 @@ class Listener:
             whole = sent and any(not u.movable for u in units)
             if whole:  # of these the values are gathered at once, and waited for at the end
                 vars(made)["finish"] = self._timed(WAITS, "publish the update")(made.finish)
+                start = made._start
+                vars(made)["_start"] = lambda *, spent: self._for_unit(lambda _: start(spent=spent))(made._waiting[0])
             return made
 
         return publication
@@ -200,20 +212,24 @@ class Listener:
                     if self._detailed:
                         what = "hit" if ready else "miss"
                         state = unit.state.name.lower()
-                        self.step.add(PREFETCH, what, self._clock.mark(), None, {"unit": unit.title, "was": state})
+                        self.step.add(
+                            PREFETCH, what, self._clock.mark(), None, {"unit": self._title(unit), "was": state}
+                        )
             method(units)
 
         return need
 
     def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
-        begin, nbytes = self._clock.mark(), numel * dtype.itemsize
-        caller, unit = _caller_and_unit(sys._getframe(1))
+        begin, nbytes, unit = self._clock.mark(), numel * dtype.itemsize, self._unit
+        at_once = not unit and _caller() in _AT_ONCE
         self.step.bytes_sent += nbytes
 
         def end() -> None:
-            mark, facts = self._clock.mark(), {"bytes": nbytes, "dtype": str(dtype)[6:], "ranks": size}
-            self.step.add(COLLECTIVES, op, begin, mark, facts | ({"unit": unit} if unit else {}))
-            if caller in _AT_ONCE:
+            mark, facts = self._clock.mark(), None
+            if self._detailed:
+                facts = {"bytes": nbytes, "dtype": str(dtype)[6:], "ranks": size} | ({"unit": unit} if unit else {})
+            self.step.add(COLLECTIVES, op, begin, mark, facts)
+            if at_once:
                 self.step.add(WAITS, op, begin, mark)
 
         return end

@@ -13,7 +13,7 @@ import torch
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.hang.watch import own_store
 from deepspeed.comm.wire import clock_offset
-from deepspeed.device import get_accelerator
+from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import RunFile
@@ -30,6 +30,10 @@ class LateMean:
     """The mean of losses, which the program need not wait for."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:
+        self._event: Any = NullEvent()
+        if all(loss.device.type == "cpu" for loss in losses):
+            self._value = torch.tensor(sum(map(float, losses)) / len(losses))
+            return
         mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
         self._value = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
         self._value.copy_(mean, non_blocking=True)

@@ -112,27 +112,26 @@ class StepSpans:
 
     def known(self) -> bool:
         """Whether all of it has passed; what was begun last may end last."""
-        return self.end is not None and self.clock.known(self.end) and all(map(self._over, reversed(self.spans)))
+        past = self.end is not None and self.clock.known(self.end)
+        return past and (isinstance(self.end, int) or all(map(self._over, reversed(self.spans))))
 
     def _over(self, span: TimedSpan) -> bool:
         return isinstance(span.begin, int) or self.clock.known(span.begin if span.end is None else span.end)
-
-    def _intervals(self, *rows: int) -> list[tuple[int, int]]:
-        since = self.clock.between_ns
-        return [(since(self.begin, s.begin), since(self.begin, s.end)) for s in self.spans if s.row in rows and s.end]
 
     def summary(self) -> dict[str, float]:
         """In milliseconds, once ``known``: the whole step, each phase and what is outside of them, collectives under
         way, and waits, which nothing hid. ``prefetch_hits`` and ``prefetch_misses``: uses of units that were on their
         way or had arrived, and that had to be asked for; ``sent_bytes``: sizes of collectives.
         """
-        whole = self.clock.between_ns(self.begin, self.end)
-        phases: dict[str, int] = {}
-        for span in self.spans:
-            if span.row == PHASES:
-                phases[span.name] = phases.get(span.name, 0) + self.clock.between_ns(span.begin, span.end)
-        waits, flights = self._intervals(WAITS), self._intervals(COLLECTIVES)
-        wait, flight = union_ns(waits), union_ns([*flights, *waits])
+        since, start = self.clock.between_ns, self.begin
+        whole, phases = since(start, self.end), dict[str, int]()
+        rows: dict[int, list[tuple[int, int]]] = {WAITS: [], COLLECTIVES: []}
+        for row, name, begin, end, _ in self.spans:
+            if row == PHASES:
+                phases[name] = phases.get(name, 0) + since(begin, end)
+            elif row in rows:
+                rows[row].append((since(start, begin), since(start, end)))
+        wait, flight = union_ns(rows[WAITS]), union_ns(rows[COLLECTIVES] + rows[WAITS])
         times = {"total_ms": whole, **{f"{name}_ms": ns for name, ns in phases.items()}}
         times |= {"other_ms": max(0, whole - sum(phases.values())), "wait_ms": wait, "communication_ms": flight}
         counts = {"prefetch_hits": self.hits, "prefetch_misses": self.misses, "sent_bytes": self.bytes_sent}
