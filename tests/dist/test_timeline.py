@@ -22,6 +22,7 @@ from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import read_run
 from deepspeed.timeline import collect
 from deepspeed.timeline.observer import Observer
+from tests.harness import pipes
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
@@ -308,3 +309,20 @@ def _in_turn(folder: str) -> None:
 def test_a_full_disk_costs_the_trace_and_not_the_run(pool2: RankPool, tmp_path: Path) -> None:
     pool2.run(_in_turn, str(tmp_path))
     assert not [*tmp_path.iterdir()]
+
+
+def _pipeline(folder: str) -> list[float]:
+    observe = {"trace": f"{folder}/t.json.gz", "steps": [2, 3], "run": f"{folder}/run"}
+    specs, config = pipes.layers(), pipes.config(1, 4, observe=observe)
+    return pipes.pipe_run(specs, config, stages=2, steps=4)[0]
+
+
+def test_a_pipeline_is_seen_too(pool2: RankPool, tmp_path: Path) -> None:
+    losses = pool2.run(_pipeline, str(tmp_path))[0]
+    record = read_run(tmp_path / "run")
+    assert [step["loss"] for step in record.of("step")] == pytest.approx(losses, rel=1e-5)
+    assert record.over and all(step["wait_ms"] > 0 for step in record.of("step"))
+    events, rows = _events(tmp_path / "t.json.gz")
+    _check_rows(events)
+    waits = Counter((e["pid"], e["name"]) for e in events if rows[e["pid"], e["tid"]] == "waits")
+    assert all(waits[rank, "messages of the pipeline"] for rank in (0, 1))
