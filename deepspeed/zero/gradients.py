@@ -54,8 +54,8 @@ class Gradients:
         self.hold = False
         # Many backwards run as one pass, and after it all that they have summed is reduced at once.
         self._passing = self._reuses = False
-        # (unit, position) of gradients to whose place in the sum autograd itself adds others in such a pass.
-        self.adding: set[tuple[int, int]] = set()
+        # By (unit, position) the place in the sum to which autograd itself adds further gradients in such a pass.
+        self.adding: dict[tuple[int, int], torch.Tensor] = {}
         # Finite/non-finite probes of each reduced partial, of what, on the device: read only when a step overflows.
         self._probes: list[tuple[Unit, str, torch.Tensor]] = []
         # Rest gradients and their views in the parameters' shapes; and the units whose parameters show those views now.
@@ -90,7 +90,7 @@ class Gradients:
         # Without a factor further gradients need no call of ours each. Of a DTensor every one is looked at.
         if self._passing and factor == 1.0 and target.dtype is param.dtype and local_of(param) is param:
             param.grad = target
-            self.adding.add((unit.index, position))
+            self.adding[unit.index, position] = target
 
     def begin_pass(self) -> None:
         """Many backwards as one begin, whose gradients are only summed here."""
@@ -99,10 +99,11 @@ class Gradients:
         self._reuses = True  # the memory of sums: it comes at once, in every batch, so the peak has it anyway
 
     def end_pass(self) -> None:
-        """They are over. Idempotent."""
+        """They are over. Idempotent. What a client's hook has put in the place of a sum is the sum."""
         self._passing = self.hold = False
-        for index, position in self.adding:
-            self._units[index].params[position].grad = None
+        for (index, position), place in self.adding.items():
+            if (grad := take_gradient(self._units[index].params[position])) is not place:
+                place.copy_(torch.zeros_like(place) if grad is None else grad)
         self.adding.clear()
 
     def collect(self) -> bool:

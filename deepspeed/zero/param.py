@@ -280,17 +280,20 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
-def owners(grad: torch.Tensor) -> tuple[int, int]:
-    """How many tensors share the storage of ``grad``, and how many references the object has: see `usual_owners`."""
-    return storage_uses(grad), sys.getrefcount(grad)
+def owners(grad: torch.Tensor) -> tuple[int, int, int, bool]:
+    """How many tensors share the storage of ``grad``, how many references that and the object have, and whether torch
+    alone knows of its memory (of numpy's or a reader's there it does not): see `usual_owners`.
+    """
+    storage = grad.untyped_storage()
+    return storage_uses(grad), sys.getrefcount(grad), sys.getrefcount(storage), storage.resizable()
 
 
 @functools.cache
-def usual_owners() -> tuple[int, int]:
+def usual_owners() -> tuple[int, int, int, bool]:
     """What `owners` says where a hook has just taken a gradient away that nobody else holds; how autograd hands it over
     is its own affair, so it is tried.
     """
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int, bool]] = []
 
     def hook(parameter: torch.Tensor) -> None:
         grad = take_gradient(cast(nn.Parameter, parameter))

@@ -85,3 +85,18 @@ def test_gradients_that_share_memory_are_both_right(pool2: RankPool) -> None:
     for seen in pool2.run(_backward, both=True):
         for ours, plain in zip(seen["whole"], _plain(both=True), strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+
+
+def _numpys() -> float:
+    """What is left of an array, at first 2.0, that a client's hook has given as the gradient."""
+    model = _Pair(both=False)
+    array = torch.full((ROWS, WIDTH), 2.0).numpy().copy()
+    model.head.weight.register_hook(lambda _: torch.from_numpy(array))
+    engine = start(model, make_config(3, zero={"param_persistence_threshold": 0}))
+    engine.backward(engine(torch.ones(2, WIDTH)))
+    engine.destroy()
+    return float(array.max())
+
+
+def test_memory_of_numpy_is_not_written_to(pool2: RankPool) -> None:
+    assert pool2.run(_numpys) == [2.0, 2.0]
