@@ -391,6 +391,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
         if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
             raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
+        self.runtime.catch_up()
         return consolidated_state_dict(self.module, keep=self.mesh.first, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -411,6 +412,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
+        self.runtime.catch_up()
         with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint, dst=self.module)

@@ -131,6 +131,7 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise NotYetError(f"eval_batch(reduce_output={reduce_output!r}); use 'avg' or None")
         self._make_ready()
+        self.runtime.catch_up()
         training = self.module.training
         self.module.eval()
         try:

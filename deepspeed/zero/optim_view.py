@@ -6,13 +6,11 @@ they are. While it is away the tensors the optimizer knows show their shapes and
 """
 
 import contextlib
-import copy
 import functools
 import itertools
-import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,9 +26,9 @@ from deepspeed.zero.layout import Granularity, Segment, round_up
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.turns import Turns, copied
 
 _PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
-_TORCHS = re.compile("params|state|defaults|param_groups|_optimizer.*")  # what torch keeps in groups and optimizers
 
 
 @dataclass
@@ -175,7 +173,7 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 def _like(value: Any, param: nn.Parameter) -> Any:
     """An initial slot for ``param``: scalars are copied, constant tensors are spread over its shape."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return _copy(value)
+        return copied(value)
     return torch.full_like(param, value.reshape(-1)[0].item(), requires_grad=False)
 
 
@@ -188,26 +186,28 @@ def run_step(
     source: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     frozen: dict[Unit, list[Segment]] | None = None,
-    apart: TierStore | None = None,
+    apart: Mapping[Unit, TierStore] | None = None,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
     returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
     ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``: if that was asked
-    before. ``apart``: the gradient of the views' only unit is there, and PARAM is rounded into what is free behind it.
+    before. ``apart``: where the units' gradients are, and PARAM is rounded into what is free behind each.
     """
     # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
-    writing = getattr(type(optimizer), "writing_outputs", None)
+    writing, places = getattr(type(optimizer), "writing_outputs", None), apart or {}
     frozen = frozen_later(views) if frozen is None else frozen
     writable = [v for v in views if v.unit not in frozen] if writing is not None else []
-    outputs = {v.param: out for v in writable if (out := v.output(apart)) is not None}
+    outputs = {v.param: out for v in writable if (out := v.output(places.get(v.unit))) is not None}
     scales = {v.param: factor * v.unit.facts.after for v in views if writing and v.param.device.type == "cpu"}
     if scales and not optimizer.scales_on_host():  # type: ignore[attr-defined]
         scales = {}
     still: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for view in views:
-            piece = source if apart is None else view.unit.within(StateKind.GRAD, apart.tensor, view.start, view.stop)
-            grad = view.gradient(factor, source=piece, plain=view.param in scales)
+            place = places.get(view.unit)
+            if place is not None:
+                source = view.unit.within(StateKind.GRAD, place.tensor, view.start, view.stop)
+            grad = view.gradient(factor, source=source, plain=view.param in scales)
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
             view.param.grad = grad
@@ -227,7 +227,7 @@ def run_step(
 
 def captured_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings of the groups as they are now, without parameters."""
-    return [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [{k: copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def frozen_later(views: list[OptimView]) -> dict[Unit, list[Segment]]:
@@ -236,108 +236,6 @@ def frozen_later(views: list[OptimView]) -> dict[Unit, list[Segment]]:
     pairs = {unit: zip(unit.params, unit.layout.segments, strict=True) for unit in units}
     frozen = {unit: [s for p, s in those if not p.requires_grad] for unit, those in pairs.items()}
     return {unit: segments for unit, segments in frozen.items() if segments}
-
-
-class Turns:
-    """Lets an optimizer take one step in several turns, each over some of its tensors.
-
-    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) from before the
-    step, and must leave the same: UsageError for an optimizer that gathers something over all parameters.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._others: set[Any] = set()  # keys of the optimizer's state that are no tensors, among the first ``_seen``
-        self._seen = 0
-        self._before = {"its state": {}, **{name: _numbers(holder) for name, holder in self._holders().items()}}
-        self._after: dict[str, dict[Any, Any]] = {}
-
-    def take(self, views: list[OptimView]) -> None:
-        """One call of ``step`` that sees the parameters of ``views`` only; what it leaves must be what others left."""
-        groups = self._optimizer.param_groups
-        lists = [group["params"] for group in groups]
-        self._restore(self._before)
-        for index, group in enumerate(groups):
-            group["params"] = [v.param for v in views if v.group == index]
-        try:
-            self._optimizer.step()
-        finally:
-            for group, params in zip(groups, lists, strict=True):
-                group["params"] = params
-        idle = {f"group {i}" for i in range(len(groups))} - {f"group {v.group}" for v in views}
-        for name, holder in self._holders().items():
-            if name in idle:
-                continue
-            now = _numbers(holder)
-            before = self._after.setdefault(name, now)
-            if changed := [str(k) for k in now if k not in before or not _same(now[k], before[k])]:
-                raise UsageError(
-                    f"{type(self._optimizer).__name__} keeps {', '.join(changed)} of {name} over all parameters, so it "
-                    "cannot update them piece by piece, and this update was cut short; use offload_optimizer.device "
-                    '"cpu", or another optimizer'
-                )
-            self._after[name] = now
-        self._after.setdefault("its state", {})
-        self._restore(self._after)
-
-    def _holders(self) -> dict[str, dict[Any, Any]]:
-        """What may hold numbers of its own: the groups, the optimizer's attributes, state that is no parameter's."""
-        groups = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
-        state = self._optimizer.state
-        if len(state) < self._seen:
-            self._seen = 0
-        new = itertools.islice(reversed(state), len(state) - self._seen)  # not all of it for every tile
-        self._others.update(key for key in new if not isinstance(key, torch.Tensor))
-        self._seen = len(state)
-        return {**groups, "the optimizer": vars(self._optimizer), **({"its state": state} if self._others else {})}
-
-    def _restore(self, numbers: dict[str, dict[Any, Any]]) -> None:
-        for name, holder in self._holders().items():
-            if name in numbers:
-                _put_back(holder, numbers[name])
-
-
-def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:
-    """Copies of the numbers (tensors, short lists) in ``holder`` and the dicts in it, but for single tensors' own."""
-    copies: dict[Any, Any] = {}
-    for key, value in holder.items():
-        if isinstance(key, torch.Tensor) or _TORCHS.fullmatch(str(key)):
-            continue
-        if isinstance(value, dict) and depth and not any(isinstance(k, torch.Tensor) for k in value):
-            copies[key] = _numbers(value, depth=depth - 1)
-        few = value if isinstance(value, (list, tuple)) and 0 < len(value) <= 16 else [value]
-        if all(isinstance(v, (int, float, torch.Tensor)) for v in few):
-            copies[key] = _copy(value)
-    return copies
-
-
-def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1) -> None:
-    """Make the numbers of ``holder``, as deep as ``_numbers`` copied them, the old ones: in the same tensors."""
-    for key in _numbers(holder, depth=depth).keys() - numbers.keys():
-        del holder[key]
-    for key, value in numbers.items():
-        now = holder.get(key)
-        if isinstance(value, dict) and isinstance(now, dict):
-            _put_back(now, value, depth=depth - 1)
-        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
-            now.detach().copy_(value)
-        else:
-            holder[key] = _copy(value)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether the numbers are equal, not-a-number too."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (a.shape, a.dtype) == (b.shape, b.dtype) and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, dict) and isinstance(b, dict):
-        return all(key in b and _same(value, b[key]) for key, value in a.items())
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return not any(isinstance(x, torch.Tensor) for x in (a, b)) and bool(a == b or (a != a and b != b))
 
 
 class _Slot(NamedTuple):

@@ -44,7 +44,6 @@ class Runtime:
     tiles: OptimTiles | None = None
     visits: Visits | None = None
     delayed: Delayed | None = None
-
     watch_gradients: Callable[[list[Unit]], None] | None = None  # called before each update; collective
 
     def __init__(
@@ -59,8 +58,7 @@ class Runtime:
         # What happened since construction, for tests and benchmarks.
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
         self.steps = self.depth = self.flushes = 0
-        self.in_backward = False
-        self._one_pass = False
+        self.in_backward = self._one_pass = False
         # The engine, while it lives; and its optimizer.
         self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None

@@ -21,11 +21,12 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.behind import Worker
 from deepspeed.zero.failures import error_of
-from deepspeed.zero.optim_view import OptimTiles, OptimView, Turns, captured_groups, frozen_later, run_step
+from deepspeed.zero.optim_view import OptimTiles, OptimView, captured_groups, frozen_later, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.turns import Turns
 from deepspeed.zero.update.visits import Visits
 
 
@@ -208,23 +209,20 @@ def _update_in_memory(
             publication.through(unit, written)
     if behind is not None and spared:
         optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
-        theirs = [(unit, those) for unit, those in parts if unit in spared]
-        if visits is not None:
-            visits.expect_behind(behind, [those for _, those in theirs])
-        for unit, those in theirs:
-            assert unit is not None
-            publication.leave_to(behind, unit, _turn_of(optimizer, those, captured, factor, visits))
+        for unit, those in parts:
+            if unit is None or unit not in spared:
+                continue
+            publication.leave_to(behind, unit, _turn_of(optimizer, those, captured, factor))
     return []
 
 
 def _turn_of(
-    optimizer: Any, views: list[OptimView], groups: list[dict[str, Any]], factor: float, visits: Visits | None
+    optimizer: Any, views: list[OptimView], groups: list[dict[str, Any]], factor: float
 ) -> Callable[[], list[OptimView]]:
     """The update of ``views`` with the settings in ``groups``, whatever changes before it is called."""
     those = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
     step = functools.partial(optimizer.update, those)
-    call = functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
-    return call if visits is None else functools.partial(visits.call, views, call)
+    return functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
 
 
 def _update_tiles(

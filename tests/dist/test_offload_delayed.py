@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import IN_FEATURES, MicroBatch
 from deepspeed.verify.reference import GATE_ADAM
+from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind
 from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
 from tests.harness.pool import RankPool
@@ -219,3 +220,50 @@ def waited_in_forward() -> list[bool]:
 
 def test_forward_and_backward_do_not_wait_for_it(pool1: RankPool) -> None:
     assert pool1.run(waited_in_forward) == [[False] * 3]
+
+
+# -- what looks on, and what reads whole weights ---------------------------------------------------------------------
+def watched(precision: str) -> list[str]:
+    """What differs where a hook sees some updates on the first rank alone; and what it has not seen. Collective."""
+    case, found, seen = CASES["wide_accumulation"](), [], []
+    for hooked in (False, True):
+        engine = delayed_engine(3, **PRECISION[precision])
+        for step in range(STEPS):
+            handle = None
+            if hooked and engine.global_rank == 0 and step in (2, 3, 5):
+                look = engine.basic_optimizer.register_step_pre_hook
+                handle = look(lambda o, *_: seen.append([p.grad is None for p in o.param_groups[0]["params"]]))
+            train_step(engine, case, step)
+            if handle is not None:
+                handle.remove()
+        engine.eval()
+        found.append(snapshot(engine))
+        rank = engine.global_rank
+        engine.destroy()
+    bad = [name for name in found[0] if not same(found[0][name], found[1][name])]
+    return bad + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
+
+
+@pytest.mark.parametrize("precision", PRECISION)
+def test_a_hook_on_one_rank_sees_the_update_and_changes_no_bit(pool2: RankPool, precision: str) -> None:
+    assert pool2.run(watched, precision) == [[], []]
+
+
+def consolidated() -> list[bool]:
+    """Whether what somebody may edit, and all whole weights for a file, are of the last masters. Collective."""
+    case, engine = CASES["wide_accumulation"](), delayed_engine(3)
+    for step in range(3):
+        train_step(engine, case, step)
+    weight = engine.module.inp.weight
+    master = safe_get_full_fp32_param(weight)
+    with GatheredParameters(weight, modifier_rank=0):
+        edited = torch.equal(weight.detach(), master)
+    train_step(engine, case, 3)
+    masters = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    engine.destroy()
+    return [edited, whole is None or all(torch.equal(whole[name], masters[name]) for name in masters)]
+
+
+def test_what_saves_or_edits_whole_weights_has_the_last_update(pool2: RankPool) -> None:
+    assert pool2.run(consolidated) == [[True, True]] * 2

@@ -77,6 +77,9 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
+        for runtime in dict.fromkeys(map(runtime_of, units.values())) if self._modifier is not None else ():
+            if runtime is not None and not runtime.may_fetch_on_demand():
+                runtime.catch_up()  # masters will be what is shown here, and must not lose their last update
         with ExitStack() as pinned:  # also when a later gather fails
             for unit in sorted(units.values(), key=lambda u: u.index):
                 if self._incoming is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.optim.base import GroupStep
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import OptimView, captured_groups, frozen_later, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -49,33 +50,55 @@ class Delayed:
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
     def applies(self) -> bool:
-        """Whether the update that begins is delayed: not the first ones of a training, whatever engine made them, and
-        none that code of the user's watches, as it would see no gradients.
+        """Whether the update that begins is delayed: not the first ones of a training, whatever engine made them. The
+        same answer on all ranks.
         """
-        return self._runtime.client().global_steps + 1 >= self._first and self._optimizer.undisturbed()
+        return bool(self._runtime.client().global_steps + 1 >= self._first)
 
     def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
         """Publish what the last call has begun, and begin the update of ``views`` by their gradients times ``factor``;
-        after a ``failure`` raise that, when the other ranks have what they wait for.
+        after a ``failure`` raise that, when the other ranks have what they wait for. Code of the user's that watches
+        the optimizer, on this rank alone maybe, gets one call with all gradients, for which the program waits.
         """
         landed = {view.unit: view.unit.landed for view in views}
         self.publish()
         if failure is not None:
             self._runtime.half_updated = True
             raise failure
-        groups = captured_groups(self._optimizer)
-        self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+        undisturbed, groups = self._optimizer.undisturbed(), captured_groups(self._optimizer)
+        if undisturbed:
+            self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+        calls = []
         for unit, those in itertools.groupby(views, lambda view: view.unit):
             store = _exchange(unit, self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
-            begun = _Begun(unit, store, [])
-            call = self._turn_of(begun, list(those), groups, factor, landed[unit])
-            if (worker := self._runtime.worker) is not None:
+            self._begun.append(begun := _Begun(unit, store, []))
+            calls.append(self._turn_of(begun, list(those), groups, factor, landed[unit]))
+        if not undisturbed:
+            Several(landed.values()).wait()
+            self._update(self._begun, views, self._optimizer.step, factor)
+            return
+        worker = self._runtime.worker
+        for begun, call in zip(self._begun, calls, strict=True):
+            if worker is not None:
                 begun.turn = worker.hand_over(call)
-                unit.delay_update(begun.turn)
+                begun.unit.delay_update(begun.turn)
             else:
                 call()
-            self._begun.append(begun)
+
+    def _update(
+        self,
+        begun: Sequence[_Begun],
+        views: Sequence[OptimView],
+        step: Callable[[], object],
+        factor: float,
+        *,
+        frozen: dict[Unit, list[Segment]] | None = None,
+    ) -> None:
+        apart = {each.unit: each.store for each in begun}
+        written = run_step(self._optimizer, [*views], step, factor, frozen=frozen, apart=apart)
+        for each in begun:
+            each.rounded += [(view, view.param._version) for view in written if view.unit is each.unit]
 
     def _turn_of(
         self, begun: _Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float, landed: Transfer
@@ -85,8 +108,7 @@ class Delayed:
 
         def turn() -> Transfer:
             landed.wait()
-            written = run_step(self._optimizer, views, step, factor, frozen=frozen, apart=begun.store)
-            begun.rounded += [(view, view.param._version) for view in written]
+            self._update([begun], views, step, factor, frozen=frozen)
             return ARRIVED
 
         return turn

@@ -6,13 +6,12 @@ go home behind the update, while the host updates other units (Deep Optimizer St
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from deepspeed.comm.collectives import SideStream
 from deepspeed.optim.base import GroupStep
-from deepspeed.tier.behind import Worker
 from deepspeed.tier.store import Landing
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.memory.tiers import Tiers
@@ -44,32 +43,15 @@ class Visits:
         """Those of ``turns`` (each of one unit, or of several that do not visit) that visit will in this order. At the
         end all have come home: the only wait.
         """
-        self._expect(turns)
+        self._waiting = deque(_Visit(views) for views in turns if views[0].unit.plan.visits)
+        self._coming.clear()
+        self._send_for(InFlight.VISITS - 1)
         try:
             yield
         finally:
             self._waiting.clear()
             self._coming.clear()
             self._home_again.wait()
-
-    def _expect(self, turns: Sequence[Sequence[OptimView]]) -> None:
-        self._waiting = deque(_Visit(views) for views in turns if views[0].unit.plan.visits)
-        self._coming.clear()
-        self._send_for(InFlight.VISITS - 1)
-
-    def expect_behind(self, worker: Worker, turns: Sequence[Sequence[OptimView]]) -> None:
-        """The same for visits in the turns of ``worker``: who reads a state waits for ``Unit.landed``."""
-
-        def begin() -> Transfer:
-            self._expect(turns)
-            return ARRIVED
-
-        worker.hand_over(begin)
-
-    def call(self, views: Sequence[OptimView], update: Callable[[], list[OptimView]]) -> list[OptimView]:
-        """``update``, of ``views``, on the device if they visit."""
-        with self.on_device(views):
-            return update()
 
     @contextlib.contextmanager
     def all_at_once(self, views: Sequence[OptimView]) -> Iterator[None]:
