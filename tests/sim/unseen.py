@@ -66,7 +66,7 @@ SEEN: dict[str, str] = {
     "tier.aio:wait: self.settle()": "drive",
     "tier.aio:close: transfer.settle() (2)": "drive",
     "engine:offload_states: self.runtime.gradients.land_all()": "looking",
-    "zero.runtime:settle: unit.settle()": "saving-both-on-host",
+    "zero.unit:settle_states: self.settle()": "saving-both-on-host",
     "zero.unit:settle: self._updating.wait()": "saving-both-on-host",
     "zero.unit:settle: self.arrive()": "single-stage2-on-host-unchecked",
     "zero.unit:start_gather: self._updating.wait()": "both-on-host-unchecked",
@@ -74,7 +74,7 @@ SEEN: dict[str, str] = {
     "tier.behind:take: event.record(worker.stream)": "skipping-on-host",
     "tier.behind:wait: stream.wait_event(self._event)": "skipping-on-host",
     "zero.update.visits:on_device: visit.coming.wait()": "slots-visiting-on-host",
-    "zero.update.visits:expected: Landing(0).wait()": "slots-visiting-on-host",
+    "zero.update.visits:expected: self._home_again.wait()": "slots-visiting-on-host",
 }
 
 _SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
@@ -108,7 +108,8 @@ UNSEEN: dict[str, str] = {
     "tier.store:settled: place.put(values).wait()": (
         "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
-    "zero.runtime:attached: view.unit.settle()": _DOOR,
+    "zero.unit:settle_states: self._delayed.wait()": f"not reached: no case delays its updates. Else {_DOOR}",
+    "zero.unit:settle_states: self.landed.wait()": "a later wait covers it: the end of the update waits for visits",
     "zero.runtime:gather_gradients: self.settle()": _DOOR,
     "zero.unit:values: self.settle()": _DOOR,
     "zero.unit:forget_update: self.settle()": _DOOR,
@@ -173,6 +174,10 @@ UNSEEN: dict[str, str] = {
 
 # Modules whose waits are no matter of streams: how their names begin -> what they wait for.
 OUTSIDE: dict[str, str] = {
+    "timeline": "what is recorded of a run, whose events nobody's memory depends on",
+    "engine_elastic": "decides what is saved; saves order themselves",
+    "profiling.flops_profiler": "waits for the device to tell times",
+    "zero.update.delayed": "no case delays its updates; tests/dist/test_offload_delayed.py",
     "simulate.": "the simulator itself",
     "device": "the events of a host that is its own device",
     "bench.": "measurements of drives",
