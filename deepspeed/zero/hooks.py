@@ -7,7 +7,7 @@ compiled: see [Note: compiled blocks].
 Backward: each output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's
 AccumulateGrad hook hands its gradient over; a hook on the inputs of a unit's root tells that its backward is through.
 Private torch names used here: ``torch._C._current_graph_task_id`` (are we inside a backward?) and
-``torch.autograd.Variable._execution_engine.queue_callback`` (end of backward).
+``torch.autograd.Variable._execution_engine.queue_callback`` (end of backward), ``Module._call_impl`` (its frames).
 
 [Note: compiled blocks] Dynamo cannot trace the hooks. Where a module's ``forward`` is compiled they are outside of it;
 where the client has compiled more than that, they end a graph (``torch.compiler.disable``), which splits no block as
@@ -20,6 +20,7 @@ that node, not on each output, also sees gradients that come through tensors whi
 import dataclasses
 import functools
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
@@ -74,6 +75,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _drop_gradient(param: nn.Parameter) -> None:
     param.grad = None
+
+
+def _calls_under_way(module: nn.Module) -> int:
+    """How many calls of ``module`` there are on this thread's stack."""
+    stack = traceback.walk_stack(None)
+    return sum(f.f_code is nn.Module._call_impl.__code__ and f.f_locals.get("self") is module for f, _ in stack)
 
 
 def _settling(units: list[Unit]) -> Callable[..., None]:
@@ -259,8 +266,6 @@ class ModuleHooks:
         modules = [*module.modules()] if is_root else [module]
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if is_root:
-                self._running[module] += 1
             recompute = inside_backward()
             if module is self._model and (self._compiled or not torch.is_grad_enabled()):
                 _settling(runtime.units)()  # compiled code, and the fused modules of an evaluation, know no face
@@ -269,6 +274,12 @@ class ModuleHooks:
             elif module is self._model and self._checked_at != runtime.steps:
                 self._check_parameters()
                 self._checked_at = runtime.steps
+            if runtime.depth and module is self._model and not recompute and _calls_under_way(module) < 2:
+                # torch calls no hook after an interrupt, which is no Exception: the forward that it ended is not left
+                self.disarm()
+                runtime.reset(keep_gradients=True)
+            if is_root:
+                self._running[module] += 1
             runtime.enter(units, recompute=recompute)
             if is_root and torch.is_grad_enabled():
                 self._watch_inputs(units, (args, kwargs))

@@ -400,3 +400,48 @@ def freeze_later(stage: int, dtype: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_frozen_during_training_does_not_move(pool2: RankPool, stage: int, dtype: str) -> None:
     assert pool2.run(freeze_later, stage, dtype) == [(True, True), (True, True)]
+
+
+class Interrupted(nn.Module):
+    """Two blocks, in the second of which somebody presses Ctrl-C while ``armed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if self.armed and block is self.blocks[-1]:
+                raise KeyboardInterrupt
+        return x
+
+
+def _interrupted_module(stage: int) -> float:
+    engine = start(seeded(Interrupted)(), make_config(stage, gradient_accumulation_steps=2))
+    for step in range(3):
+        for micro in range(2):
+            if micro == 1:  # what the first micro-batch has accumulated stays
+                engine.module.armed = True
+                with pytest.raises(KeyboardInterrupt):
+                    engine.module(samples(step, 0))
+                engine.module.armed = False
+            engine.backward(engine.module(samples(2 * step + micro, engine.global_rank)).pow(2).mean())
+            engine.step()
+    found = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    engine.destroy()
+    model = seeded(Interrupted)()
+    optimizer = torch.optim.AdamW(model.parameters(), **make_config(0)["optimizer"]["params"])
+    for step in range(3):
+        for micro, rank in ((m, r) for m in range(2) for r in range(2)):
+            (square_loss(model, samples(2 * step + micro, rank)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(float((found[n] - p).abs().max()) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_that_an_interrupt_ended_is_over_when_the_next_begins(pool2: RankPool, stage: int) -> None:
+    """Also where the client calls ``engine.module``, whose interrupts no code of the engine's sees."""
+    assert max(pool2.run(_interrupted_module, stage)) < 1e-6
