@@ -94,6 +94,8 @@ def peak_of(order: Program, stage: int, states: int) -> float:
     }
     sent = {(rank, step) for rank, step in kinds if rank != stage}
     under_way = 1 + len({rank for rank, _ in sent}) + len(sent)
+    if order.name == "eager_1f1b" and stage:  # whose messages tell of the arrival of a gradient one micro-batch later
+        under_way += 1
     return states + 4 * weights + (most + under_way) * ROW + 2 * WEIGHT
 
 
