@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm import trace
+from deepspeed.comm.collectives import failures
 from deepspeed.comm.group_getters import forget_topology, register_mpu, register_topology
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
@@ -22,7 +23,7 @@ from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.engine_reports import report_start
-from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.mesh.mpu import Ways, ways_of_mesh, ways_of_mpu
 from deepspeed.observe.log import log_dist
@@ -171,7 +172,7 @@ def _assemble(
     elif "schedule" in cfg.pipeline.model_fields_set or "chunks_per_stage" in cfg.pipeline.model_fields_set:
         log_dist(f"the block 'pipeline' is for a PipelineModule; {type(model).__name__} is none and runs as a whole")
     _check_model(model)
-    base = choose_optimizer(cfg, model, optimizer, parameters)
+    base = _optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
     lasting.enter_context(watched(cfg.hang_timeout))
     mesh = _mesh(backend, cfg, plan, ways)
@@ -208,6 +209,25 @@ def _assemble(
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
     return engine
+
+
+def _optimizer(
+    cfg: DeepSpeedConfig, model: nn.Module, optimizer: OptimizerLike | None, parameters: Any
+) -> torch.optim.Optimizer | None:
+    """That of this rank. Of a pipeline, whose stages have different parameters, all raise where one has none."""
+    base, fault = None, None
+    try:
+        base = choose_optimizer(cfg, model, optimizer, parameters)
+    except Exception as error:
+        fault = error
+        if not isinstance(model, PipelineModule):
+            raise
+    if isinstance(model, PipelineModule):
+        faults = failures(fault, plain_mesh("gloo").job)
+        if texts := [f"{model.title(rank)}: {text}" for rank, text in faults.items()]:
+            kind = type(fault) if isinstance(fault, DeepSpeedError) else OptimizerConfigError
+            raise kind("; ".join(texts[:3])) from fault
+    return base
 
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mesh:

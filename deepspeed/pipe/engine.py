@@ -100,9 +100,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.tput_timer.start()
         batch, kinds = self._read(data_iter, self._gas)
         with self._clock("forward"):
-            outcome = self._pass(
-                self._order(len(batch)), batch, [f"train {k}" for k in kinds], scale=self._scaler.loss_scale
-            )
+            kinds = [f"train {kind}" for kind in kinds]
+            outcome = self._pass(self._order(len(batch)), batch, kinds, scale=self._scaler.loss_scale)
             loss = self._agree(outcome)
         with self._clock("backward"):
             self.runtime.flush()
@@ -271,9 +270,7 @@ class PipelineEngine(DeepSpeedEngine):
             kinds, inputs, labels, fault = list[str](), list[int](), list[int](), None
             try:
                 if source is None:
-                    raise UsageError(
-                        "no data: pass data_iter, call set_dataiterator(), or give initialize training_data"
-                    )
+                    raise UsageError("no data: pass data_iter, or training_data to initialize, or set_dataiterator()")
                 for _ in range(count):
                     one = self._micro_batch(next(source))
                     kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
@@ -285,20 +282,20 @@ class PipelineEngine(DeepSpeedEngine):
             except Exception as error:
                 fault = f"reading micro-batch {len(batch)}: {type(error).__name__}: {error}"
             read = _Read(kinds, inputs, labels, fault)
-        if not self._as_before(read):
-            everyone = dict(zip(self.mesh.job.ranks, gather_objects(read, self.mesh.talk), strict=True))
+        if not self._as_before(read, count):
             self._kinds = None
-            self._kinds = self._compare(everyone, count)
+            self._kinds = self._compare(gather_objects((count, read), self.mesh.talk), count)
         kinds = self._kinds or []
         if self._config.fp16.auto_cast and self.fp16_enabled():
             batch = [map_tensors(one, lambda t: t.half() if t.is_floating_point() else t) for one in batch]
         return batch or [Micro(None, None)] * count, kinds
 
-    def _as_before(self, read: _Read | None) -> bool:
+    def _as_before(self, read: _Read | None, count: int) -> bool:
         """Whether all have read micro-batches of the kinds of the last batch, those that work on one the same labels,
         and those of them that share layers the same inputs.
         """
-        odd = self._kinds is None or (read is not None and (read.fault is not None or read.kinds != self._kinds))
+        known = self._kinds is not None and len(self._kinds) == count
+        odd = not known or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.
         tp, labels, inputs = self.mesh.tp, 0, 0
         ways, index = (1, 0) if tp.alike else (tp.size, tp.index)
@@ -318,9 +315,16 @@ class PipelineEngine(DeepSpeedEngine):
         item = self._batch_fn(item) if self._batch_fn is not None else item
         return self.module.micro_batch(item)
 
-    def _compare(self, everyone: dict[int, _Read | None], count: int) -> list[str]:
+    def _compare(self, everyone: list[tuple[int, _Read | None]], count: int) -> list[str]:
         """The kinds of this rank's micro-batches. Raises on all ranks where some read less, or other data."""
-        readers = {rank: read for rank, read in everyone.items() if read is not None}
+        ranks = self.mesh.job.ranks
+        for rank, (other, _) in zip(ranks, everyone, strict=True):
+            if other != everyone[0][0]:
+                raise PipelineError(
+                    f"{self.mesh.title(ranks[0])} runs {everyone[0][0]} micro-batches and {self.mesh.title(rank)} "
+                    f"{other}; call set_train_batch_size() and eval_batch(num_micro_batches=) alike on all ranks"
+                )
+        readers = {rank: read for rank, (_, read) in zip(ranks, everyone, strict=True) if read is not None}
         if all(read.fault == "" for read in readers.values()):
             raise StopIteration(f"the data iterator has none of {count} micro-batches left")
         ended = f"the data iterator ended after 0 of {count} micro-batches"

@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.activation.checkpointing import non_reentrant_checkpoint
 from deepspeed.attrs import recursive_getattr
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
-from deepspeed.device import get_accelerator
+from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import NotYetError, PipelineError, UsageError
 from deepspeed.mesh.groups import Mesh, plain_mesh, with_group
 from deepspeed.observe.log import log_dist
@@ -21,6 +21,7 @@ from deepspeed.pipe.orders import Micro, homes_of
 from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
+from deepspeed.zero.hooks import tensors_in
 from deepspeed.zero.param import local_of
 from deepspeed.zero.partition import UnitFacts
 
@@ -110,7 +111,7 @@ class PipelineModule(nn.Module):
         self._world, self.global_rank = mesh.job, mesh.job.index
         self._topo = _topology(topology, num_stages, mesh.job.size)
         self.num_stages = self._topo.get_dim("pipe")
-        self._grid = PipelineParallelGrid(self._topo, self.global_rank)
+        self._grid = PipelineParallelGrid(self._topo)
         self.rank_of_pipe = self._grid.get_stage_id()
         self._check_specs()
         self._method = partition_method
@@ -147,9 +148,7 @@ class PipelineModule(nn.Module):
         self._build()
         for rank, some in enumerate(gather_objects(any(True for _ in self.parameters()), self._world)):
             if not some:
-                home = self._topo.get_coord(rank).pipe
-                where = f"rank {rank} (pipeline stage {home}, {self.describe(home)})"
-                raise UsageError(f"{where} has no parameters; use fewer stages or another partition_method")
+                raise UsageError(f"{self.title(rank)} has no parameters; use fewer stages or another partition_method")
 
     def _build(self) -> None:
         suspended = shutdown_init_context()  # its broadcasts want the same layers on all ranks
@@ -189,9 +188,7 @@ class PipelineModule(nn.Module):
     def _check_specs(self) -> None:
         for index, spec in enumerate(self._specs):
             if not (isinstance(spec, (LayerSpec, nn.Module)) or callable(spec)):
-                raise UsageError(
-                    f"layer {index} is a {type(spec).__name__}, neither a module, a LayerSpec nor a callable"
-                )
+                raise UsageError(f"layer {index} is a {type(spec).__name__}, neither module, LayerSpec nor callable")
         kinds: dict[str, TiedLayerSpec] = {}
         for spec in (s for s in self._specs if isinstance(s, TiedLayerSpec)):
             first = kinds.setdefault(spec.key, spec)
@@ -303,6 +300,11 @@ class PipelineModule(nn.Module):
         chunks = [c for c, home in enumerate(self.homes) if home == rank]
         return "layers " + ", ".join(f"{self.boundaries[c]}-{self.boundaries[c + 1] - 1}" for c in chunks)
 
+    def title(self, rank: int) -> str:
+        """A rank of the job, for people."""
+        home = self._topo.get_coord(rank).pipe
+        return f"rank {rank} (pipeline stage {home}, {self.describe(home)})"
+
     def num_pipeline_stages(self) -> int:
         """Number of pipeline stages."""
         return self.num_stages
@@ -368,7 +370,7 @@ class PipelineModule(nn.Module):
                     local_of(param).detach().copy_(values)
                     tied[name] = replace(facts, mesh=wide, tie=name)
                     self._on_stages.append((param, groups[ranks].pg))
-        self._grid = PipelineParallelGrid(self._topo, self.global_rank, mesh)
+        self._grid = PipelineParallelGrid(self._topo, mesh=mesh)
         plain = replace(facts, mesh=mesh)
         return mesh, lambda name, _: tied.get(name, plain)
 
@@ -395,32 +397,22 @@ def measure_layers(layers: Sequence[Any], sample: Any, *, repeats: int = 3) -> l
             get_accelerator().synchronize()
             start = perf_counter()
             out = layer(value)
-            roots = [
-                t
-                for t in (out if isinstance(out, tuple) else (out,))
-                if isinstance(t, torch.Tensor) and t.requires_grad
-            ]
-            if roots:
+            if roots := [t for t in tensors_in(out) if t.requires_grad]:
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
             get_accelerator().synchronize()
             seconds.append(perf_counter() - start)
         for param in layer.parameters() if isinstance(layer, nn.Module) else ():
             param.grad = None
         times.append(min(seconds))
-        value = (
-            tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in out)
-            if isinstance(out, tuple)
-            else out.detach()
-        )
+        value = map_tensors(out, torch.Tensor.detach)
     return times
 
 
 def _class_name(spec: Any) -> str:
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__
-    return (
-        type(spec).__name__ if isinstance(spec, nn.Module) else re.sub(r"\W", "", getattr(spec, "__name__", "callable"))
-    )
+    name = type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", "callable")
+    return re.sub(r"\W", "", name)
 
 
 def _trained(spec: Any) -> int:
@@ -454,9 +446,8 @@ def _topology(topology: ProcessTopology | None, num_stages: int | None, world: i
         )
     if topology.world_size() != world:
         raise UsageError(f"the topology is of {topology.world_size()} ranks, and there are {world}")
-    if [
-        axis for axis in ("pipe", "data", "model") if axis in topology.axes
-    ] != topology.axes or "pipe" not in topology.axes:
+    known = [axis for axis in ("pipe", "data", "model") if axis in topology.axes]
+    if known != topology.axes or "pipe" not in known:
         raise NotYetError(
             f"a topology with the axes {topology.axes}; they have to be pipe, data and model, in that order"
         )

@@ -225,9 +225,7 @@ def check(order: Program) -> None:
             if not good or any(
                 Action("F", chunk, micro) in p for r, p in enumerate(order.actions) if r != order.homes[chunk]
             ):
-                raise PipelineError(
-                    f"the schedule {order.name!r} does not run chunk {chunk} once on micro-batch {micro}"
-                )
+                raise PipelineError(f"the schedule {order.name!r} runs chunk {chunk} not once on micro-batch {micro}")
     timeline(order)
 
 

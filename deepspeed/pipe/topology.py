@@ -1,4 +1,4 @@
-"""Ranks as a grid of named axes, and who answers for which of them, under the names of deepspeed.pipe. Pure."""
+"""Ranks as a grid of named axes, and who answers for which of them, under the names of deepspeed.pipe."""
 
 from collections import namedtuple
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import group_over, plain_mesh
 
 
 class ProcessTopology:
@@ -94,11 +95,17 @@ class PipeModelDataParallelTopology(ProcessTopology):
 class PipelineParallelGrid:
     """What Megatron-style code asks its ``mpu``, for one rank of a topology with the axes pipe, data and model.
 
-    Process groups exist once ``deepspeed.initialize`` has made them (UsageError before).
+    By default of this rank, and one stage of data-parallel ranks. Process groups are those of ``process_group`` (by
+    default of the world), or of the ``mesh`` of an engine; made by their ranks alone, when these first ask.
     """
 
-    def __init__(self, topology: ProcessTopology, rank: int, mesh: Any = None) -> None:
-        self._topo, self.global_rank, self._mesh = topology, rank, mesh
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: Any = None, *, rank: int | None = None,
+        mesh: Any = None,
+    ) -> None:  # fmt: skip
+        self._job, self._mesh = plain_mesh("gloo", group=process_group).job, mesh
+        self._topo = topology = topology or PipeDataParallelTopology(1, self._job.size)
+        self.global_rank = self._job.index if rank is None else rank
         self.world_size = topology.world_size()
         self.pipe_parallel_size = max(1, topology.get_dim("pipe"))
         self.data_parallel_size = max(1, topology.get_dim("data"))
@@ -107,10 +114,14 @@ class PipelineParallelGrid:
     def _place(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
-    def _group(self, axis: str) -> Any:
-        if self._mesh is None:
-            raise UsageError("the process groups of the pipeline are made by deepspeed.initialize; call that first")
-        return getattr(self._mesh, axis).pg
+    def _group(self, axis: str, name: str) -> Any:
+        if self._mesh is not None:
+            return getattr(self._mesh, name).pg
+        if self._job.pg is None:
+            raise UsageError("there are no process groups before deepspeed.init_distributed(); call that first")
+        others = {a: way for a, way in self._topo.get_coord(self.global_rank)._asdict().items() if a != axis}
+        ranks = self._topo.filter_match(**others) if axis in self._topo.axes else [self.global_rank]
+        return group_over(self._job.pg, tuple(self._job.ranks[rank] for rank in ranks))
 
     def topology(self) -> ProcessTopology:
         """The grid of all ranks."""
@@ -147,13 +158,13 @@ class PipelineParallelGrid:
     get_slice_parallel_world_size = get_model_parallel_world_size
 
     def get_pipe_parallel_group(self) -> Any:
-        return self._group("pp")
+        return self._group("pipe", "pp")
 
     def get_data_parallel_group(self) -> Any:
-        return self._group("data")
+        return self._group("data", "data")
 
     def get_model_parallel_group(self) -> Any:
-        return self._group("tp")
+        return self._group("model", "tp")
 
     get_slice_parallel_group = get_model_parallel_group
 

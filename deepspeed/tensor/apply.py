@@ -16,16 +16,8 @@ from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
-from deepspeed.tensor.layers import (
-    HeadsLinear,
-    HiddenParallelEmbedding,
-    LinearAllreduce,
-    LinearLayer,
-    SharedInput,
-    TensorParallelLayer,
-    VocabParallelEmbedding,
-    VocabParallelLinear,
-)
+from deepspeed.tensor import layers
+from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss
 from deepspeed.tensor.plan import Planner, Split, SplitWishes, TensorPlan
 from deepspeed.tensor.sequence import split_sequence
@@ -64,9 +56,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitSta
         back.callback(_put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
         model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
     sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
-    shared_parameters: dict[nn.Parameter, None] = dict.fromkeys(
-        p for module in sums for p in module.parameters(recurse=False)
-    )
+    shared_parameters = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
     if wanted.sequence:
         split_sequence(model, shared, shared_parameters.setdefault, back)
     for parameter in shared_parameters:
@@ -146,13 +136,14 @@ def _unmark(before: dict[nn.Parameter, Any]) -> None:
 
 def _layer(module: nn.Module, split: Split, shared: SharedInput, path: str) -> TensorParallelLayer:
     if isinstance(module, nn.Embedding):
-        kind: Callable[..., Any] = HiddenParallelEmbedding if split.way == "hidden" else VocabParallelEmbedding
+        hidden = split.way == "hidden"
+        kind: Callable[..., Any] = layers.HiddenParallelEmbedding if hidden else layers.VocabParallelEmbedding
         return kind(module, shared, name=path)
     if split.way == "row":
-        return LinearAllreduce(module, shared, name=path, split_input=split.whole, unit=split.unit)
+        return layers.LinearAllreduce(module, shared, name=path, split_input=split.whole, unit=split.unit)
     if split.way == "heads":
-        return HeadsLinear(module, shared, name=path, heads=split.heads)
-    kind = VocabParallelLinear if split.local else LinearLayer
+        return layers.HeadsLinear(module, shared, name=path, heads=split.heads)
+    kind = layers.VocabParallelLinear if split.local else layers.LinearLayer
     return kind(module, shared, name=path, parts=split.parts, gather_output=split.whole, unit=split.unit)
 
 

@@ -22,9 +22,8 @@ class _PartsCrossEntropy(torch.autograd.Function):
         largest = wide.amax(-1)
         everyone = largest.new_empty(group.size, len(largest))
         all_gather(everyone.view(-1), largest.contiguous(), group).wait()
-        exponentials = (
-            wide.sub_(everyone.amax(0).unsqueeze(-1)) if wide is not logits else wide - everyone.amax(0)[:, None]
-        )
+        top = everyone.amax(0).unsqueeze(-1)
+        exponentials = wide.sub_(top) if wide is not logits else wide - top
         inside = (labels >= lo) & (labels < hi)
         rows = (labels - lo).masked_fill(~inside, 0).unsqueeze(-1)
         chosen = exponentials.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)

@@ -102,20 +102,15 @@ def _of_group(group: Any, ways: Ways) -> Ways:
 def wanted_of(cfg: DeepSpeedConfig) -> SplitWishes:
     """The block ``tensor_parallel`` as the planner takes it."""
     block, rules = cfg.tensor_parallel, cfg.tensor_parallel.partition_config
-    wanted = SplitWishes(vocabulary=block.vocab_parallel_lm_head, sequence=block.sequence_parallel_norms)
+    last: dict[str, Any] = {"vocabulary": block.vocab_parallel_lm_head, "sequence": block.sequence_parallel_norms}
     if rules is None:
-        return wanted
+        return SplitWishes(**last)
     specs = tuple(
         Rule(s.patterns, s.partition_type, s.shape, s.partition_dim, s.model_types, s.gather_output, s.grad_allreduce)
         for s in rules.layer_specs
     )
-    return replace(
-        wanted,
-        rules=specs,
-        defaults=rules.use_default_specs,
-        strict=rules.strict_mode,
-        head_names=rules.lm_head_patterns,
-    )
+    last["head_names"] = rules.lm_head_patterns
+    return SplitWishes(specs, rules.use_default_specs, rules.strict_mode, **last)
 
 
 def split(

@@ -48,7 +48,6 @@ LAYERS = {
     "deepspeed.pipe": 6,
     "deepspeed.pipe.engine": 7,
     "deepspeed.pipe.partition": 2,
-    "deepspeed.pipe.topology": 2,
     "deepspeed.pipe.orders": 2,
     "deepspeed.moe": 6,
     "deepspeed.module_inject": 6,

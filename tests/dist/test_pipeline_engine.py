@@ -9,7 +9,9 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from deepspeed.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.verify.grads import full_parameters
 from tests.harness import pipes
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
@@ -124,6 +126,116 @@ def _batch_size_changes() -> list[float]:
 def test_the_number_of_micro_batches_may_change(pool2: RankPool) -> None:
     first, second = pool2.run(_batch_size_changes)
     assert first == second and first[0] == pytest.approx(_expected(4)[0], rel=1e-6) and len({*first}) == 3
+
+
+def _between(level: int, schedule: str, folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Batches of 3, 2 and 4 micro-batches; between them evaluations, a batch that fails, and one that is taken back."""
+    armed: list[int] = []
+
+    def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
+        if armed and armed.pop() == 0:
+            raise ValueError("odd labels")
+        return pipes.cross_entropy(output, labels)
+
+    module = PipelineModule(pipes.layers(6), num_stages=2, loss_fn=loss_fn)
+    chunks = 2 if schedule == "interleaved" else 1
+    engine = pipes.start(module, pipes.config(level, 3, pipeline={"schedule": schedule, "chunks_per_stage": chunks}))
+    way, losses, norms = engine.mesh.data.index, list[float](), list[float]()
+    data = lambda step, micros: iter([pipes.micro_batch(step, micro, way) for micro in range(micros)])  # noqa: E731
+    for step, micros in enumerate((3, 2, 4)):
+        engine.set_train_batch_size(micros * pipes.SAMPLES * engine.mesh.data.size)
+        losses.append(float(engine.train_batch(data(step, micros))))
+        norms.append(engine.get_global_grad_norm())
+        if step < 2:
+            engine.eval_batch(data(7, 5), num_micro_batches=5)
+            armed[:] = [0, 1]  # at its second micro-batch
+            failed = outcome(lambda: engine.train_batch(data(8, engine.gradient_accumulation_steps())))
+            assert "odd labels" in failed, failed
+            engine.save_checkpoint(folder, tag=f"step{step}")
+            engine.train_batch(data(9, engine.gradient_accumulation_steps()))
+            engine.load_checkpoint(folder, tag=f"step{step}")
+            armed.clear()
+    params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    engine.destroy()
+    return losses, norms, params
+
+
+def _plain_batches(data_ranks: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = pipes.Plain(pipes.layers(6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
+    losses, norms = list[float](), list[float]()
+    for step, micros in enumerate((3, 2, 4)):
+        pairs = [pipes.micro_batch(step, micro, way) for micro in range(micros) for way in range(data_ranks)]
+        loss = torch.stack([pipes.cross_entropy(model(tokens), labels) for tokens, labels in pairs]).mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "level", "schedule"),
+    [
+        (2, 0, "eager_1f1b"),
+        (4, 3, "zero_bubble"),
+        pytest.param(4, 1, "1f1b", marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, "interleaved", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_memory_of_gradients_is_clean_whatever_comes_between_two_batches(
+    request: pytest.FixtureRequest, tmp_path: Any, ranks: int, level: int, schedule: str
+) -> None:
+    """Sums of a batch are added in memory that the one before has left."""
+    expected = _plain_batches(ranks // 2)
+    pool: RankPool = request.getfixturevalue(f"pool{ranks}")
+    for found in pool.run(_between, level, schedule, str(tmp_path)):
+        assert pipes.worst(found, expected) <= 1e-6
+
+
+def _frozen() -> str:
+    module = _module(partition_method="uniform")
+    for name, param in module.named_parameters():
+        param.requires_grad_(name.partition(".")[0] not in ("tied_modules", "1", "2", "3"))
+    return outcome(lambda: pipes.start(module, pipes.config(3, 4)))
+
+
+def test_a_stage_that_trains_nothing_is_named_on_all_ranks(pool2: RankPool) -> None:
+    for text in pool2.run(_frozen):
+        assert "OptimizerConfigError" in text and "rank 0 (pipeline stage 0, layers 0-3): " in text
+        assert "got no parameters" in text and "rank 1" not in text
+
+
+def _grids() -> list[Any]:
+    alone = PipelineParallelGrid()
+    grid = PipelineParallelGrid(topology=PipeDataParallelTopology(2, 1), process_group=dist.group.WORLD)
+    groups = grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group()
+    found = [dist.get_process_group_ranks(group) for group in (*groups, alone.get_data_parallel_group())]
+    module = _module()
+    refused = outcome(lambda: pipes.start(module, pipes.config(0, 4), mpu=grid))
+    engine = pipes.start(module, pipes.config(0, 4))
+    module.set_checkpoint_interval(1)
+    engine.set_has_attention_mask(True)
+    engine.reset_activation_shape()
+    more = engine.get_additional_losses(), module.partitions(), module.stage_owner(7), module.topology().world_size()
+    ranks = dist.get_process_group_ranks(module.mpu().get_pipe_parallel_group())
+    engine.destroy()
+    return [
+        found,
+        grid.get_stage_id(),
+        alone.get_data_parallel_rank(),
+        refused,
+        more,
+        ranks,
+        engine.grid is module.mpu(),
+    ]
+
+
+def test_a_grid_is_made_by_clients_or_by_the_engine(pool2: RankPool) -> None:
+    for rank, (found, stage, way, refused, more, ranks, same) in enumerate(pool2.run(_grids)):
+        assert found == [[0, 1], [rank], [rank], [0, 1]] and stage == way == rank
+        assert "mpu" in refused and more == (None, [0, 4, 8], 1, 2) and ranks == [0, 1] and same
 
 
 def _tied(level: int) -> tuple[Tensor, Tensor, list[str]]:

@@ -144,7 +144,31 @@ def _ends_early(on: tuple[int, ...], after: int) -> str:
 def test_a_data_iterator_that_ends_early(pool2: RankPool, on: int) -> None:
     for text in pool2.run(_ends_early, (on,), 3):
         assert f"rank {on} (pipeline stage {on}): the data iterator ended after 3 of 4 micro-batches" in text
+    for text in pool2.run(_ends_early, (on,), 0):
+        assert f"rank {on} (pipeline stage {on}): the data iterator ended after 0 of 4 micro-batches" in text
     assert all("StopIteration" in text for text in pool2.run(_ends_early, (0, 1), 0)), "nobody has anything left"
+
+
+def _counts_differ() -> tuple[list[str], float]:
+    module = PipelineModule(pipes.layers(6), num_stages=2, loss_fn=pipes.cross_entropy)
+    engine, rank = pipes.start(module, pipes.config(3, 4)), dist.get_rank()
+    data = lambda: pipes.batches(0, micros=4)  # noqa: E731
+    texts = [outcome(lambda: engine.eval_batch(data(), num_micro_batches=4 - rank))]
+    if rank:
+        engine.set_train_batch_size(2 * pipes.SAMPLES)
+    texts.append(outcome(lambda: engine.train_batch(data())))
+    engine.set_train_batch_size(4 * pipes.SAMPLES)
+    loss = float(engine.train_batch(data()))
+    engine.destroy()
+    return texts, loss
+
+
+def test_numbers_of_micro_batches_that_differ_between_ranks(pool2: RankPool) -> None:
+    expected = pipes.plain_run(pipes.layers(6), micros=4, data_ranks=1, steps=1)[0][0]
+    for (evaluated, trained), loss in pool2.run(_counts_differ):
+        assert "rank 0 (pipeline stage 0) runs 4 micro-batches and rank 1 (pipeline stage 1) 3; call" in evaluated
+        assert "rank 0 (pipeline stage 0) runs 4 micro-batches and rank 1 (pipeline stage 1) 2; call" in trained
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def _differs(what: str) -> str:

@@ -18,7 +18,7 @@ from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(120)
 TOLERANCE = 1e-6
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
 # schedule, chunks per rank, micro-batches: each schedule once, and numbers of micro-batches that fill no pipeline
 QUICK = [("gpipe", 1, 4, 0), ("1f1b", 1, 1, 1), ("1f1b", 1, 3, 3), ("interleaved", 2, 4, 3), ("interleaved", 2, 3, 1)]
 QUICK += [("zero_bubble", 1, 4, 3), ("zero_bubble", 2, 3, 2), ("breadth_first", 2, 3, 3), ("zbv", 2, 4, 0)]

@@ -42,10 +42,10 @@ def test_the_grid_is_that_of_the_mesh() -> None:
 
 
 def test_an_mpu_answers_for_one_rank() -> None:
-    mpu = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), 5)
+    mpu = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), rank=5)
     assert (mpu.get_stage_id(), mpu.get_data_parallel_rank(), mpu.get_model_parallel_rank()) == (1, 0, 1)
     assert (mpu.get_pipe_parallel_world_size(), mpu.get_data_parallel_world_size()) == (2, 2)
     assert mpu.get_model_parallel_world_size() == mpu.get_slice_parallel_world_size() == 2
     assert mpu.stage_to_global(0) == 1 and mpu.stage_to_global(0, data=1) == 3
-    with pytest.raises(UsageError, match=r"made by deepspeed\.initialize"):
+    with pytest.raises(UsageError, match="no process groups before"):
         mpu.get_pipe_parallel_group()
