@@ -2,13 +2,19 @@
 repeated.
 """
 
+import os
 import random
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import deepspeed
+from deepspeed.elasticity import take_part
+from deepspeed.engine_elastic import SIGNALS
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records
 from tests.harness.pool import RankPool
@@ -31,6 +37,7 @@ def assert_same_training(disturbed: Path, pool: RankPool, alone: Path, steps: in
     assert theirs[steps - 1][1] < 0.8 * theirs[0][1]  # it does learn something
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_is_left_out_and_taken_in_again_at_the_next_checkpoint(tmp_path: Path, pool1: RankPool) -> None:
     job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "60", "--pause", "0.1", "--every", "6"))
     job.until(lambda: job.updates() >= 8, "eight updates")
@@ -43,6 +50,37 @@ def test_a_killed_rank_is_left_out_and_taken_in_again_at_the_next_checkpoint(tmp
     assert_same_training(job.folder, pool1, tmp_path / "alone", 60)
 
 
+def _asked(folder: str, rank: int) -> tuple[int, int]:
+    """Train until ``rank`` has been sent SIGTERM in its third update: the status, and how many updates were made."""
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    wakeup = signal.set_wakeup_fd(-1)
+    torch.manual_seed(0)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=nn.Linear(8, 1), config=elastic.CONFIG, training_data=elastic.Numbers()
+    )
+    try:
+        take_part(engine, folder)
+        for _, x, y in loader:
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            if engine.global_steps == 2 and engine.global_rank == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            engine.step()
+    except SystemExit as end:
+        return int(end.code or 0), engine.global_steps
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before:
+            signal.signal(number, handler)
+        engine.destroy()
+    return 0, engine.global_steps
+
+
+def test_a_signal_to_one_rank_makes_all_save_the_same_update(tmp_path: Path, pool2: RankPool) -> None:
+    assert pool2.run(_asked, str(tmp_path), 1) == [(200, 3)] * 2
+    assert [file.name for file in tmp_path.glob("global_step*")] == ["global_step3"]
+
+
+@pytest.mark.exhaustive
 def test_a_rank_that_is_asked_to_end_makes_all_save_the_same_update(tmp_path: Path) -> None:
     job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "999", "--pause", "0.05", "--every", "0"))
     job.until(lambda: job.updates() >= 3, "three updates")

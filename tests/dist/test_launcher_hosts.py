@@ -105,14 +105,18 @@ class Hosts:
             _ip("-n", space, "link", "set", "lo", "up")
 
     def down(self) -> None:
+        for name in self.names:
+            self.kill(name)  # of all before the first is removed
         for name in (*self.names, "sw"):
-            with contextlib.suppress(subprocess.CalledProcessError, OSError):
-                self.kill(name)
+            with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
                 _ip("netns", "del", self.prefix + name)
 
     def busy(self) -> dict[str, list[int]]:
         """Hosts where something runs, and what."""
-        spaces = {os.stat(f"/run/netns/{self.prefix}{name}").st_ino: name for name in self.names}
+        places = {name: Path(f"/run/netns/{self.prefix}{name}") for name in self.names}
+        spaces = {
+            place.stat().st_ino: name for name, place in places.items() if place.exists()
+        }  # not all, if up failed
         found: dict[str, list[int]] = {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # it has ended

@@ -33,7 +33,7 @@ def be(end):
     os._exit(end)
 
 launcher = 0
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda number, frame: os.kill(launcher, number) if launcher else be(-number))
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

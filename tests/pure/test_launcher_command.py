@@ -98,6 +98,7 @@ MULTI = ("--hostfile", "hosts", "--no_ssh_check")
         ("--max_elastic_nodes 3 t.py", "--max_elastic_nodes needs --elastic_training"),
         ("--elastic_training --num_gpus 4 --min_ranks 5 t.py", "--min_ranks 5 is above the 4 rank(s)"),
         ("--elastic_training --num_gpus 4 --min_ranks 3 --max_ranks 2 t.py", "--min_ranks 3 is above the 2 rank(s)"),
+        ("--elastic_training --num_gpus 2 --min_ranks 3 --max_ranks 4 t.py", "above the 2 rank(s) of this node"),
         ("--elastic_training --min_elastic_nodes 2 --max_elastic_nodes 1 t.py", "--min_elastic_nodes 2 is above the 1"),
         ("--elastic_training --max_ranks 0 t.py", "--max_ranks 0 must be at least 1"),
         ("--elastic_training --max_restarts -1 t.py", "--max_restarts -1 cannot be negative"),

@@ -7,6 +7,7 @@ processes of every job (``node.ranks``): crash reports name the rank that failed
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from deepspeed.launcher.node.verdict import (
 )
 from deepspeed.observe.log import logger
 
+_TORCHS = re.compile(r"torch\.distributed\.elastic(\.|$)")  # loggers; several have a level of their own
 _POLL_S = 0.1
 _TELL_S = 3.0  # how long to wait for what other nodes say of their ranks
 _KILL_S = 2.0
@@ -51,9 +53,13 @@ _FAREWELL_S = 1.0
 
 
 class NodeAgent(SimpleElasticAgent):
-    """The ranks of one node, round after round. ``received`` are signals of this process that the ranks get too."""
+    """The ranks of one node, round after round. ``received`` are signals of this process that the ranks get too.
 
-    def __init__(self, job: Job, membership: Membership, *, scratch: str) -> None:
+    ``guard`` watches this process from the start to the end, also while no rank runs; whoever made it dismisses it.
+    ``tells``: say on the terminal that a signal was received.
+    """
+
+    def __init__(self, job: Job, membership: Membership, guard: Guard, *, scratch: str, tells: bool) -> None:
         assert job.elastic is not None
         spec = WorkerSpec(
             role="default",
@@ -67,7 +73,7 @@ class NodeAgent(SimpleElasticAgent):
         self._job, self._membership, self._scratch = job, membership, scratch
         membership.set_ranks = lambda ranks: setattr(spec, "local_world_size", ranks)
         self._ranks: Ranks | None = None
-        self._guard: Guard | None = None
+        self.guard, self._tells = guard, tells
         self.received: list[tuple[int, bool]] = []  # signal, and whether the ranks get no time
         self.verdict: Verdict | None = None
         self._starting = False
@@ -92,8 +98,7 @@ class NodeAgent(SimpleElasticAgent):
             logger.info("round %d: %d ranks on %d node(s)", number, job.world_size, len(job.hosts))
         scratch = os.path.join(self._scratch, f"round{number}")
         os.makedirs(scratch, exist_ok=True)
-        self._guard = Guard([self._scratch])
-        self._ranks = Ranks(self._guard, lambda exitcode: None, scratch=scratch, stdin=subprocess.DEVNULL)
+        self._ranks = Ranks(self.guard, lambda exitcode: None, scratch=scratch, stdin=subprocess.DEVNULL)
         go = {"port": start.port, "run_id": f"{self._membership.get_run_id()}_{number}"}
         more = {
             "TORCHELASTIC_RESTART_COUNT": str(number),
@@ -160,6 +165,10 @@ class NodeAgent(SimpleElasticAgent):
         self.received.append((number, immediate or len(self.received) > 0))
         if self._starting or self._in_exit_barrier:
             raise SignalException(f"signal {number}", signal.Signals(number))
+        if self._tells and len(self.received) == 1:
+            wait = f"waiting up to {self._job.signal_grace:g} s for the ranks to end"
+            with contextlib.suppress(OSError):
+                os.write(2, f"deepspeed: {signal.Signals(number).name} received; {wait}\n".encode())
 
     def _obey(self) -> None:
         """Pass a received signal on, give the ranks their time, and leave. Raises SignalException then."""
@@ -187,9 +196,8 @@ class NodeAgent(SimpleElasticAgent):
         self._ranks.kill_groups()
         self._wait(_KILL_S)
         self._ranks.reap()
-        if self._guard is not None:
-            self._guard.dismiss()
-            self._guard = None
+        self.guard, before = Guard([self._scratch]), self.guard  # the numbers of these groups may come to be others'
+        before.dismiss()
 
     def _wait(self, limit_s: float) -> None:
         assert self._ranks is not None
@@ -242,7 +250,8 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     signal S. Raises UsageError before any rank is started, or when too few ranks come together.
     """
     assert job.elastic is not None
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what it has to say, this launcher says
+    for name in filter(_TORCHS.match, list(logging.root.manager.loggerDict)):
+        logging.getLogger(name).setLevel(logging.ERROR)  # what they have to say, this launcher says
     if job.elastic.max_nodes > 1 and job.master_port == 0:
         raise UsageError("--master_port is needed when nodes are started one by one: the others cannot know a free one")
     host = job.hosts[node_rank] if node_rank < len(job.hosts) else f"node{node_rank}"
@@ -261,6 +270,8 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         if job.pid_file:
             stack.enter_context(pid_file(job.pid_file))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
+        guard = Guard([scratch])
+        stack.callback(lambda: (guard if agent is None else agent.guard).dismiss())
         if runner == "ssh":
             tell_command({"kind": "join"})
             watch_command(hear)
@@ -268,7 +279,7 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         address = "127.0.0.1" if job.master_addr == "127.0.0.1" else own_address(job.master_addr)
         note = os.path.join(scratch, "checkpoint")
         membership = Membership(store, job.elastic, host=host, address=address, devices=devices, note=note)
-        agent = NodeAgent(job, membership, scratch=scratch)
+        agent = NodeAgent(job, membership, guard, scratch=scratch, tells=runner != "ssh")
         verdict = _decided(agent, host)
         with contextlib.suppress(RuntimeError):
             membership.shutdown()

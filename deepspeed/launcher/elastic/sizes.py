@@ -68,6 +68,11 @@ def plan(options: Any, *, nodes: int, ranks: int) -> Elastic | None:
     last = options.max_ranks if options.max_ranks > 0 else ranks
     if first > last:
         raise UsageError(f"--min_ranks {first} is above the {last} rank(s) that this job can have; lower it")
+    if high == 1 and first > ranks:
+        raise UsageError(
+            f"--min_ranks {first} is above the {ranks} rank(s) of this node, and no other may come; lower it, or name "
+            "more slots (--num_gpus) or nodes (--max_elastic_nodes)"
+        )
     sizes = list(range(first, last + 1))
     for name, config in named_configs(options.user_args).items():
         kept = kept_sizes(config, sizes)

@@ -1,0 +1,159 @@
+"""Which ranks an elastic job starts, and how it ends: its launcher alone, with ranks that import no torch."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.warm import Warm, warm as warm
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(120)
+
+# Rank 0 says that a checkpoint was saved as soon as the test has made a file ``save``; all end with the file ``end``,
+# and, as if a connection had broken, with a file ``broken.ROUND``.
+RANK = """
+import json, os, signal, sys, time
+
+out, mode = sys.argv[-2:]
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if mode == "saves":
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: sys.exit(200))
+with open(f"{out}/.{attempt}.{rank}", "w") as file:
+    json.dump([os.getpid(), int(os.environ["WORLD_SIZE"]), os.environ.get("DS_ELASTIC_SAVED", "")], file)
+os.rename(file.name, f"{out}/{attempt}.{rank}")
+if mode == "raises" and rank == "1":
+    raise ValueError("the cause")
+while mode != "raises" and not os.path.exists(f"{out}/end"):
+    if os.path.exists(f"{out}/broken.{attempt}"):
+        sys.exit(1)
+    if rank == "0" and os.path.exists(f"{out}/save"):
+        with open(os.environ["DS_CHECKPOINT_NOTE"] + ".new", "w") as file:
+            file.write("ckpt/step6")
+        os.rename(f"{out}/save", f"{out}/saved")
+        os.rename(file.name, os.environ["DS_CHECKPOINT_NOTE"])
+    time.sleep(0.01)
+"""
+
+
+class Started:
+    """A ``deepspeed --elastic_training`` command; what its ranks leave is in ``out``, temporary files in ``tmp``."""
+
+    def __init__(self, folder: Path, python: str, *flags: str, mode: str = "") -> None:
+        self.out, self.tmp, self.text = folder / "out", folder / "tmp", folder / "text"
+        self.out.mkdir()
+        self.tmp.mkdir()
+        script = folder / "script.py"
+        script.write_text(RANK)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
+        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp), "DS_ACCELERATOR": "cpu"}
+        command = [python, "-m", "deepspeed.launcher.runner", "--elastic_training", *flags, str(script), str(self.out)]
+        with self.text.open("w") as text:
+            self.process = subprocess.Popen(
+                [*command, mode], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=text, stderr=text
+            )
+
+    def round(self, number: int, ranks: int) -> list[int]:
+        """The processes of the ranks of this round, as soon as all have started; there are ``ranks`` of them."""
+        self.until(lambda: len(list(self.out.glob(f"{number}.*"))) == ranks, f"round {number}")
+        found = [json.loads((self.out / f"{number}.{rank}").read_text()) for rank in range(ranks)]
+        assert {world for _, world, _ in found} == {ranks}
+        return [pid for pid, _, _ in found]
+
+    def lose(self, number: int, pid: int) -> None:
+        """Kill a rank of this round; the others notice."""
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.3)
+        (self.out / f"broken.{number}").touch()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text.read_text()}"
+            assert time.monotonic() < end, f"waited for {what}:\n{self.text.read_text()}"
+            time.sleep(0.01)
+
+    def finish(self) -> tuple[int, str]:
+        """Status and output; no rank and no temporary file is left."""
+        status, text = self.process.wait(60), self.text.read_text()
+        pids = [json.loads(file.read_text())[0] for file in self.out.glob("[0-9]*.*")]
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], text
+        assert not list(self.tmp.iterdir()), text
+        return status, text
+
+
+def test_a_killed_rank_is_left_out_and_tried_again_after_a_checkpoint(tmp_path: Path, warm: Warm) -> None:
+    job = Started(tmp_path, warm.python, "--num_gpus", "3", "--max_restarts", "1", mode="saves")
+    job.lose(0, job.round(0, 3)[1])
+    first = job.round(1, 2)
+    (job.out / "save").touch()
+    pids = job.round(2, 3)
+    assert not set(first) & set(pids)
+    assert [json.loads((job.out / f"{number}.0").read_text())[2] for number in range(3)] == ["", "", "ckpt/step6"]
+    job.lose(2, pids[2])  # a second restart: it counts anew from the checkpoint on
+    job.round(3, 2)
+    (job.out / "end").touch()
+    status, text = job.finish()
+    assert status == 0, text
+    assert "failed first, with signal SIGKILL; starting again from the beginning (1 of 1 restarts" in text
+    assert "starting again from ckpt/step6 (1 of 1 restarts" in text
+
+
+def test_a_crash_loop_ends_with_the_first_error(tmp_path: Path, warm: Warm) -> None:
+    job = Started(tmp_path, warm.python, "--num_gpus", "2", "--max_restarts", "1", mode="raises")
+    status, text = job.finish()
+    assert status == 1 and "given up after 1 restart(s) without a new checkpoint (--max_restarts 1)" in text
+    assert len(list(job.out.glob("[0-9]*.1"))) == 2 and "deepspeed: rank 1 (pid" in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "expected"),
+    [("saves", signal.SIGTERM, 200), ("saves", signal.SIGUSR1, 200), ("", signal.SIGINT, 128 + signal.SIGINT)],
+)
+def test_a_signal_to_the_command_ends_the_job_with_a_status_that_says_how(
+    tmp_path: Path, warm: Warm, mode: str, number: int, expected: int
+) -> None:
+    job = Started(tmp_path, warm.python, "--num_gpus", "2", mode=mode)
+    job.round(0, 2)
+    job.process.send_signal(number)
+    status, text = job.finish()
+    assert status == expected, text
+    if expected == 200:
+        assert "a checkpoint was saved and all ranks have ended, as asked (status 200)" in text
+    else:
+        assert "SIGINT received; waiting up to 10 s for the ranks to end" in text
+        assert "all ranks have been stopped after SIGINT" in text and "death signal" not in text
+
+
+def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path, warm: Warm) -> None:
+    job = Started(tmp_path, warm.python, "--num_gpus", "2")
+    pids = job.round(0, 2)
+    job.process.kill()
+    job.process.wait()
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) or any(job.tmp.iterdir()):
+        assert time.monotonic() < end, (pids, list(job.tmp.iterdir()))
+        time.sleep(0.02)
+
+
+def test_a_command_that_is_killed_while_it_waits_for_nodes_leaves_nothing(tmp_path: Path, warm: Warm) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = ("--min_elastic_nodes", "2", "--max_elastic_nodes", "2", "--node_rank", "1", "--num_gpus", "1")
+    job = Started(tmp_path, warm.python, *flags, "--master_addr", "127.0.0.1", "--master_port", port)
+    job.until(lambda: any(job.tmp.iterdir()), "a temporary folder")
+    time.sleep(0.5)  # the guard starts
+    job.process.kill()
+    job.process.wait()
+    end = time.monotonic() + 20
+    while any(job.tmp.iterdir()):
+        assert time.monotonic() < end, list(job.tmp.iterdir())
+        time.sleep(0.02)
