@@ -40,9 +40,7 @@ class Unit:
         self.movable = plan.param.away or cut
         self.state = UnitState.READY
         self.grad_state = GradState.EMPTY
-        self.users = self.pins = 0
-        self.version = self.fetched_version = 0
-        self._lent = False
+        self.users = self.pins = self.version = self.fetched_version = self._unused = self._bare = 0
         self.full = torch.empty(0)
         self.partial: torch.Tensor | None = None
         self.rest: dict[StateKind, TierStore] = {}
@@ -63,15 +61,13 @@ class Unit:
         self.arrived: set[int] = set()
         # Something that autograd cannot announce will read the parameters in backward: they stay until the flush.
         self.kept = False
-        self.grad_filled = False
-        self._done: set[int] = set()
-        self._done_task = -1
+        self.grad_filled = self._lent = False
+        self._done, self._done_task = set[int](), -1
         self._keeper: Callable[[], Keeper | None] = lambda: None
         self._transfer = ARRIVED
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None  # memory of a local sum, for the next one
-        self._unused = self._bare = 0
 
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
         """Take over ``values`` (flat, full, any floating dtype, on the device): build buffers and re-point parameters.
@@ -560,6 +556,13 @@ class Unit:
             if (store := self.rest.pop(kind, None)) is not None and store.on_drive:
                 store.drop()
 
+    def exchange_gradient_store(self, store: TierStore | None) -> TierStore | None:
+        """The place of the rest gradient, if there is one, for ``store`` (None: one that is made when it is needed)."""
+        given = self.rest.pop(StateKind.GRAD, None)
+        if store is not None:
+            self.rest[StateKind.GRAD] = store
+        return given
+
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer belongs to this unit."""
         if getattr(param, "_ds_unit", None) is self:
@@ -588,10 +591,7 @@ class Unit:
         """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""
         self._keeper = keeper
 
-    @property
-    def keeper(self) -> Keeper | None:
-        """Who gathers the unit; None when nobody does any more."""
-        return self._keeper()
+    keeper = property(lambda self: self._keeper(), doc="Who gathers the unit; None when nobody does any more.")
 
     def may_fetch_on_demand(self) -> bool:
         return (keeper := self.keeper) is not None and keeper.may_fetch_on_demand()

@@ -21,7 +21,7 @@ from deepspeed.zero.memory.fit import (
 from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
 
 N = 8192  # elements of a unit: whole pages in any dtype, also a quarter of it
-DRIVE = {"device": "nvme", "nvme_path": "/drive"}
+DRIVE = {"device": "nvme", "nvme_path": "/drive", "buffer_count": 4}
 PARAMS = {**DRIVE, "max_in_cpu": 0}
 
 

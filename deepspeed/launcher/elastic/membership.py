@@ -97,7 +97,7 @@ class Membership(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round, with a number of ranks that is allowed. Raises UsageError when there never is one."""
-        end, told = time.monotonic() + join_limit(), ""
+        end, logged = time.monotonic() + join_limit(), ""
         while True:
             info = self._inner.next_rendezvous()
             start = self._divide(info)
@@ -105,9 +105,9 @@ class Membership(RendezvousHandler):
                 break
             if time.monotonic() > end:
                 raise UsageError(f"{start}; no more came within {join_limit():g} s")
-            if start != told:  # every try takes a second or two
+            if start != logged:  # every try takes a second or two
                 logger.info("%s; waiting up to %g s for more", start, join_limit())
-            told = start
+            logged = start
             time.sleep(_BEAT_S)
         self.round, self._round_store = start, PrefixStore("deepspeed", info.store)
         self._wanted_since, self._heard = None, {}

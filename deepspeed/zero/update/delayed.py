@@ -16,7 +16,6 @@ from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import OptimView, captured_groups, frozen_later, run_step
-from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Delayed:
             self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
         calls = []
         for unit, those in itertools.groupby(views, lambda view: view.unit):
-            store = _exchange(unit, self._spare.pop(unit, None))
+            store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
             self._begun.append(begun := _Begun(unit, store, []))
             calls.append(self._turn_of(begun, list(those), groups, factor, landed[unit]))
@@ -123,23 +122,16 @@ class Delayed:
             return
         self.settle()
         begun, self._begun = self._begun, []
-        kept = [(each, _exchange(each.unit, each.store)) for each in begun]  # what is rounded lies in its memory
+        # what is rounded lies in its memory
+        kept = [(each, each.unit.exchange_gradient_store(each.store)) for each in begun]
         try:
             publication = self._runtime.publication([unit for unit in self._runtime.units if unit.trainable])
             publication.finish([view for each in begun for view in each.written])
         finally:
             for each, store in kept:
-                _exchange(each.unit, store)
+                each.unit.exchange_gradient_store(store)
                 self._spare[each.unit] = each.store
 
     def forget(self) -> None:
         """What has begun is overwritten."""
         self._begun.clear()
-
-
-def _exchange(unit: Unit, spare: TierStore | None) -> TierStore | None:
-    """The place of the rest gradient, if there is one, for ``spare`` (None: one that is made when it is needed)."""
-    store = unit.rest.pop(StateKind.GRAD, None)
-    if spare is not None:
-        unit.rest[StateKind.GRAD] = spare
-    return store
