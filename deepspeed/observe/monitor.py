@@ -71,12 +71,9 @@ def _prometheus(settings: Any, _folder: Path) -> Writer:
             f"{key} {'NaN' if math.isnan(value) else odd.get(value, repr(value))}\n"
             for key, (name, value) in sorted(newest.items())
         ]
-        try:
-            fresh = path.with_name(path.name + ".new")
-            fresh.write_text("".join(lines), encoding="utf-8")
-            os.replace(fresh, path)
-        except OSError as error:  # a scraper's file must not end a run
-            warning_once(f"prometheus.output_file {path} cannot be written ({error}); it keeps its old values")
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text("".join(lines), encoding="utf-8")
+        os.replace(fresh, path)
 
     return write, lambda: None
 
@@ -141,15 +138,18 @@ class MonitorMaster:
         blocks = {name: block for name in _WRITERS if (block := getattr(config, name, None)) and block.enabled}
         self.enabled = bool(blocks)
         needs = {name: _needed(name, block) for name, block in blocks.items()}  # what cannot work fails on all ranks
-        self._writers = [_WRITERS[name][1](blocks[name], need) for name, need in needs.items() if rank() == 0]
+        self._writers = {name: _WRITERS[name][1](blocks[name], need) for name, need in needs.items() if rank() == 0}
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, step) events."""
-        for write, _ in self._writers:
-            write(event_list)
+        """Write (name, value, step) events. A full disk or a lost service costs events, not the run."""
+        for name, (write, _) in self._writers.items():
+            try:
+                write(event_list)
+            except OSError as error:
+                warning_once(f"{name} cannot write ({error}): it lacks some values; the run goes on")
 
     def close(self) -> None:
         """Write no more. Idempotent."""
-        writers, self._writers = self._writers, []
-        for _, end in writers:
+        writers, self._writers = self._writers, {}
+        for _, end in writers.values():
             end()

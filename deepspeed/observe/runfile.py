@@ -2,12 +2,14 @@
 
 Each line has ``kind`` and ``time`` (seconds since 1970). ``start`` comes first, and again when a job goes on: its
 ``format``, and what runs where. ``step``: the updates up to ``step``, ``steps`` of them since the last such line, with
-means a step in milliseconds and the last values of all else. ``checkpoint``, ``warning``, ``slow`` (a rank),
-``metrics`` (what the monitor gets), ``ranks`` (how fast each is) and ``end`` are what they say. ``ranks.json`` beside
-it is replaced: the state of every rank now.
+means a step in milliseconds, how many of them were ``skipped``, and the last values of all else. ``checkpoint``,
+``warning``, ``slow`` (a rank), ``metrics`` (what the monitor gets), ``ranks`` (how fast each is) and ``end`` are what
+they say. ``ranks.json`` beside it is replaced: the state of every rank now.
 """
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
@@ -41,21 +43,27 @@ def _clean(value: Any) -> Any:
 
 
 class RunFile:
-    """Appends to the record in ``folder``, which is made. Raises UsageError where that cannot be."""
+    """Appends to the record in ``folder``, which is made. Raises UsageError where that cannot be.
+
+    What can no longer be written later, as a disk is full, is left out: ``fault`` is the first reason.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], facts: Record) -> None:
         self._folder, self._begun = Path(folder), time.monotonic()
+        self.fault: OSError | None = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            whole = _ends_with_a_line(self._folder / RECORDS)
-            self._file = open(self._folder / RECORDS, "a", encoding="utf-8")  # noqa: SIM115 - see ``close``
+            self._whole = _ends_with_a_line(self._folder / RECORDS)  # else a run was killed while it wrote
+            self._file = open(self._folder / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see ``close``
         except OSError as error:
             raise UsageError(f"observe.run {str(folder)!r} cannot be written: {error}. Name another folder") from error
-        if not whole:  # a run that was killed while it wrote
-            self._file.write("\n")
+        alone = _claim(self._file.fileno())
         self._lines = self._warnings = 0
         self._last_s, self._sums = -math.inf, _StepSums()
         self.write("start", format=FORMAT, **facts)
+        if not alone:
+            text = f"observe.run: another process writes to {self._folder / RECORDS} too, and what both do gets mixed"
+            self.write("warning", level="WARNING", text=f"{text}. Name a folder for each run")
 
     def write(self, kind: str, **facts: Any) -> None:
         """One line, on its way to the disk when this returns."""
@@ -63,8 +71,14 @@ class RunFile:
             self._warnings += 1
             if self._warnings > _MOST_WARNINGS:
                 return
-        self._file.write(json.dumps(_clean({"kind": kind, "time": time.time(), **facts})) + "\n")
-        self._file.flush()
+        text = json.dumps(_clean({"kind": kind, "time": time.time(), **facts})) + "\n"
+        line = (text if self._whole else "\n" + text).encode()
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            self.fault = self.fault or error
+        else:
+            self._whole = written == len(line)
 
     def step(self, means: Record, last: Record) -> None:
         """An update: ``means`` are averaged with those of the steps for which no line has been written yet."""
@@ -84,8 +98,13 @@ class RunFile:
     def ranks(self, state: Record) -> None:
         """Replace the state of the ranks."""
         hidden = self._folder / f".{RANKS}.{os.getpid()}"
-        hidden.write_text(json.dumps(_clean(state)), encoding="utf-8")
-        os.replace(hidden, self._folder / RANKS)
+        try:
+            hidden.write_text(json.dumps(_clean(state)), encoding="utf-8")
+            os.replace(hidden, self._folder / RANKS)
+        except OSError as error:
+            self.fault = self.fault or error
+            with contextlib.suppress(OSError):
+                hidden.unlink()
 
     def close(self) -> None:
         """The last lines."""
@@ -103,12 +122,22 @@ class _StepSums:
 
     def add(self, means: Record, last: Record) -> None:
         self.count += 1
-        self.last |= last
+        skipped = int(self.last.get("skipped", 0)) + int(last.get("skipped", 0))
+        self.last |= last | ({"skipped": skipped} if "skipped" in last else {})
         for name, value in means.items():
             self._totals[name] = self._totals.get(name, 0.0) + value
 
     def means(self) -> Record:
         return {name: value / self.count for name, value in self._totals.items()}
+
+
+def _claim(file: int) -> bool:
+    """Whether no other process writes to ``file``, as far as the system knows; from here on this one does."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 def _ends_with_a_line(path: Path) -> bool:
@@ -134,6 +163,17 @@ class Run:
     def of(self, kind: str) -> list[Record]:
         """The lines of a kind."""
         return self.by_kind.get(kind, [])
+
+    @property
+    def updates(self) -> list[Record]:
+        """The lines of updates; of updates made again, as a job went on from a checkpoint, the last ones."""
+        kept: list[Record] = []
+        for line in self.of("step"):
+            if isinstance(number := line.get("step"), int):
+                while kept and kept[-1]["step"] >= number:
+                    kept.pop()
+                kept.append(line)
+        return kept
 
     @property
     def ranks(self) -> Record:

@@ -1,10 +1,13 @@
 """What a device can do at most, from its data sheet; and the share of it that a training step uses (MFU)."""
 
+import re
+
 from deepspeed.config.model.values import DtypeName
 
-# Part of the device's name: 10**12 operations a second by dtype, dense, without sparsity. fp32 without TF32.
+# Words of the device's name: 10**12 operations a second by dtype, dense, without sparsity. fp32 without TF32.
 _TFLOPS: dict[str, dict[str, float]] = {
     "B200": {"bf16": 2250.0, "fp16": 2250.0, "fp32": 75.0},
+    "H200 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
     "H200": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.2},
     "H100 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
@@ -26,4 +29,5 @@ _TFLOPS: dict[str, dict[str, float]] = {
 
 def peak_tflops(device: str, dtype: DtypeName) -> float | None:
     """The peak of the device of that name in 10**12 operations a second; None of one that is not known."""
-    return next((rates.get(dtype) for name, rates in _TFLOPS.items() if name in device), None)
+    words = {name: rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])" for name in _TFLOPS}  # an L40 is no L4
+    return next((_TFLOPS[name].get(dtype) for name, word in words.items() if re.search(word, device)), None)

@@ -19,10 +19,10 @@ from deepspeed.observe.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ra
 from deepspeed.observe.runfile import RunFile
 from deepspeed.timeline.spans import StepSpans
 
-BEAT_S = 0.5
+BEAT_S = 1.0
 _MANY_RANKS = 128  # of which each tells half as often
 _LAST_S = 2.0  # how long the first rank waits at the end for what the others have last written
-_PENDING = 64  # updates that a device has not come to the end of; of more, the oldest are left out
+_PENDING = 64  # updates that wait for the thread; of more that a device has not passed, the oldest are left out
 _RANKS_S = 60.0  # between two lines of all ranks in the record
 
 Facts = dict[str, Any]
@@ -56,16 +56,18 @@ class Board:
         self._device, self._steps_of = get_accelerator().current_device(), dict[int, int]()
         self._beat_s = BEAT_S * (1 + (ranks > _MANY_RANKS))
         self._facts = {"host": socket.gethostname(), "pid": os.getpid()}
-        self._owner = os.getpid()
+        self._owner, self._complained = os.getpid(), False
         self._thread = threading.Thread(target=self._run, name="deepspeed-observe", daemon=True)
         self._thread.start()
 
     def put(self, step: StepSpans, facts: Facts) -> None:
         """An update is over; ``facts``: what else is known of it."""
-        with self._lock:
-            if len(self._pending) >= _PENDING:
-                self._pending.popleft()
-            self._pending.append((step, facts))
+        self._pending.append((step, facts))  # without the lock, under which the thread writes to disk
+        if len(self._pending) > _PENDING:  # of many short updates in a beat none is lost
+            with self._lock:
+                self._take_in()
+                while len(self._pending) > _PENDING:
+                    self._pending.popleft()
 
     def write(self, kind: str, **facts: Any) -> None:
         """A line of the record, on the first rank."""
@@ -80,7 +82,7 @@ class Board:
         self._over.set()
         self._thread.join(_LAST_S)
         end = time.monotonic() + _LAST_S
-        with contextlib.suppress(RuntimeError, ValueError):  # the store went with the process that kept it
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store went with the process that kept it
             self._look(last=True)
             while self.file is not None and self._behind() and time.monotonic() < end:
                 time.sleep(0.01)
@@ -88,6 +90,7 @@ class Board:
         if self.file is not None:
             self.write("ranks", **self._state)
             self.file.close()
+            self._complain()
 
     # -- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -95,8 +98,15 @@ class Board:
         while not self._over.wait(self._beat_s):
             try:
                 self._look()
-            except (RuntimeError, ValueError, OSError) as error:  # the store, or a disk that is full
+            except (RuntimeError, ValueError, OSError) as error:  # of the store
                 logger.debug("the record of the run waits: %s", error)
+            self._complain()
+
+    def _complain(self) -> None:
+        """Once, of a record that cannot be written; not under the lock, which who hears warnings takes."""
+        if self.file is not None and (fault := self.file.fault) is not None and not self._complained:
+            self._complained = True
+            logger.warning("observe.run cannot be written: %s; the run goes on, and its record has gaps", fault)
 
     def _look(self, *, last: bool = False) -> None:
         self._memory = self._measure()
@@ -111,7 +121,7 @@ class Board:
         if self._rank == 0:
             self._judge({0: mine} | self._others())
 
-    def _take_in(self, *, last: bool) -> None:
+    def _take_in(self, *, last: bool = False) -> None:
         """Sum up the updates that are over."""
         with self._lock:
             while self._pending and (last or self._pending[0][0].known()):

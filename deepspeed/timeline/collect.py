@@ -38,9 +38,9 @@ def rows_of(
     for step in steps:
         begin = at(step.begin)
         yield 0, f"step {step.number}", begin, at(step.end) - begin, None
-        for span in step.spans:
-            begin = at(span.begin)
-            yield span.row, span.name, begin, None if span.end is None else at(span.end) - begin, span.facts
+        for row, name, first, last, facts in step.spans:
+            begin = at(first)
+            yield row, name, begin, None if last is None else at(last) - begin, facts
 
 
 def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_out: int) -> None:

@@ -69,7 +69,7 @@ class Listener:
     """
 
     def __init__(self, engine: Any, clock: MarkClock) -> None:
-        self._engine, self._clock = engine, clock
+        self._engine, self._clock, self._mark = engine, clock, clock.mark
         self.step = StepSpans(clock, clock.mark(), _MOST)
         self._wraps, self._details = Wraps(), Wraps()
         self._open: list[tuple[str, Any]] = []  # the block whose backward is under way
@@ -80,7 +80,7 @@ class Listener:
 
     def turn(self) -> StepSpans:
         """The update ends, and the next begins: what the last one was."""
-        now, last = self._clock.mark(), self.step
+        now, last = self._mark(), self.step
         last.end = now
         self.step = StepSpans(self._clock, now, _MOST)
         return last
@@ -92,20 +92,20 @@ class Listener:
 
     @contextlib.contextmanager
     def _span(self, row: int, name: str, **facts: Any) -> Iterator[None]:
-        begin = self._clock.mark()
+        begin = self._mark()
         try:
             yield
         finally:
-            self.step.add(row, name, begin, self._clock.mark(), facts or None)
+            self.step.add(row, name, begin, self._mark(), facts or None)
 
     def _timed(self, row: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def timed(*args: Any, **kwargs: Any) -> Any:
-                begin = self._clock.mark()
+                begin = self._mark()
                 try:
                     return method(*args, **kwargs)
                 finally:
-                    self.step.add(row, name, begin, self._clock.mark())
+                    self.step.add(row, name, begin, self._mark())
 
             return timed
 
@@ -162,17 +162,6 @@ class Listener:
 
         return run
 
-    def waited(self, transfer: Transfer, what: str) -> None:
-        """Wait for ``transfer``, and note how long."""
-        if self._beside:
-            transfer.wait()
-            return
-        begin = self._clock.mark()
-        try:
-            transfer.wait()
-        finally:
-            self.step.add(WAITS, what, begin, self._clock.mark())
-
     def _for_unit(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """What is issued in this call is for its first argument."""
 
@@ -212,20 +201,18 @@ class Listener:
                     if self._detailed:
                         what = "hit" if ready else "miss"
                         state = unit.state.name.lower()
-                        self.step.add(
-                            PREFETCH, what, self._clock.mark(), None, {"unit": self._title(unit), "was": state}
-                        )
+                        self.step.add(PREFETCH, what, self._mark(), None, {"unit": self._title(unit), "was": state})
             method(units)
 
         return need
 
     def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
-        begin, nbytes, unit = self._clock.mark(), numel * dtype.itemsize, self._unit
+        begin, nbytes, unit = self._mark(), numel * dtype.itemsize, self._unit
         at_once = not unit and _caller() in _AT_ONCE
         self.step.bytes_sent += nbytes
 
         def end() -> None:
-            mark, facts = self._clock.mark(), None
+            mark, facts = self._mark(), None
             if self._detailed:
                 facts = {"bytes": nbytes, "dtype": str(dtype)[6:], "ranks": size} | ({"unit": unit} if unit else {})
             self.step.add(COLLECTIVES, op, begin, mark, facts)
@@ -279,13 +266,13 @@ class Listener:
     def _file(self, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def begun(extent: Any, start: int, tensor: torch.Tensor) -> Any:
-                begin, transfer = self._clock.mark(), method(extent, start, tensor)
+                begin, transfer = self._mark(), method(extent, start, tensor)
                 waits = transfer.wait
 
                 def wait() -> None:
                     vars(transfer).pop("wait", None)
                     waits()
-                    self.step.add(TIERS, what, begin, self._clock.mark(), {"bytes": tensor.nbytes})
+                    self.step.add(TIERS, what, begin, self._mark(), {"bytes": tensor.nbytes})
 
                 vars(transfer)["wait"] = wait
                 return transfer
@@ -296,13 +283,13 @@ class Listener:
 
     def _hook(self, module: nn.Module, name: str) -> None:
         def before(*_: Any) -> None:
-            self._forwards[module] = self._clock.mark()
+            self._forwards[module] = self._mark()
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             begin = self._forwards.pop(module, None)
             if begin is not None:
                 what = "recompute" if inside_backward() else "forward"
-                self.step.add(COMPUTE, f"{what} {name}", begin, self._clock.mark())
+                self.step.add(COMPUTE, f"{what} {name}", begin, self._mark())
             if torch.is_grad_enabled():
                 for origin in {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}:
                     hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
@@ -317,12 +304,12 @@ class Listener:
         """The gradients of a block's outputs are there: what comes now is its backward, until another's begins."""
         if self._detailed:
             self._end_backward()
-            self._open.append((name, self._clock.mark()))
+            self._open.append((name, self._mark()))
 
     def _end_backward(self) -> None:
         while self._open:
             name, begin = self._open.pop()
-            self.step.add(COMPUTE, f"backward {name}", begin, self._clock.mark())
+            self.step.add(COMPUTE, f"backward {name}", begin, self._mark())
 
     def _flush(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def flush() -> None:
@@ -340,11 +327,15 @@ class _Watched(Transfer):
         self._waited = False
 
     def wait(self) -> None:
-        if self._waited:
+        listener, again, self._waited = self._listener, self._waited, True
+        if again or listener._beside:
             self._transfer.wait()
             return
-        self._waited = True
-        self._listener.waited(self._transfer, self._what)
+        begin = listener._mark()
+        try:
+            self._transfer.wait()
+        finally:
+            listener.step.add(WAITS, self._what, begin, listener._mark())
 
     def done(self) -> bool:
         return self._transfer.done()

@@ -1,6 +1,7 @@
 """What the block ``observe`` asks for: a trace of some updates, and the record of a run. One observer per engine."""
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -32,7 +33,7 @@ class LateMean:
     def __init__(self, losses: list[torch.Tensor]) -> None:
         self._event: Any = NullEvent()
         if all(loss.device.type == "cpu" for loss in losses):
-            self._value = torch.tensor(sum(map(float, losses)) / len(losses))
+            self._value: Any = sum(map(float, losses)) / len(losses)
             return
         mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
         self._value = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
@@ -124,7 +125,7 @@ class Observer:
         put(engine.monitor, "write_events", self._hear_metrics)
         if file is not None:
             handler = logging.Handler(logging.WARNING)
-            handler.emit = self._hear_warning  # type: ignore[method-assign]
+            handler.emit = functools.partial(self._hear_warning, handler)  # type: ignore[method-assign]
             logger.addHandler(handler)
             self._wraps.on_close(logger.removeHandler, handler)
 
@@ -183,10 +184,16 @@ class Observer:
 
         return called
 
-    def _hear_warning(self, record: logging.LogRecord) -> None:
-        if self._board is not None:
+    def _hear_warning(self, handler: logging.Handler, record: logging.LogRecord) -> None:
+        if self._board is None:
+            return
+        try:
+            text = record.getMessage()
+        except Exception:  # what does not fit its text: as any handler, which never ends who logs
+            handler.handleError(record)
+        else:
             where = f"{record.filename}:{record.lineno}"
-            self._board.write("warning", level=record.levelname, text=record.getMessage(), where=where)
+            self._board.write("warning", level=record.levelname, text=text, where=where)
 
     def _timed_save(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(save_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from deepspeed.device import get_accelerator
 
@@ -10,14 +10,9 @@ PHASES, COMPUTE, WAITS, COLLECTIVES, TIERS, PREFETCH = range(6)  # rows of a tra
 ROWS = ("phases", "compute", "waits", "collectives", "tier transfers", "prefetch")
 
 
-class TimedSpan(NamedTuple):
-    """Something that lasted, between two marks of a clock; ``facts`` are shown beside it. ``end`` None: a moment."""
-
-    row: int
-    name: str
-    begin: Any
-    end: Any
-    facts: dict[str, Any] | None = None
+# Something that lasted: row, name, two marks of a clock (the second None: a moment), and facts shown beside it. A plain
+# tuple, of which a step has many: quick to make, and nothing that the garbage collection has to follow.
+TimedSpan = tuple[int, str, Any, Any, dict[str, Any] | None]
 
 
 class MarkClock(Protocol):
@@ -88,8 +83,9 @@ def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
     """How long at least one of (begin, end) lasts."""
     total, until = 0, -(1 << 62)
     for begin, end in sorted(intervals):
-        total += max(0, end - max(begin, until))
-        until = max(until, end)
+        if end > until:
+            total += end - (begin if begin > until else until)
+            until = end
     return total
 
 
@@ -106,7 +102,7 @@ class StepSpans:
     def add(self, row: int, name: str, begin: Any, end: Any, facts: dict[str, Any] | None = None) -> None:
         """One more span, if there is room."""
         if len(self.spans) < self.most:
-            self.spans.append(TimedSpan(row, name, begin, end, facts))
+            self.spans.append((row, name, begin, end, facts))
         else:
             self.left_out += 1
 
@@ -116,7 +112,8 @@ class StepSpans:
         return past and (isinstance(self.end, int) or all(map(self._over, reversed(self.spans))))
 
     def _over(self, span: TimedSpan) -> bool:
-        return isinstance(span.begin, int) or self.clock.known(span.begin if span.end is None else span.end)
+        _, _, begin, end, _ = span
+        return isinstance(begin, int) or self.clock.known(begin if end is None else end)
 
     def summary(self) -> dict[str, float]:
         """In milliseconds, once ``known``: the whole step, each phase and what is outside of them, collectives under
@@ -129,8 +126,9 @@ class StepSpans:
         for row, name, begin, end, _ in self.spans:
             if row == PHASES:
                 phases[name] = phases.get(name, 0) + since(begin, end)
-            elif row in rows:
-                rows[row].append((since(start, begin), since(start, end)))
+            elif row in rows:  # what is measured on the host has its moments as numbers
+                host = isinstance(begin, int)
+                rows[row].append((begin, end) if host else (since(start, begin), since(start, end)))
         wait, flight = union_ns(rows[WAITS]), union_ns(rows[COLLECTIVES] + rows[WAITS])
         times = {"total_ms": whole, **{f"{name}_ms": ns for name, ns in phases.items()}}
         times |= {"other_ms": max(0, whole - sum(phases.values())), "wait_ms": wait, "communication_ms": flight}

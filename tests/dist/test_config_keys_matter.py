@@ -140,7 +140,16 @@ def test_an_honoured_key_has_an_effect(prints: dict[Run, list[Fingerprint]], pat
         f"{path} = {PROBES[path].value!r} has no observable effect: it is not honoured"
     )
     refused = [p.get("error", "") for p in after]
-    known = ("Config", "Batch", "UsageError", "DivergenceError", "CheckpointError", "PlainStateError", "PipelineError")
+    known = (
+        "Config",
+        "Batch",
+        "UsageError",
+        "DivergenceError",
+        "CheckpointError",
+        "TagsDifferError",
+        "PlainStateError",
+    )
+    known += ("PipelineError",)
     assert all(not text or any(word in text.split(":")[0] for word in known) for text in refused), refused
 
 

@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from deepspeed.comm import trace
 from deepspeed.observe.log import logger
-from deepspeed.observe.monitor import prometheus_name
+from deepspeed.observe.monitor import MonitorMaster, prometheus_name
 from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
 from deepspeed.simulate.models import Decoder, Shape
 from tests.harness import pipes
@@ -101,6 +102,21 @@ def test_a_prometheus_file_that_cannot_be_written_is_refused(pool2: RankPool, tm
         (tmp_path / "file").write_text("")
         for said in pool2.run(refused, str(path)):
             assert "DeepSpeedConfigError" in said and "prometheus cannot" in said
+
+
+def test_a_monitor_whose_disk_is_full_costs_values_and_not_the_run(tmp_path: Path) -> None:
+    block = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
+    monitor = MonitorMaster(SimpleNamespace(csv_monitor=block))
+    (tmp_path / "job" / "a.csv").symlink_to("/dev/full")
+    heard: list[str] = []
+    (handler := logging.Handler()).emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        monitor.write_events([("a", 1.0, 1)])
+        monitor.write_events([("a", 1.0, 2)])
+    finally:
+        logger.removeHandler(handler)
+    assert len(heard) == 1 and heard[0].startswith("csv_monitor cannot write")
 
 
 def test_tokens_are_found_where_models_take_them() -> None:

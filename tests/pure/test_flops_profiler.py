@@ -192,4 +192,7 @@ def test_amounts_are_scaled_by_a_thousand() -> None:
 def test_the_peak_is_that_of_the_device_by_name_and_dtype() -> None:
     assert peak_tflops("NVIDIA H100 80GB HBM3", "bf16") == 989.4
     assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5
+    assert peak_tflops("NVIDIA H200 NVL", "bf16") == 835.0 and peak_tflops("NVIDIA L4", "bf16") == 121.0
+    for other in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA GB200"):
+        assert peak_tflops(other, "fp16") is None, "a name within a name is another device"
     assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None and peak_tflops("cpu", "fp32") is None

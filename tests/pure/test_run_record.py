@@ -4,7 +4,10 @@ a page that stands alone.
 
 import gzip
 import json
+import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,7 +21,8 @@ from deepspeed.observe.tracefile import TraceFile, lanes
 from deepspeed.report.cli import main
 from deepspeed.report.run.figures import Curve, Figure, draw, thinned, ticks
 from deepspeed.report.run.live import spark
-from deepspeed.report.run.page import figures, page
+from deepspeed.report.run.page import facts, figures, page
+from deepspeed.timeline.board import Board
 from deepspeed.timeline.collect import on_first_clock, rows_of
 from deepspeed.timeline.spans import COLLECTIVES, PHASES, WAITS, HostClock, StepSpans, union_ns
 
@@ -265,8 +269,8 @@ def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     names = {f"Train/m{i}": 0.5 for i in range(40)}
     for n in range(1, 20_001):
         times = {"total_ms": 9.0 + n % 7, "forward_ms": 3.0 + n % 5, "backward_ms": 5.0, "wait_ms": 2.0}
-        facts = {"kind": "step", "time": 1.0, "step": n, "loss": (n * 7919 % 101) / 7, "metrics": names}
-        file._file.write(json.dumps(facts | times) + "\n")
+        known = {"kind": "step", "time": 1.0, "step": n, "loss": (n * 7919 % 101) / 7, "metrics": names}
+        file._file.write((json.dumps(known | times) + "\n").encode())
     file.close()
     assert len(page(read_run(tmp_path)).encode()) < MOST_BYTES
 
@@ -301,3 +305,94 @@ def test_curves_keep_their_extremes_and_axes_have_round_numbers() -> None:
     rising = draw(Figure("log", "x", [Curve("a", [(1.0, 1e-3), (2.0, 1e3)])], log=True))
     assert all(len(_svgs(text)) == 1 and "nan" not in text for text in (flat, single, rising))
     assert spark([1, 2, 3], 2) == " @"
+
+
+def test_updates_made_again_after_a_restart_are_shown_once(tmp_path: Path) -> None:
+    for numbers in (range(1, 7), range(4, 9)):  # it goes on from a checkpoint of update 3
+        file = RunFile(tmp_path, FACTS)
+        for n in numbers:
+            file.step({"total_ms": 9.0, "forward_ms": 4.0, "backward_ms": 5.0}, {"step": n, "loss": 1.0})
+        file.close()
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.updates] == [*range(1, 9)]
+    time = figures(run)[0]
+    assert time.title == "Time of a step" and [x for x, _ in time.lines[0].points] == [*range(1, 9)]
+
+
+def test_areas_of_many_points_lie_on_top_of_each_other() -> None:
+    """Each curve keeps other points of its own; their sums must not be of those that happen to be the same."""
+    curves = [Curve(name, [(float(n), 4.0 + n * k % 7 / 100) for n in range(5000)]) for name, k in (("a", 3), ("b", 5))]
+    (svg,) = _svgs(draw(Figure("t", "ms", curves, stacked=True)))
+    tops = {}
+    for polygon in svg.iter("{http://www.w3.org/2000/svg}polygon"):
+        points = [tuple(map(float, point.split(","))) for point in polygon.attrib["points"].split()][1:-1]
+        tops[polygon.attrib["fill"]] = [y for _, y in points]
+    lower, upper = sorted(tops.values(), key=max, reverse=True)
+    assert max(lower) - min(lower) < 5 and max(upper) - min(upper) < 5, "no curve falls onto another"
+    assert min(lower) - max(upper) > 50
+
+
+def test_a_disk_that_is_full_for_a_while_costs_lines_and_not_the_run(tmp_path: Path) -> None:
+    file = RunFile(tmp_path, FACTS)
+    disk, full = file._file, open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - closed below
+    file._file = full
+    file.step({"total_ms": 1.0}, {"step": 1})
+    assert isinstance(file.fault, OSError) and "space" in str(file.fault)
+    file._file = disk
+    file.step({"total_ms": 1.0}, {"step": 2})
+    file.close()
+    full.close()
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.of("step")] == [2] and run.over and not run.damaged
+
+
+def test_a_line_written_in_part_spoils_no_other(tmp_path: Path) -> None:
+    file = RunFile(tmp_path, FACTS)
+    disk = file._file
+
+    class Short:
+        def write(self, line: bytes) -> int:
+            return disk.write(line[:9])
+
+    file._file = Short()  # type: ignore[assignment]
+    file.step({"total_ms": 1.0}, {"step": 1})
+    file._file = disk
+    file.step({"total_ms": 1.0}, {"step": 2})
+    file.close()
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.of("step")] == [2] and run.damaged == 1 and run.over
+
+
+def test_two_processes_with_one_folder_are_warned_of(tmp_path: Path) -> None:
+    first = RunFile(tmp_path, FACTS)
+    code = f"from deepspeed.observe.runfile import RunFile; RunFile({str(tmp_path)!r}, {{}}).close()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    first.close()
+    assert "another process writes" in read_run(tmp_path).of("warning")[0]["text"]
+    RunFile(tmp_path, FACTS).close()
+    assert len(read_run(tmp_path).of("warning")) == 1, "one that has ended is no other"
+
+
+def test_updates_that_were_left_out_are_all_counted_and_a_loss_that_is_none_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed.observe.runfile._EVERY_LINE", 0)
+    file = RunFile(tmp_path, FACTS)
+    for n in range(1, 11):
+        file.step({"total_ms": 1.0}, {"step": n, "skipped": n % 2 == 0, "loss": math.nan})
+    file.close()
+    rows = dict(facts(read_run(tmp_path)))
+    assert rows["updates left out"] == "5"
+    assert "first at update" in rows["loss not finite"] and rows["loss not finite"].endswith("nan")
+
+
+def test_no_update_of_many_short_ones_is_lost(tmp_path: Path) -> None:
+    file = RunFile(tmp_path, FACTS)
+    board = Board(None, rank=0, ranks=1, file=file, factor=1.2, steps=20, drive_bytes=lambda: 0)
+    for n in range(1, 501):  # faster than the thread looks
+        step = StepSpans(HostClock(), n, 4)
+        step.end, step.number = n + 1, n
+        board.put(step, {})
+    board.close()
+    lines = read_run(tmp_path).of("step")
+    assert sum(line["steps"] for line in lines) == 500 and lines[-1]["step"] == 500

@@ -87,8 +87,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def draw(figure: Figure, number: int = 0) -> str:
     """The figure as an ``svg`` element, with a legend below it."""
-    lines = [Curve(line.name, thinned(line.points), line.dashed) for line in figure.lines]
-    lines = _stacked(lines) if figure.stacked else [line for line in lines if line.points]
+    lines = [line for line in (_stacked(figure.lines) if figure.stacked else figure.lines) if line.points]
+    lines = [Curve(line.name, thinned(line.points), line.dashed) for line in lines]
     values = [y for line in lines for _, y in line.points]
     log = figure.log and min(values, default=0.0) > 0 and max(values) > 3 * min(values)
     low, high = _extent(values, zero=not log and (figure.stacked or min(values, default=0.0) >= 0))

@@ -65,7 +65,7 @@ def job_text(run: Run) -> str:
 
 def view(run: Run, width: int) -> str:
     """One picture of the run."""
-    steps = run.of("step")
+    steps = run.updates
     lines = [f"{name:<24}{value}"[:width] for name, value in facts(run)]
     recent = steps[-_LAST:]
     for name, title, unit in (

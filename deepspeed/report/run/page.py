@@ -50,7 +50,7 @@ def _median(values: Sequence[float]) -> float:
 
 def figures(run: Run) -> list[Figure]:
     """All curves that the record has values for."""
-    steps, start = run.of("step"), run.of("start")[-1]
+    steps, start = run.updates, run.of("start")[-1]
     saved = [(float(c["step"]), f"checkpoint: {c['seconds']:.2f} s") for c in run.of("checkpoint") if "step" in c]
     times = [Curve({"step": "update"}.get(n, n), _points(steps, f"{n}_ms")) for n in _PHASES]
     times += [Curve("outside (data, logs)", _points(steps, "other_ms"))]
@@ -127,7 +127,7 @@ def _when(seconds: Any) -> str:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """The run in a few rows."""
-    start, steps = run.of("start")[-1], run.of("step")
+    start, steps = run.of("start")[-1], run.updates
     whole, waits = _median(_numbers(steps, "total_ms")), _median(_numbers(steps, "wait_ms"))
     flight = _median(_numbers(steps, "communication_ms"))
     batch = start.get("batch") or [0, 0, 0]
@@ -147,8 +147,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if whole:
         hidden = f", of {flight:.1f} ms under way: {1 - waits / flight:.0%} hidden" if flight else ""
         rows.append(("waits for other ranks", f"{waits:.1f} ms a step, {waits / whole:.1%}{hidden}"))
-    skipped = sum(bool(step.get("skipped")) for step in steps)
+    skipped = sum(int(step.get("skipped") or 0) for step in steps)
     rows += [("updates left out", str(skipped))] if skipped else []
+    if odd := [step for step in steps if isinstance(step.get("loss"), str)]:  # what is not finite is a text
+        rows.append(("loss not finite", f"{len(odd)} times, first at update {odd[0]['step']}: {odd[0]['loss']}"))
     rows += [("damaged lines of the record", str(run.damaged))] if run.damaged else []
     return rows
 
