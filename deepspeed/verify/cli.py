@@ -4,6 +4,9 @@ states rest.
     ds_verify grads                                     stage 0-3 on a small built-in model
     ds_verify grads --matrix                            stage x bucket x overlap x accumulation x model
     ds_verify grads --model my_model:build --config ds_config.json     your model under your configuration
+    ds_verify loop                                      accumulation by hand, no_sync, two losses, penalties: any loop
+    ds_verify gas                                       a global batch split over ranks and micro-batches: one gradient
+    ds_verify teardown --cycles 50                      a destroyed engine leaves neither memory nor hooks
     ds_verify compile                                   blocks compiled by inductor train alike, each as one graph
     ds_verify offload                                   device, cpu and nvme agree bit for bit on a small built-in model
     ds_verify offload --model my_model:build --config ds_config.json --folder /drive     on yours, on your drive
@@ -26,9 +29,13 @@ from deepspeed.observe.program import CommandLine, guarded
 from deepspeed.verify import compiled, crash, data, grads, offload, resume, schedule, three_axes, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure
+from deepspeed.verify.training import gas, loop, teardown
 
 _COMMANDS = {
     "grads": (grads, "compare gradients, norms and parameters with plain one-process PyTorch"),
+    "loop": (loop, "compare shapes of the training loop with plain one-process PyTorch"),
+    "gas": (gas, "compare splits of a global batch with the whole batch in one process"),
+    "teardown": (teardown, "count what is left of engines that were destroyed"),
     "compile": (compiled, "compare compiled blocks with plain PyTorch; count graph breaks and recompilations"),
     "offload": (offload, "compare training with states on the device, in host memory and on a drive, bit for bit"),
     "data": (data, "count the samples of an epoch that is saved on some ranks and resumed on others"),

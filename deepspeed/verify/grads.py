@@ -143,9 +143,12 @@ def _check_step(engine: Any, case: Case, record: StepRecord, step: int, errors: 
         note("param", value, record.params[name], f"{name} after")
 
 
-def _start(case: Case, config: dict[str, Any]) -> Any:
-    """An engine. Raises InvalidStateError for a dtype that is neither the one built nor in the table. Collective."""
-    model = case.build().train()
+def start_engine(case: Case, config: dict[str, Any], model: nn.Module | None = None) -> Any:
+    """An engine of ``model``, or of a fresh one. Collective.
+
+    Raises InvalidStateError for a dtype that is neither the one built nor in the table.
+    """
+    model = (case.build() if model is None else model).train()
     built = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     engine = deepspeed.initialize(model=model, config=config)[0]
     policy = engine._config.dtype_policy
@@ -179,14 +182,14 @@ def run_cell(
     case = case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
     config, errors = cell.settings(case), Errors.fromkeys(KINDS, (0.0, ""))
-    engine = _start(case, config)
+    engine = start_engine(case, config)
     prepare(engine)
     for step, record in enumerate(reference):
         _check_step(engine, case, record, step, errors)
         after_step()
     engine.destroy()
     if lower := {key: cell.config[key] for key in DTYPE_KEYS if key in cell.config}:
-        _start(case, config | lower).destroy()
+        start_engine(case, config | lower).destroy()
     return errors
 
 
