@@ -68,8 +68,8 @@ def run(options: argparse.Namespace, report: Printout) -> int:
 
             def check(*given: Any, pool: RankPool = pool) -> tuple[str, str]:
                 loss, grad = map(max, zip(*pool.run(run_split, *given), strict=True))
-                told = f"error of the loss {loss:.1e}, of the gradients {grad:.1e}"
-                return f"{told}  ok", "" if max(loss, grad) <= options.tolerance else told
+                errors = f"error of the loss {loss:.1e}, of the gradients {grad:.1e}"
+                return f"{errors}  ok", "" if max(loss, grad) <= options.tolerance else errors
 
             for stage in range(4):
                 name = "ragged" if ragged else f"{micro} samples"

@@ -85,8 +85,8 @@ def run(options: argparse.Namespace, report: Printout) -> int:
                     return "", fault
                 grown = max(grown, live[-1] - live[0])
                 most = max(most, 100 * (resident[-1] / resident[options.cycles // 10] - 1))
-            told = f"live tensors grew by {size(grown)}, resident memory by {most:.2f} %"
-            return f"{told}  ok", told if grown > 0 or most > options.growth else ""
+            text = f"live tensors grew by {size(grown)}, resident memory by {most:.2f} %"
+            return f"{text}  ok", text if grown > 0 or most > options.growth else ""
 
         for stage in range(4):
             report.row(f"stage {stage}", check, stage)
