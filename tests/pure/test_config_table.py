@@ -23,8 +23,11 @@ EXTENSIONS = {
     "checkpoint.emergency_deadline",
     *("checkpoint.restore_data", "checkpoint.restore_rng", "memory.device_limit", "memory.host_limit", "seed"),
     *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather", "hang_timeout"),
-    *("optimizer.torch_adam", "zero_optimization.offload_optimizer.device_states"),
-    "zero_optimization.separate_reduce_group",
+    *(
+        f"zero_optimization.offload_optimizer.{n}"
+        for n in ("device_states", "delayed_update", "delayed_update_warm_up")
+    ),
+    "optimizer.torch_adam",
     *("zero_optimization.separate_reduce_group", "zero_optimization.copy_engine_gathers"),
     *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
