@@ -6,10 +6,12 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 # Lines of the package, in three rings. A number that is reached is a question about the design; raising one takes a
 # commit of its own that says why. They began together at 28,000, the core at 15,000; then came the simulator (tools),
-# pipelines, tensor parallelism and the watch over jobs that stand still (surface, 4,400 lines of which they are).
-CORE_LINES = 15_580
-SURFACE_LINES = 14_930
-TOOLS_LINES = 9_840
+# pipelines, tensor parallelism and the watch over jobs that stand still (surface, 4,400 lines of which they are); then
+# updates behind the program, delayed and shared with the device (core, 900), the record, trace and page of a run
+# (2,100), elastic jobs (1,100), measures (1,000).
+CORE_LINES = 16_900
+SURFACE_LINES = 19_100
+TOOLS_LINES = 10_850
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
