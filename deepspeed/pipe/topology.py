@@ -117,8 +117,9 @@ class PipelineParallelGrid:
     def _group(self, axis: str, name: str) -> Any:
         if self._mesh is not None:
             return getattr(self._mesh, name).pg
-        if self._job.pg is None:
-            raise UsageError("there are no process groups before deepspeed.init_distributed(); call that first")
+        if self._job.pg is None or self._job.size < self.world_size:
+            what = f"this grid of {self.world_size} ranks has no process groups before deepspeed.init_distributed()"
+            raise UsageError(f"{what} by as many; there are {self._job.size}")
         others = {a: way for a, way in self._topo.get_coord(self.global_rank)._asdict().items() if a != axis}
         ranks = self._topo.filter_match(**others) if axis in self._topo.axes else [self.global_rank]
         return group_over(self._job.pg, tuple(self._job.ranks[rank] for rank in ranks))

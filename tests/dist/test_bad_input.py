@@ -160,11 +160,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
         ["offload_optimizer.nvme_path", "/no/such/drive", "mounted"],
         RuntimeError,
     ),
-    "offload param": (
-        lambda: start(_model(), make_config(2, zero={"offload_param": {"device": "cpu"}})),
-        ["offload_param", "stage 3", "stage is 2"],
-        ValueError,
-    ),
     "init on nvme": (lambda: deepspeed.zero.Init(remote_device="nvme"), ["nvme", "folder"], RuntimeError),
     "shard group": (
         lambda: start(_model(), make_config(3, zero={"mics_shard_size": 3})),

@@ -167,6 +167,7 @@ def fails_in_the_step(folder: str, way: str, verb: str, *, late: bool) -> list[s
         engine = engine_for(way, folder)
         train_step(engine, case, 0)
         engine.backward(case.seeded_loss(engine, here(1))[0])
+        engine.tiles.forget_ahead()  # what was read beside the backward is read again
         with failing(verb, at=at, late=late, label="offload_optimizer"):
             said = outcome(engine.step)
         if "TransferError" not in said or "injected" not in said:
@@ -180,6 +181,35 @@ def fails_in_the_step(folder: str, way: str, verb: str, *, late: bool) -> list[s
 @pytest.mark.parametrize("way", ["one buffer", "half nvme"])
 def test_a_transfer_that_fails_in_the_step(pool1: RankPool, tmp_path: Path, way: str, verb: str, late: bool) -> None:  # noqa: FBT001
     check(pool1.run(fails_in_the_step, str(tmp_path), way, verb, late=late))
+
+
+def fails_ahead_of_the_step(folder: str, *, late: bool) -> list[str]:
+    """A read beside the backward fails: one that has begun fails the step; one that never began is begun again."""
+    case, bad, before = CASES["wide"](), [], open_files()
+    wanted = train(Plan(steps=2), variants(folder)["half nvme"])
+    for at in (0, 1):
+        engine = engine_for("half nvme", folder)
+        train_step(engine, case, 0)
+        with failing("read", at=at, late=late, label="offload_optimizer") as count:
+            engine.backward(case.seeded_loss(engine, here(1))[0])
+            ahead = count[0]
+            said = outcome(engine.step)
+        if ahead <= at:
+            bad.append(f"only {ahead} reads beside the backward")
+        if late:
+            bad += [] if "TransferError" in said and "injected" in said else [f"read {at}: it says {said!r}"]
+            bad += [f"read {at}: {line}" for line in refuses(engine, case)]
+        else:
+            bad += [f"read {at}: it says {said!r}"] if said else []
+            bad += [f"read {at}: {k} differs" for k, v in snapshot(engine).items() if not same(wanted[k], v)]
+        outcome(engine.destroy)
+        del engine
+    return bad if open_files() == before else [*bad, "descriptors stay open"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_read_that_fails_beside_the_backward(pool1: RankPool, tmp_path: Path, late: bool) -> None:  # noqa: FBT001
+    check(pool1.run(fails_ahead_of_the_step, str(tmp_path), late=late))
 
 
 def failed_write_is_found_later(folder: str, label: str, from_end: int) -> list[str]:

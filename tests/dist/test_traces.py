@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
 MOST_FILES = {
     "Gather a unit before its module runs": 5,
     "Reduce a gradient": 4,
-    "A step whose optimizer states rest on a drive": 8,
+    "A step whose optimizer states rest on a drive": 9,
     "Save a checkpoint": 7,
     "A rank dies": 6,
 }

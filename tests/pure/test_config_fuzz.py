@@ -154,6 +154,8 @@ def same(written: Any, effective: Any) -> bool:
         return len(effective) == 1 and same(written, effective[0])
     if isinstance(written, str) and isinstance(effective, str):
         return written.lower() == effective.lower() or written.lower() in DTYPE_NAMES.get(effective, ())
+    if isinstance(effective, bool) and type(written) is int:
+        return written == effective  # 0 and 1
     if isinstance(written, bool) or isinstance(effective, bool):
         return written is effective
     if isinstance(effective, float) and isinstance(written, int):
