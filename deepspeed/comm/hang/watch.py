@@ -98,6 +98,7 @@ class HangWatch:
 
     def start(self) -> None:
         """Begin; ``stop`` has to come before the interpreter ends."""
+        self._pulse()  # a rank that is stopped before its first beat has begun all the same
         for thread in self._threads:
             thread.start()
 
@@ -166,10 +167,13 @@ class HangWatch:
                 continue
             self._silent_store_s = 0.0
 
-    def _exchange(self) -> None:
+    def _pulse(self) -> None:
         last = self.ledger.entries[-1].text() if self.ledger.entries else ""
         pulse = {"beat": self._beats, "still": self._still_s, "host": self._host, "pid": os.getpid(), "last": last}
         self._store.set(f"pulse/{self._rank}", json.dumps(pulse | {"start": self._birth}))
+
+    def _exchange(self) -> None:
+        self._pulse()
         if self._store.check(["order"]):
             order = json.loads(self._store.get("order"))
             if order["kind"] == "end":
