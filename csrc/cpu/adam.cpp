@@ -4,9 +4,11 @@
 // it is wanted, a rounded copy of them out. The arithmetic is fp32; each result is rounded once.
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/dispatch.h"
 #include "common/output.h"
+#include "common/stream.h"
 
 namespace {
 
@@ -73,5 +75,28 @@ int ds_adam_step(int64_t count, void* weights, const void* grad, void* exp_avg, 
                        Settings{step, static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), eps, decay, keep, grad_scale,
                                 sqrt_correct2}};
     return ds::by_codes<Adam>(args, weight_code, grad_code, moment_code, out_code);
+}
+
+// The same over fp32 weights and moments, to the bit, but what is new goes elsewhere: past the caches, so that it costs the memory no
+// more bytes than an update in place.
+int ds_adam_step_beside(int64_t count, const float* weights, const void* grad, const float* exp_avg, const float* exp_avg_sq, void* out,
+                        float* new_weights, float* new_exp_avg, float* new_exp_avg_sq, int grad_code, int out_code, float step, double beta1,
+                        double beta2, float eps, float decay, float keep, float grad_scale, float sqrt_correct2) {
+    constexpr int64_t kBlock = 512;             // elements that stay in the first cache
+    alignas(64) float block[3][kBlock + 64];  // no two at the same place of a page
+    const float* const from[3] = {weights, exp_avg, exp_avg_sq};
+    float* const to[3] = {new_weights, new_exp_avg, new_exp_avg_sq};
+    const int64_t grad_width = grad_code == 0 ? 4 : 2, out_width = out_code == 0 ? 4 : 2;
+    for (int64_t start = 0; start < count; start += kBlock) {
+        const int64_t numel = count - start < kBlock ? count - start : kBlock;
+        for (int i = 0; i < 3; ++i) std::memcpy(block[i], from[i] + start, numel * sizeof(float));
+        const int status = ds_adam_step(numel, block[0], static_cast<const char*>(grad) + start * grad_width, block[1], block[2],
+                                        out ? static_cast<char*>(out) + start * out_width : nullptr, 0, grad_code, 0, out_code, step, beta1,
+                                        beta2, eps, decay, keep, grad_scale, sqrt_correct2);
+        if (status) return status;
+        for (int i = 0; i < 3; ++i) ds::stream_out(to[i] + start, block[i], numel * sizeof(float));
+    }
+    ds::stream_end();
+    return 0;
 }
 }

@@ -60,6 +60,7 @@ class GroupStep(torch.optim.Optimizer):
     _on_cuda: Callable[[list[Tensors], list[Group], Group], bool]
     _on_host: Callable[[Tensors, Group, Group, torch.Tensor | None], None]
     _update: Callable[[torch.Tensor, torch.Tensor, Group, Group], None]
+    host_cores = 1.0  # the share of torch's threads that host kernels take
     heeds_skip = False  # whether ``_on_cuda`` leaves everything as it is where ``self._skip`` is not 0
     # where the rounded parameters of one step go, those that went there, and what gradients are to be multiplied by
     _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor], Mapping[torch.Tensor, float]] | None = None

@@ -28,20 +28,24 @@ _SHARES = 4  # pieces for each thread: one that other work slows down leaves som
 _LINE = 64  # elements between places where every dtype starts a cache line
 
 _P, _I, _F, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_double
+_ADAM_SCALARS = [_F, _D, _D, *[_F] * 5]
+_BESIDE = [ctypes.c_int64, *[_P] * 8, *[_I] * 2, *_ADAM_SCALARS]  # of ds_adam_step_beside
 _SIGNATURES = {
-    CPU_ADAM: ("ds_adam_step", [ctypes.c_int64, *[_P] * 5, *[_I] * 4, _F, _D, _D, *[_F] * 5]),
+    CPU_ADAM: ("ds_adam_step", [ctypes.c_int64, *[_P] * 5, *[_I] * 4, *_ADAM_SCALARS]),
     CPU_ADAGRAD: ("ds_adagrad_step", [ctypes.c_int64, *[_P] * 4, *[_I] * 4, *[_F] * 4]),
     CPU_LION: ("ds_lion_step", [ctypes.c_int64, *[_P] * 4, *[_I] * 4, _F, _D, _D, _F, _F]),
 }
 
 
 @functools.cache
-def _kernel(op: OpSpec) -> Callable[..., int] | None:
-    """The native function, built on first use; None (after one line in the log) where that is not possible."""
+def _kernel(op: OpSpec, *, beside: bool = False) -> Callable[..., int] | None:
+    """The native function, built on first use; None (after one line in the log) where that is not possible. ``beside``:
+    that of Adam which leaves weights and moments alone.
+    """
     library = try_load(op)
     if library is None:
         return None
-    symbol, arguments = _SIGNATURES[op]
+    symbol, arguments = (f"{_SIGNATURES[op][0]}_beside", _BESIDE) if beside else _SIGNATURES[op]
     function = getattr(library, symbol)
     function.argtypes, function.restype = arguments, ctypes.c_int
     return function
@@ -60,7 +64,7 @@ def fits(tensor: torch.Tensor) -> bool:
 
 def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
     """Whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
-    return all(t.device.type == "cpu" and fits(t) for t in tensors) and _kernel(op) is not None
+    return all(t.device.type == "cpu" and fits(t) for t in tensors) and _kernel(op, beside=False) is not None
 
 
 def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Tensor], bool]) -> None:
@@ -75,17 +79,20 @@ def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Te
         raise ValueError(f"a {place} kernel takes both moments of a tensor in one dtype, not {' and '.join(dtypes)}")
 
 
-def _run(op: OpSpec, tensors: Tensors, out: Output, scalars: list[float]) -> None:
+def _run(
+    op: OpSpec, tensors: Tensors, out: Output, scalars: list[float], *, beside: Tensors = (), cores: float = 1.0
+) -> None:
     """Cut the flat range into pieces and run them on the threads; ``tensors`` are weights, gradient and moments."""
     weights, grad, *moments = tensors
-    check("CPU", tensors if out is None else [*tensors, out], moments, lambda t: t.device.type == "cpu")
-    if (function := _kernel(op)) is None:
+    check("CPU", [*tensors, *beside, *([] if out is None else [out])], moments, lambda t: t.device.type == "cpu")
+    if (function := _kernel(op, beside=bool(beside))) is None:
         raise RuntimeError(f"the native op {op.name} is not available (the log says why); use {op.instead}")
     count = weights.numel()
     # 16-bit weights are rounded where they are written; the pass has a second output beside fp32 weights only
-    passed = [*tensors, out if weights.dtype is torch.float32 else None]
-    codes = [-1 if t is None else CODES[t.dtype] for t in (weights, grad, moments[0], passed[-1])]
-    threads = max(1, min(torch.get_num_threads(), count // _GRAIN))
+    passed = [*tensors, out if weights.dtype is torch.float32 else None, *beside]
+    of = (grad, out) if beside else (weights, grad, moments[0], passed[-1])
+    codes = [-1 if t is None else CODES[t.dtype] for t in of]
+    threads = max(1, min(int(cores * torch.get_num_threads()), count // _GRAIN))
     each = (count // (threads if threads == 1 else _SHARES * threads) // _LINE + 1) * _LINE
     starts = deque(range(0, count, each))  # threads may take from it at the same time
 
@@ -102,8 +109,9 @@ def _run(op: OpSpec, tensors: Tensors, out: Output, scalars: list[float]) -> Non
     for other in others:
         other.result()
     # what autograd saved of the old values must not be used
-    torch.autograd.graph.increment_version([t for t in (weights, *moments, passed[-1]) if t is not None])
-    if out is not None and passed[-1] is None:
+    changed = (*beside, out) if beside else (weights, *moments, passed[-1])
+    torch.autograd.graph.increment_version([t for t in changed if t is not None])
+    if out is not None and passed[len(tensors)] is None:
         out.copy_(weights.detach())
 
 
@@ -118,18 +126,23 @@ def adam_step(
     bias_correction: bool = True,
     grad_scale: float = 1.0,
     out: Output = None,
+    beside: Tensors = (),
+    cores: float = 1.0,
 ) -> None:
     """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019). ``step`` counts from 1.
 
     ``tensors`` are weights, gradient and both moments (of one dtype). They and ``out`` are fp32, bf16 or fp16 of as
     many elements, contiguous, on the host. The gradient is multiplied by ``grad_scale`` first; the update is computed
-    in fp32 and rounded once. ``out`` receives the weights as well: in the same pass where they are fp32.
+    in fp32 and rounded once. ``out`` receives the weights as well: in the same pass where they are fp32. ``beside``:
+    weights and moments, all fp32, that receive the new values; the old ones stay. ``cores``: the share of torch's
+    threads that it takes.
     Raises ValueError for other tensors, RuntimeError where the kernel is not there (see :func:`usable`).
     """
     lr = float(lr)  # of a tensor too
     correct1, correct2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1.0, 1.0)
     decay, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
-    _run(CPU_ADAM, tensors, out, [lr / correct1, *betas, eps, decay, keep, grad_scale, math.sqrt(correct2)])
+    scalars = [lr / correct1, *betas, eps, decay, keep, grad_scale, math.sqrt(correct2)]
+    _run(CPU_ADAM, tensors, out, scalars, beside=beside, cores=cores)
 
 
 def adagrad_step(

@@ -204,9 +204,7 @@ class OneCycle(LRSchedule):
         return [group["betas"][0] for group in self.optimizer.param_groups] if self.cycle_momentum else []
 
     def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
-        """0 at the ends of the cycle, 1 at its top; and 1, or ``1 + rate * d / decay_step_size`` at ``d`` iterations
-        behind the cycle.
-        """
+        """From 0 (ends of the cycle) to 1 (top); and 1, or ``1 + rate * d / size`` at ``d`` iterations behind it."""
         total, batch, size = self.total_size, iteration + 1, self.decay_step_size
         if iteration >= total:
             return 0.0, 1 + decay_rate * (iteration - total + 1) / size if decay_rate and size else 1.0

@@ -102,8 +102,19 @@ class AdamBase(GroupStep, torch.optim.Adam):
         return True
 
     def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
-        scale = self._scale_of(tensors[0])
-        host.adam_step(*tensors, step=int(state["step"]), **_numbers(group), grad_scale=scale, out=out)
+        settings = _numbers(group) | {"grad_scale": self._scale_of(tensors[0]), "cores": self.host_cores}
+        host.adam_step(*tensors, step=int(state["step"]), **settings, out=out)
+
+    def update_beside(
+        self, tensors: Tensors, state: Group, group: Group, *, scale: float, out: torch.Tensor | None, new: Tensors
+    ) -> None:
+        """What the host's kernel would make of ``tensors``, weights and gradient, by the latter times ``scale`` goes to
+        ``new``, weights and moments, and rounded to ``out``: all else, ``state`` too, stays as it is. All are fp32 but
+        gradient and ``out``.
+        """
+        settings = _numbers(group) | {"grad_scale": scale, "cores": self.host_cores}
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        host.adam_step(*tensors, *moments, step=int(state["step"]) + 1, **settings, out=out, beside=new)
 
     def _update_rest(self, rows: list[tuple[torch.Tensor, torch.Tensor, Group]], group: Group) -> None:
         if not group["bias_correction"] or any(p.dtype != state["exp_avg"].dtype for p, _, state in rows):

@@ -194,7 +194,5 @@ class Arena:
 
 
 def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """As ``Arena.empty``, in pages of its own, which go back to the system with the tensor: the allocator keeps no
-    fragments of them.
-    """
+    """As ``Arena.empty``, in pages that go back to the system with the tensor: no fragments of them are kept."""
     return Arena(keep=False).empty(shape, dtype=dtype)

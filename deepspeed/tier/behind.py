@@ -1,16 +1,16 @@
 """A thread of the program's own, for work that may go on beside it: kernels called by ctypes leave it the interpreter.
 
-[Note: behind] The program hands over a call and goes on with a ``Turn``; turns are taken in that order. What a turn
-writes and reads nobody else touches until somebody has waited for it: a wait of the host until the call has returned,
-and one of the stream that asks for what the call has put on streams.
+[Note: behind] The program hands over a call and goes on with a ``Turn``. What a turn writes and reads nobody else
+touches until somebody has waited for it: a wait of the host until the call has returned, and one of the stream that
+asks for what the call has put on streams. Of those whose data have come the one in the first ``place`` is taken: the
+next forward needs it first. Gradients come in the other order, beside a backward that the program is far ahead of.
 """
 
 import contextlib
 import os
-import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
 
@@ -18,17 +18,20 @@ import torch
 
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.tier.transfer import Transfer
+from deepspeed.tier.transfer import ARRIVED, Transfer
 
 
 class Turn(Transfer):
-    """One call on its way. ``wait`` raises UsageError where it, or one before it, has failed, and in a forked process,
-    where nobody takes it.
+    """One call on its way, for data that come with ``after``. ``wait`` raises UsageError where it, or one taken before,
+    has failed, and in a forked process, where nobody takes it.
     """
 
-    def __init__(self, worker: "Worker", call: Callable[[], Transfer]) -> None:
+    _event: Any = None
+
+    def __init__(self, worker: "Worker", call: Callable[[], Transfer], place: int, after: Transfer) -> None:
+        self.place, self.after = place, after
         self._worker, self._call, self._pid = worker, call, os.getpid()
-        self._home, self._begin, self._event = get_accelerator().current_stream(), get_accelerator().Event(), None
+        self._home, self._begin = get_accelerator().current_stream(), get_accelerator().Event()
         self._begin.record(self._home)
         self._ended = threading.Event()
 
@@ -56,8 +59,9 @@ class Turn(Transfer):
             raise UsageError("a forked process cannot read what its parent is updating; fork before step()")
         self._until_ended()
         self._worker.check()
-        for stream in (self._home, get_accelerator().current_stream()):
-            stream.wait_event(self._event)
+        if self._event is not None:  # else it was never taken, and why is forgotten
+            for stream in (self._home, get_accelerator().current_stream()):
+                stream.wait_event(self._event)
 
     def _until_ended(self) -> None:
         self._ended.wait()
@@ -67,19 +71,20 @@ class Turn(Transfer):
 
 
 class Worker:
-    """Takes ``turns`` for a program whose tensors are on ``device``, in a thread that begins with the first of them and
+    """Takes turns for a program whose tensors are on ``device``, in a thread that begins with the first of them and
     ends with this object. After one has failed (``failure``) none is taken, until ``forget``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.failure: BaseException | None = None
-        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._turns = _Waiting()
         self._stream: Any = None
         self._ident: int | None = None
         self._close: Callable[[], object] = lambda: None
         self._last: Turn | None = None
         self.busy = False  # somebody may have to wait
+        self.announced = False  # the other ranks have heard of a failure
 
     @property
     def stream(self) -> Any:
@@ -88,12 +93,11 @@ class Worker:
         return self._stream
 
     def inside(self) -> bool:
-        """Whether this is its thread."""
         return threading.get_ident() == self._ident
 
-    def hand_over(self, call: Callable[[], Transfer]) -> Turn:
-        """Have ``call`` made, whose transfer is waited for by ``stream``; after all that was handed over before."""
-        self._last, self.busy = (turn := Turn(self, call)), True
+    def hand_over(self, call: Callable[[], Transfer], *, place: int = 0, after: Transfer = ARRIVED) -> Turn:
+        """Have ``call`` made, whose transfer is waited for by ``stream``: see [Note: behind]."""
+        self._last, self.busy = (turn := Turn(self, call, place, after)), True
         self._pass(turn)
         return turn
 
@@ -121,16 +125,51 @@ class Worker:
                 self._last.wait()
         self._close()
         self.failure = self._last = self._ident = None
-        self.busy = False
+        self._turns, self.busy, self.announced = _Waiting(), False, False
 
 
-def _take_turns(turns: "queue.SimpleQueue[Turn | None]") -> None:
-    while (turn := turns.get()) is not None:
+class _Waiting:
+    """Those that wait to be taken."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Turn] = []
+        self._ends = False
+        self._changed = threading.Condition()
+
+    def put(self, turn: Turn) -> None:
+        with self._changed:
+            self._waiting.append(turn)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """There will be no others."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
+    def take(self) -> Turn | None:
+        """The next; None when all have been taken and the end has come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ends)
+            if self._waiting:
+                self._waiting.remove(turn := next_of(self._waiting))
+                return turn
+        return None
+
+
+def next_of(turns: Sequence[Turn]) -> Turn:
+    """Of those whose data are there the one in the first place, else that in the last, whose data come next."""
+    ready = [turn for turn in turns if turn.after.done()]
+    return min(ready, key=lambda turn: turn.place) if ready else max(turns, key=lambda turn: turn.place)
+
+
+def _take_turns(turns: _Waiting) -> None:
+    while (turn := turns.take()) is not None:
         turn.take()
         del turn  # what it keeps alive, this worker too, must not wait for the next one
 
 
-def _end(turns: "queue.SimpleQueue[Turn | None]", thread: Thread) -> None:
-    turns.put(None)
+def _end(turns: _Waiting, thread: Thread) -> None:
+    turns.end()
     if thread is not threading.current_thread():  # at the end of the process its memory must not go under a kernel
         thread.join()

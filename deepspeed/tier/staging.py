@@ -1,6 +1,7 @@
 """The few buffers that everything between memory and a drive passes through."""
 
 from collections import deque
+from threading import RLock
 
 import torch
 
@@ -11,14 +12,15 @@ from deepspeed.tier.transfer import Transfer
 class Staging:
     """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
     Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
-    better than a hang. Memory is the ``arena``'s, which locks its pages with ``pin`` where it can.
+    better than a hang. Memory is the ``arena``'s, which locks its pages with ``pin`` where it can. Several threads may
+    use it.
     """
 
     def __init__(self, count: int, *, arena: Arena | None = None, pin: bool = False) -> None:
         self._count, self._arena, self._pin = max(1, count), arena or Arena(keep=False), pin
         self._free: list[torch.Tensor] = []
         self._busy: deque[tuple[torch.Tensor, Transfer]] = deque()
-        self._out = 0
+        self._out, self._lock = 0, RLock()
 
     @property
     def room(self) -> bool:
@@ -27,11 +29,16 @@ class Staging:
 
     def has_room(self, buffers: int) -> bool:
         """Whether so many could."""
-        self._reap()
-        return self._out + len(self._busy) + buffers <= self._count
+        with self._lock:
+            self._reap()
+            return self._out + len(self._busy) + buffers <= self._count
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
+        with self._lock:
+            return self._taken(nbytes)
+
+    def _taken(self, nbytes: int) -> torch.Tensor:
         self._reap()
         while not self._free and self._busy and self._total() >= self._count:
             self._retire()
@@ -47,20 +54,22 @@ class Staging:
 
     def give(self, buffer: torch.Tensor, *, after: Transfer | None = None) -> None:
         """Take ``buffer`` back, for the next user when ``after`` has ended."""
-        self._out -= 1
-        if after is not None:
-            self._busy.append((buffer, after))
-        elif self._total() < self._count:
-            self._free.append(buffer)
+        with self._lock:
+            self._out -= 1
+            if after is not None:
+                self._busy.append((buffer, after))
+            elif self._total() < self._count:
+                self._free.append(buffer)
 
     def settle(self) -> None:
         """Wait for every transfer; raises the first failure when all have ended."""
         failure: OSError | None = None
-        while self._busy:
-            try:
-                self._retire()
-            except OSError as error:
-                failure = failure or error
+        with self._lock:
+            while self._busy:
+                try:
+                    self._retire()
+                except OSError as error:
+                    failure = failure or error
         if failure is not None:
             raise failure
 

@@ -48,9 +48,7 @@ class TierStore:
         self.tensor = self._memory = self.tensor[:0].clone()
 
     def hold_as(self, dtype: torch.dtype) -> None:
-        """Hold so many elements of ``dtype``, in the first bytes of memory that was made for no narrower ones. Values
-        are lost.
-        """
+        """Hold so many elements of ``dtype``, in the first bytes of memory made for wider ones. Values are lost."""
         if self.tensor.dtype is not dtype:
             self.tensor = self._memory.view(dtype)[: self._memory.numel()]
 
@@ -81,12 +79,12 @@ class Landing(Transfer):
         self._event.record(get_accelerator().current_stream())
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        if (event := self._event) is not None:  # the program and the thread of an update may both ask
+            event.synchronize()
         self._event = None
 
     def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return (event := self._event) is None or bool(event.query())
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:

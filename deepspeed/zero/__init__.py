@@ -2,7 +2,6 @@
 
 from types import ModuleType as _Module
 
-from deepspeed.precision.legacy import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 from deepspeed.zero.client.gathered import (
     GatheredParameters as GatheredParameters,
     register_external_parameter as register_external_parameter,
@@ -10,6 +9,7 @@ from deepspeed.zero.client.gathered import (
     unwrap_model_for_generation as unwrap_model_for_generation,
 )
 from deepspeed.zero.client.init import Init as Init
+from deepspeed.zero.client.tiled import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 from deepspeed.zero.param import ZeroParamStatus as ZeroParamStatus, ZeroParamType as ZeroParamType
 
 __all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]

@@ -21,8 +21,21 @@ from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, local_of, mark_zero_parameter, part_of, place_of, shape_on_rank, whole_of
-from deepspeed.zero.partition import UnitFacts, UnitSpec, castable, partition
+from deepspeed.zero.param import (
+    Piece,
+    castable,
+    expose,
+    is_composed,
+    local_of,
+    mark_zero_parameter,
+    move_composed,
+    part_of,
+    pieces_of,
+    place_of,
+    shape_on_rank,
+    whole_of,
+)
+from deepspeed.zero.partition import UnitFacts, UnitSpec, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -105,7 +118,7 @@ def build(
     layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))
-    placed = [p for p in model.parameters() if p not in files]
+    placed = [p for p in model.parameters() if p not in files and not is_composed(p)]
     fitted = _fitted(placed, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
@@ -131,6 +144,7 @@ def build(
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, accum=rules.accum_dtype, device=rules.device)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
+    hooks.awaited = {p for p in group_of or () if not p.requires_grad}
     return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
 
 
@@ -217,7 +231,6 @@ def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[n
 
 
 def _bare_unit(index: int, spec: UnitSpec, layout: FlatLayout, row: UnitPlan) -> Unit:
-    """A unit without memory."""
     assert spec.facts is not None
     by_name = dict(zip(spec.names, spec.params, strict=True))
     params = [by_name[s.name] for s in layout.segments]
@@ -278,15 +291,21 @@ def _part(param: nn.Parameter, mesh: Mesh, device: torch.device, *, alike: bool)
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
-    """Buffers go to the device, floating ones to ``buffer_dtype`` if there is one; values from the first rank."""
+    """Buffers go to the device, floating ones to ``buffer_dtype`` if there is one; values from the first rank. So do
+    the pieces of opaque parameters, as they are.
+    """
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for param in module.parameters(recurse=False):
+            move_composed(param, rules.device)
+        buffers: list[Piece] = [("", *piece[1:]) for p in module.parameters(recurse=False) for piece in pieces_of(p)]
+        buffers += [(n, b, partial(module._buffers.__setitem__, n)) for n, b in module.named_buffers(recurse=False)]
+        for name, buffer, put in buffers:
             if buffer is None or buffer.is_meta:
                 continue
-            cast = castable(buffer.dtype) and not rules.kept(f"{path}.{name}")
+            cast = bool(name) and castable(buffer.dtype) and not rules.kept(f"{path}.{name}")
             moved = buffer.to(device=rules.device, dtype=(rules.buffer_dtype if cast else None) or buffer.dtype)
             if moved is not buffer:
-                module._buffers[name] = moved
+                put(moved)
             if moved.numel() and moved.layout is torch.strided:
                 whole = moved.contiguous()
                 for group in (mesh.tp, mesh.zero):

@@ -15,7 +15,15 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.param import gradient_like, local_of, owners, take_gradient, usual_owners, written_gradients
+from deepspeed.zero.param import (
+    gradient_like,
+    local_of,
+    owners,
+    storage_uses,
+    take_gradient,
+    usual_owners,
+    written_gradients,
+)
 from deepspeed.zero.partition import GradState
 from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier, ZeroPlan
 from deepspeed.zero.unit import Unit
@@ -99,12 +107,23 @@ class Gradients:
         self._reuses = True  # the memory of sums: it comes at once, in every batch, so the peak has it anyway
 
     def end_pass(self) -> None:
-        """They are over. Idempotent. What a client's hook has put in the place of a sum is the sum."""
+        """They are over. Idempotent. What a client's hook has put in the place of a sum is the sum; what one has kept
+        of a sum stays as it is.
+        """
         self._passing = self.hold = False
-        for (index, position), place in self.adding.items():
+        alone = storage_uses(torch.empty(1))
+        for unit in self._take_sums():
+            if unit.partial is not None and storage_uses(unit.partial) > alone:
+                unit.restore_partial(unit.partial.clone(), unit.fired)
+
+    def _take_sums(self) -> set[Unit]:
+        """Take the sums out of ``.grad``; whose they were."""
+        shown = {self._units[index] for index, _ in self.adding}
+        while self.adding:
+            (index, position), place = self.adding.popitem()
             if (grad := take_gradient(self._units[index].params[position])) is not place:
                 place.copy_(torch.zeros_like(place) if grad is None else grad)
-        self.adding.clear()
+        return shown
 
     def collect(self) -> bool:
         """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
@@ -204,6 +223,11 @@ class Gradients:
             store.staging.give(target.buffer, after=written)
         else:
             written.wait()
+
+    def land(self, unit: Unit) -> None:
+        """Until the unit's sum is where it rests."""
+        while any(flying is unit for flying, _, _ in self._flying):
+            self._land()
 
     def _land_all(self) -> None:
         while self._flying:

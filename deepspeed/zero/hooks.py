@@ -32,6 +32,7 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.process_settings import Borrowed
+from deepspeed.zero.client.tree import ModuleTree
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -137,11 +138,15 @@ class ModuleHooks:
         self._checked_at = -1
         self._armed = False
         # Parameters that autograd works for although they are in no group of the optimizer.
-        training = any(unit.trainable for unit in runtime.units)
+        self._training = training = any(unit.trainable for unit in runtime.units)
+        self._tree = ModuleTree(model, runtime)
+        self.awaited: set[nn.Parameter] = set()  # frozen ones that are in a group of the optimizer
         frozen = [unit for unit in runtime.units if training and not unit.trainable]
         self._outside = {
             p: s.name for u in frozen for p, s in zip(u.params, u.layout.segments, strict=True) if p.requires_grad
         }
+        inside = (zip(u.layout.segments, u.params, strict=True) for u in frozen)
+        self._frozen = {s.name: p for pairs in inside for s, p in pairs if not p.requires_grad}
         if self._outside and runtime.mesh.first:
             logger.warning(
                 "%d parameters require a gradient and are in no group of the optimizer (%s): they are not trained, "
@@ -177,6 +182,10 @@ class ModuleHooks:
                     hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
+
+    def take_edits(self) -> None:
+        """Masters follow what was written into whole parameters in place."""
+        self._tree.take_edits()
 
     def _late(self, unit: Unit) -> bool:
         """Whether the unit stays, and may be updated behind the program: what reads it past torch's functions, as an
@@ -265,7 +274,9 @@ class ModuleHooks:
         is_root = module in self._roots
         modules = [*module.modules()] if is_root else [module]
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if called is not module:  # a copy, which has the hooks of its origin and parameters of its own
+                return
             recompute = inside_backward()
             if module is self._model and (self._compiled or not torch.is_grad_enabled()):
                 _settling(runtime.units)()  # compiled code, and the fused modules of an evaluation, know no face
@@ -284,7 +295,9 @@ class ModuleHooks:
             if is_root and torch.is_grad_enabled():
                 self._watch_inputs(units, (args, kwargs))
 
-        def after(_: nn.Module, __: Any, output: Any) -> None:
+        def after(called: nn.Module, _: Any, output: Any) -> None:
+            if called is not module:
+                return
             if is_root:
                 self._running -= Counter([module])
             if inside_backward():
@@ -308,29 +321,27 @@ class ModuleHooks:
         return before, after
 
     def _check_parameters(self) -> None:
-        """Once a step: refuse parameters replaced or moved after ``initialize``; say once which train in vain."""
+        """Once a step: refuse parameters that were replaced, moved, added or unfrozen after ``initialize``."""
         if not self._compiled and any(map(_is_compiled, self._modules)):
             self.install()
         for unit in self._runtime.units:
             unit.check_views()
-        for module in self._touches if any(unit.trainable for unit in self._runtime.units) else ():
-            for name, param in module._parameters.items():
-                if param is None or not param.requires_grad:
-                    continue
-                home = getattr(param, "_ds_unit", None)
-                if home is None:
-                    raise UsageError(
-                        f"parameter {name!r} of a {type(module).__name__} was replaced by another object after "
-                        "deepspeed.initialize (load_state_dict(assign=True)?); the engine's optimizer would never "
-                        "update it. Copy the values in place instead"
-                    )
-                if not home.trainable and param not in self._outside and module not in self._warned:
-                    self._warned.add(module)
-                    logger.warning(
-                        "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it require a "
-                        "gradient before, and put it into the optimizer",
-                        param._ds_name,  # type: ignore[attr-defined]
-                    )
+        if not self._training:
+            return
+        self._tree.check()
+        for name, param in [pair for pair in self._frozen.items() if pair[1].requires_grad]:
+            if param in self.awaited:
+                raise UsageError(
+                    f"parameter {name!r} was unfrozen after deepspeed.initialize, which keeps no gradient and no "
+                    "optimizer state of frozen ones: let it require a gradient before (a group with lr 0 keeps it "
+                    "as it is), or call engine.destroy() and initialize again"
+                )
+            logger.warning(
+                "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it require a gradient "
+                "before, and put it into the optimizer",
+                name,
+            )
+            del self._frozen[name]
 
     def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False) -> bool:
         """Hook every output that will carry a gradient; True when there was one. ``inner``: a root does, too."""

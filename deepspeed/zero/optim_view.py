@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from deepspeed.errors import OptimizerConfigError, UsageError
+from deepspeed.optim.base import GroupStep
 from deepspeed.tier.arena import ALIGN
+from deepspeed.tier.behind import Worker
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import TierStore, nothing
-from deepspeed.tier.transfer import Several, Transfer
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.layout import Granularity, Segment, round_up
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
@@ -383,14 +385,23 @@ class _Tile:
             self.region = None
 
 
+def _take(course: Iterator[None], count: int) -> None:
+    for _ in itertools.islice(course, count):
+        pass
+
+
 class OptimTiles:
     """The views of one engine that are updated one by one, each in a buffer of ``staging``, wherever they rest."""
 
     def __init__(self, views: Iterable[OptimView], optimizer: torch.optim.Optimizer, staging: Staging) -> None:
         self._optimizer = optimizer
-        self._tiles = {id(view): _Tile(view, optimizer, staging) for view in views}
+        # first what other ranks gather after the update, which the program waits for
+        ordered = sorted(views, key=lambda view: view.unit.movable)
+        self._tiles = {id(view): _Tile(view, optimizer, staging) for view in ordered}
         self._staging = staging
         self._ahead: deque[_Tile] = deque()  # read for the next update
+        self._last: Unit | None = None  # of an update behind the program
+        self._why = ""  # it has failed
         self.torn = self._whole_state = False  # an update was cut short, here or on another rank: nobody can go on
         self._guards = [
             optimizer.register_state_dict_pre_hook(self._guard),
@@ -400,16 +411,64 @@ class OptimTiles:
             tile.view.unit.update_in_tiles()
         self.adopt_state()
 
-    def step(self, views: list[OptimView], factor: float) -> list[OptimView]:
+    def step(
+        self, views: list[OptimView], factor: float, *, spare: Callable[[Unit], bool], worker: Worker | None = None
+    ) -> list[OptimView]:
         """Update ``views``, all there are, with their gradients times ``factor``: first those in memory, at once.
 
         Returns those of them whose PARAM at rest the optimizer has written in the same pass; of tiles PARAM follows.
+        To ``worker`` the last units are left, from the first on behind which ``spare`` says so of all.
         """
         turns, resident = Turns(self._optimizer), [v for v in views if not v.unit.tiled]
         at_once = functools.partial(turns.take, resident)
         written = run_step(self._optimizer, resident, at_once, factor) if resident else []
         self.check_whole()
+        left = self._left(spare) if worker is not None else {}
+        if left and not resident:
+            self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+        course = self._one_by_one(self._later(views, factor) if left else self._now(turns, factor))
         self.torn = True
+        _take(course, len(self._tiles) - sum(left.values()))
+        self.torn = False
+        for unit, count in left.items():
+            assert worker is not None
+            unit.update_behind(worker.hand_over(functools.partial(self._go_on, course, count)))
+            self._last = unit
+        return written
+
+    def _left(self, spare: Callable[[Unit], bool]) -> dict[Unit, int]:
+        """By unit how many tiles may be updated behind the program: not the first time, when slots find their place."""
+        optimizer, left = self._optimizer, dict[Unit, int]()
+        fits = isinstance(optimizer, GroupStep) and optimizer.scales_on_host()
+        if not fits or not all(tile.view.param in optimizer.state for tile in self._tiles.values()):
+            return left
+        for unit, those in itertools.groupby(reversed(self._tiles.values()), lambda tile: tile.view.unit):
+            if not spare(unit):
+                break
+            left = {unit: len([*those]), **left}
+        return left
+
+    def _now(self, turns: Turns, factor: float) -> Callable[[_Tile], list[OptimView]]:
+        def update(tile: _Tile) -> list[OptimView]:
+            turn = functools.partial(turns.take, [tile.view])
+            return run_step(self._optimizer, [tile.view], turn, factor, source=tile.grad)
+
+        return update
+
+    def _later(self, views: list[OptimView], factor: float) -> Callable[[_Tile], list[OptimView]]:
+        """With the settings as they are now."""
+        optimizer, groups, frozen = self._optimizer, captured_groups(self._optimizer), frozen_later(views)
+        assert isinstance(optimizer, GroupStep)
+
+        def update(tile: _Tile) -> list[OptimView]:
+            group = groups[tile.view.group] | {"params": [tile.view.param]}
+            turn = functools.partial(optimizer.update, [group])
+            return run_step(optimizer, [tile.view], turn, factor, source=tile.grad, frozen=frozen)
+
+        return update
+
+    def _one_by_one(self, update: Callable[[_Tile], list[OptimView]]) -> Iterator[None]:
+        """Reads the next tiles while one is updated and the last is written; has come so far after each."""
         ahead, self._ahead = self._ahead, deque()
         waiting = deque(itertools.islice(self._tiles.values(), len(ahead), None))
         try:
@@ -422,20 +481,28 @@ class OptimTiles:
                 (tile := ahead.popleft()).show()
                 done: list[OptimView] | None = None
                 try:
-                    turn = functools.partial(turns.take, [tile.view])
-                    done = run_step(self._optimizer, [tile.view], turn, factor, source=tile.grad)
+                    done = update(tile)
                 finally:
                     tile.leave(write=done is not None, publish=done == [])
+                yield
         finally:
             for tile in ahead:
                 tile.let_go()
-        self.torn = False
-        return written
+
+    def _go_on(self, course: Iterator[None], count: int) -> Transfer:
+        try:
+            _take(course, count)
+        except BaseException as error:
+            self.torn, self._why = True, f" ({type(error).__name__}: {error})"
+            raise
+        return ARRIVED
 
     def read_ahead(self) -> None:
         """Begin to read one more tile of the next update, beside a backward; one buffer is left to others."""
         tile = next(itertools.islice(self._tiles.values(), len(self._ahead), None), None)
         if tile is None or not tile.view.on_drive or tile.view.unit.on_drive(StateKind.GRAD) or self.torn:
+            return
+        if self._last is not None and not self._last.updated:  # it reads, too
             return
         with contextlib.suppress(OSError):  # the update will meet it
             if self._staging.has_room(2):
@@ -472,8 +539,8 @@ class OptimTiles:
         """Raise UsageError when an earlier update was cut short: some parameters have moved, others have not."""
         if self.torn:
             raise UsageError(
-                "the last update failed half way through the tiles on the drive, so parameters and optimizer state do "
-                "not belong to one step any more; start again from a checkpoint"
+                f"the last update failed half way through the tiles on the drive{self._why}, so parameters and "
+                "optimizer state do not belong to one step any more; start again from a checkpoint"
             )
 
     @contextlib.contextmanager

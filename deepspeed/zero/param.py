@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
 from math import prod
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
-from deepspeed.errors import ReleasedParameterError, UsageError
+from deepspeed.errors import NotYetError, ReleasedParameterError, UsageError
 from deepspeed.zero.layout import Place
 from deepspeed.zero.plan import StateKind
 
@@ -97,19 +98,32 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
     if not plain:
         segment, shards = unit.layout.segments[position], unit.layout.shards
-        shape = torch.Size(segment.shape)
+        shape, shard = torch.Size(segment.shape), unit.part(StateKind.PARAM, segment, unit.shard)
         released = isinstance(parameter, ReleasedFace)
         attributes |= {
             "ds_id": next(_ids) if number is None else number,
             "ds_shape": shape,
             "ds_numel": prod(shape),
-            "ds_tensor": unit.part(StateKind.PARAM, segment, unit.shard),
+            "ds_tensor": shard,
             "ds_status": ZeroParamStatus.NOT_AVAILABLE if released else ZeroParamStatus.AVAILABLE,
             "ds_active_sub_modules": set(),
             "ds_persist": not unit.movable,
+            "ds_secondary_tensor": shard if unit.plan.wider else None,
+            "ds_param_type": ZeroParamType.PARTITIONED,
+            "ds_process_group": unit.mesh.zero.pg,
+            "is_external_param": False,
             "partition_numel": lambda: -(-prod(shape) // shards),
+            **dict.fromkeys(("all_gather", "all_gather_coalesced", "partition"), _refuse_by_hand),
         }
     parameter.__dict__.update(attributes, _ds_marks=["_ds_marks", *attributes])
+
+
+def _refuse_by_hand(*_args: Any, **_kwargs: Any) -> NoReturn:
+    """Not in this release: a context gathers and releases, for whole units and on every rank."""
+    raise NotYetError(
+        "parameters are gathered and released by a context, on every rank: "
+        "`with deepspeed.zero.GatheredParameters(params, modifier_rank=0): ...` (None to read only)"
+    )
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:
@@ -169,8 +183,28 @@ class ReleasedFace:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's values, of the last update."""
+        if (values := self.__dict__.get("ds_tensor")) is None:
+            raise AttributeError("ds_tensor is there where parameters are sharded")
+        self.__dict__["_ds_unit"].settle()
+        return cast(torch.Tensor, values)
+
+    @ds_tensor.setter
+    def ds_tensor(self, values: torch.Tensor) -> None:
+        self.__dict__["ds_tensor"] = values
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _is_hollow(cast(torch.Tensor, self))  # torch asks for the class first, which may be another one then
+        hollow = _is_hollow(cast(torch.Tensor, self))  # torch asks for the class first, which may be another one then
+        unit = getattr(self, "_ds_unit", None)
+        # Before there is an engine all ranks build the model, so all of them copy this part of it.
+        if hollow and isinstance(self, nn.Parameter) and unit is not None and getattr(unit.keeper, "building", False):
+            unit.pin()
+            try:
+                return copy.deepcopy(self, memo)  # of the plain class now, so an ordinary parameter
+            finally:
+                unit.unpin()
         return super().__deepcopy__(memo) if isinstance(self, ReleasedFace) else copy.deepcopy(self, memo)  # type: ignore[misc]
 
 
@@ -204,6 +238,64 @@ def storage_uses(flat: torch.Tensor) -> int:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that is on this rank: a DTensor's local tensor, itself for any other."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def castable(dtype: torch.dtype) -> bool:
+    """Whether values may change to another precision: 8-bit floats are codes that mean nothing without their scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Whether it is made of other tensors (a class of torchao's, say) and has no memory of its own, which could be cut.
+    A DTensor, which has a local tensor, is none.
+    """
+    return not hasattr(tensor, "_local_tensor") and bool(is_traceable_wrapper_subclass(tensor))
+
+
+_DEEPEST = 4
+Piece = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]  # path, tensor, and what puts another in its place
+
+
+def pieces_of(parameter: torch.Tensor) -> Iterator[Piece]:
+    """The tensors beside its own memory that the values of a frozen ``parameter`` depend on, each once.
+
+    Of one that is composed those that it is made of; of codes (whole numbers, 8-bit floats) what hangs on its
+    attributes: scales, in objects, dicts and lists down to four levels. Modules and parameters are not entered.
+    """
+    if is_composed(parameter):
+        yield from _composing(parameter)
+    elif not parameter.requires_grad and not castable(parameter.dtype):
+        ours = parameter.__dict__.get("_ds_marks", ())
+        yield from _within({k: v for k, v in vars(parameter).items() if k not in ours}, vars(parameter), set())
+
+
+def _composing(tensor: Any, path: str = "") -> Iterator[Piece]:
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if is_composed(inner):
+            yield from _composing(inner, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", inner, functools.partial(setattr, tensor, name)
+
+
+def _within(items: Any, holder: Any, seen: set[int], path: str = "") -> Iterator[Piece]:
+    """Tensors among the values of a dict or list ``items``, or of what they hold; ``holder`` is where they are kept."""
+    for key, value in list(items.items() if isinstance(items, dict) else enumerate(items)):
+        if isinstance(value, nn.Module | nn.Parameter | type) or id(value) in seen or path.count(".") == _DEEPEST:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield f"{path}{key}", value, functools.partial(holder.__setitem__, key)
+        elif isinstance(value, dict | list):
+            yield from _within(value, value, seen, f"{path}{key}.")
+        elif isinstance(inside := getattr(value, "__dict__", None), dict):
+            yield from _within(inside, inside, seen, f"{path}{key}.")
+
+
+def move_composed(parameter: nn.Parameter, device: torch.device) -> None:
+    """Let a composed ``parameter``, which keeps its identity, be on ``device``."""
+    if is_composed(parameter) and parameter.device != device:
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(device), requires_grad=False))
 
 
 def place_of(parameter: nn.Parameter, name: str, tp: AxisGroup) -> Place:
@@ -257,6 +349,16 @@ def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Te
     for (start, shape), values in zip(place.boxes, flat.split(sizes), strict=True):
         whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))] = values.view(shape)
     return sum_in_place(whole, tp)
+
+
+def check_unmoved(param: torch.Tensor, address: int, name: str) -> None:
+    """Raise UsageError unless ``param`` shows the memory that it was given."""
+    if local_of(param).data_ptr() != address:
+        raise UsageError(
+            f"{name!r} was given other data, resized, moved or cast after deepspeed.initialize (now {param.dtype}, "
+            f"{param.device}), so the optimizer would no longer update it. Choose all that before, or call "
+            "engine.destroy() and initialize again; to write values use param.copy_(...) under torch.no_grad()"
+        )
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:

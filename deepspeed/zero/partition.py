@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.zero.param import shape_on_rank
+from deepspeed.zero.param import is_composed, shape_on_rank
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
 
 if TYPE_CHECKING:
@@ -110,11 +110,6 @@ class UnitFacts:
         return self.early / self.divisor
 
 
-def castable(dtype: torch.dtype) -> bool:
-    """Whether values may change to another precision: 8-bit floats are codes that mean nothing without their scales."""
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
 def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
     """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
     start = 0
@@ -168,7 +163,9 @@ class Partition:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks: several children of one class in one container, with parameters; and leaves."""
+    """The outermost repeated blocks: several children of one class in one container, with parameters; and leaves. Those
+    of a module that says ``repeats_blocks`` also inside another block, which comes before.
+    """
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if getattr(module, "_z3_leaf", False):
@@ -182,6 +179,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             path = f"{prefix}.{name}" if prefix else name
             if counts[type(child)] >= 2:
                 yield path, child
+                for inner, part in child.named_modules(prefix=path):
+                    if getattr(part, "repeats_blocks", False):
+                        yield from walk(part, inner)
             else:
                 yield from walk(child, path)
 
@@ -211,13 +211,13 @@ def partition(
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
-    """Divide all parameters of ``model`` into units according to ``plan``.
+    """Divide all parameters of ``model``, but for those made of other tensors, into units according to ``plan``.
 
     ``trainable``: those with gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored in.
     ``facts_of(name, param)``: who shares it; a unit holds parameters with equal facts. Tied parameters are owned by the
     first module that holds them; every module that touches a unit directly is listed for it, and so is its root.
     """
-    names = {p: n for n, p in model.named_parameters()}
+    names = {p: n for n, p in model.named_parameters() if not is_composed(p)}
     trained, small = set(trainable), _persistent(names, plan)
     roots = dict(find_blocks(model))
     block_of = {m: path for path, block in roots.items() for m in block.modules()}
@@ -227,7 +227,7 @@ def partition(
     latest: dict[object, int] = {}  # the unit that further parameters of a kind join, unless it is full
     for path, module in model.named_modules():
         block = block_of.get(module)
-        for param in (p for p in module.parameters(recurse=False) if p not in index_of):
+        for param in (p for p in module.parameters(recurse=False) if p in names and p not in index_of):
             name = names[param]
             kind = (param in trained, param in small, param.dtype, rest_dtype(name, param), facts_of(name, param))
             replicated = param in small or not plan.regular.param.sharded
@@ -246,11 +246,12 @@ def partition(
             index_of[param] = index
     touches: dict[nn.Module, list[int]] = {}
     for module in model.modules():
-        if units := [index_of[p] for p in module.parameters(recurse=False)]:
+        if units := [index_of[p] for p in module.parameters(recurse=False) if p in names]:
             touches[module] = list(dict.fromkeys(units))
-    entries = [entry for block in roots.values() for entry in _entries(block)]
-    for entry in entries:
-        touches[entry] = list(dict.fromkeys(i for m in entry.modules() for i in touches.get(m, ())))
+    entries = {entry: path for path, block in roots.items() for entry in _entries(block)}
+    for entry, path in entries.items():
+        inside = (m for m in entry.modules() if block_of[m] == path)
+        touches[entry] = list(dict.fromkeys(i for m in inside for i in touches.get(m, ())))
     return Partition(specs, touches, set(entries))
 
 

@@ -17,6 +17,7 @@ class InFlight:
     UNITS = 2  # typical ones, gathered before they are needed
     READS = 3  # shards on their way from a drive beside the ones being fetched
     GRADIENT_BUFFERS = 3  # one filled by a reduction while two are written
+    EARLY = 3  # of the elements that the host updates, one in so many has a place for new states beside the old ones
     VISITS = 2  # units whose optimizer states are on the device for their update: one comes while one goes
 
 
@@ -88,6 +89,11 @@ class UnitPlan:
         return self.grad is not None and not self.grad.sharded and not self.grad.away
 
     @property
+    def wider(self) -> bool:
+        """Whether OPTIM is spread over more ranks than PARAM, which a part of them holds together (hpZ of ZeRO++)."""
+        return self.param.sharded and self.optim is not None and self.optim.spread != self.param.spread
+
+    @property
     def visits(self) -> bool:
         """Whether OPTIM travels to the device for its update: the gradient waits for it there."""
         return self.grad is not None and self.optim is not None and self.optim.away and not self.grad.away
@@ -121,7 +127,8 @@ class OffloadPlan:
     ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
     PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates (None: as
     the rates of this machine say); it stays there, or with ``travel`` comes for the update. ``delayed_from``: the first
-    update, from 1, that goes on beside the next step; 0 for none. Limits are bytes; 0 for none. ``save_copies``: saves
+    update, from 1, that goes on beside the next step; 0 for none. ``early``: updates begin beside the backward, on the
+    share ``host_cores`` of the cores. Limits are bytes; 0 for none. ``save_copies``: saves
     keep a copy of the states in host memory while training goes on.
     """
 
@@ -135,6 +142,8 @@ class OffloadPlan:
     device_share: float | None = 0.0
     travel: bool = False
     delayed_from: int = 0
+    early: bool = False
+    host_cores: float = 1.0
     pin_param: bool = True
     pin_optim: bool = True
     block_bytes: int = 1 << 20
@@ -231,6 +240,8 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         device_share=None if travel and "ratio" not in optim.model_fields_set else 1.0 - float(optim.ratio),
         travel=travel,
         delayed_from=1 + int(optim.delayed_update_warm_up) if optim.delayed_update else 0,
+        early=optim.super_offload,
+        host_cores=float(optim.cpuadam_cores_perc) if optim.super_offload else 1.0,
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,
         block_bytes=-(-int(aio.block_size) // 4096) * 4096,

@@ -42,7 +42,7 @@ class Publication:
         values in a context; whether that is so. It is for ``leave_to``.
         """
         shown = unit.movable and unit.state is UnitState.READY
-        if shown or unit.tiled or unit.on_drive(StateKind.PARAM) or _wider(unit):
+        if shown or (unit.on_drive(StateKind.PARAM) and not unit.tiled) or _wider(unit):
             return False
         self._waiting.remove(unit)
         return True
@@ -56,7 +56,7 @@ class Publication:
             same = unit.master is None or piece.data_ptr() == unit.master.data_ptr()
             return ARRIVED if same else publish_rest(unit, piece, written, up=self._up, spent=True)
 
-        unit.update_behind(worker.hand_over(turn))
+        unit.update_behind(worker.hand_over(turn, place=unit.index, after=unit.landed))
 
     def finish(self, written: Sequence[OptimView] | None = None) -> None:
         """All that is left, also after an error; what was started has ended on the compute stream. With ``written`` as

@@ -27,11 +27,12 @@ from deepspeed.zero.failures import Aftermath, RankState, break_off_all, doubt, 
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.partition import GradState, UnitState
-from deepspeed.zero.plan import InFlight, StateKind, ZeroPlan
+from deepspeed.zero.plan import InFlight, StateKind, Tier, ZeroPlan
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.delayed import Delayed
+from deepspeed.zero.update.early import Early
 from deepspeed.zero.update.visits import Visits
 
 _ALIKE_S = 10.0  # within which ranks that send each other no messages are to have failed, too
@@ -44,6 +45,7 @@ class Runtime:
     tiles: OptimTiles | None = None
     visits: Visits | None = None
     delayed: Delayed | None = None
+    early: Early | None = None
     watch_gradients: Callable[[list[Unit]], None] | None = None  # called before each update; collective
 
     def __init__(
@@ -97,11 +99,9 @@ class Runtime:
         # The last forward has been passed without a message, and no backward has come yet.
         self._unanswered = False
         self._trains = any(u.trainable for u in units)
-        # Where memory is the point, the heap gives back what it keeps of it.
-        saves_memory = device.type == "cpu" and any(u.drives for u in units)
+        saves_memory = device.type == "cpu" and any(u.drives for u in units)  # the heap gives back what it keeps
         self._trim: Callable[[], object] = hostmem.HeapTrimmer().trim if saves_memory else lambda: None
-        # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
-        self.second_order = False
+        self.second_order = False  # the last backward keeps a graph: its units stay until one that does not
         for unit in units:
             unit.keep_by(weakref.ref(self))
 
@@ -253,8 +253,7 @@ class Runtime:
         return decision
 
     def _execute(self, decision: Decision, wanted: int | None = None) -> None:
-        for index in decision.reduced:
-            self._owed.append((Kind.REDUCE, index, False))
+        self._owed += [(Kind.REDUCE, index, False) for index in decision.reduced]
         for position, index in enumerate(decision.units if decision.kind is Kind.GATHER else ()):
             guest = index != wanted and (position == 0 or wanted not in decision.units)
             self._owed.append((Kind.GATHER, index, guest))
@@ -292,7 +291,6 @@ class Runtime:
         self.gradients.land_all()
         for unit in self._vacant:
             unit.clear_grad()
-        self._vacant.clear()
 
     def _discard(self, unit: Unit) -> None:
         unit.arrive()
@@ -322,6 +320,8 @@ class Runtime:
         if not self.in_backward:
             self._look_back()
             self._unanswered = False
+            for unit in (u for u in self.units if not u.movable):  # a graph from before the update may be used again
+                unit.settle()
             self.on_backward()
             self.gradients.withdraw()
             self.in_backward = True
@@ -354,8 +354,11 @@ class Runtime:
         else:
             self._contributed |= bool(unit.fired)
         self.gradients.reduce(unit)
-        if self.tiles is not None and self.in_backward and self.gradients.final:
+        last = self.in_backward and self.gradients.final
+        if last and self.tiles is not None:
             self.tiles.read_ahead()
+        if last and self.early is not None:
+            self.early.begin(unit)
 
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is foreseen: release its parameters."""
@@ -424,7 +427,7 @@ class Runtime:
         """
         if self.depth or self.in_backward:
             raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
-        self.settle()
+        self.settle(stepping=True)
         self.gradients.final = True
         self.gradients.hold = False
         self.gradients.withdraw()
@@ -441,11 +444,11 @@ class Runtime:
             self._pay(after=error)
             return [unit for unit in self.units if unit.trainable], error
 
-    def settle(self) -> None:
-        """Until no update is under way in another thread. UsageError where one has failed."""
+    def settle(self, *, stepping: bool = False) -> None:
+        """Until no update is under way in another thread (see ``Unit.settle``). UsageError where one has failed."""
         if self.worker is not None and self.worker.busy and not self.worker.inside():
             for unit in self.units:
-                unit.settle_states()
+                unit.settle_states(stepping=stepping)
             self.worker.busy = False
 
     def forget_updates(self) -> None:
@@ -471,12 +474,9 @@ class Runtime:
 
         ``keep_gradients``: the error came in a forward, which adds none; those of earlier micro-batches stay.
         """
-        self.depth = 0
-        self._on_demand.clear()
-        self._complete.clear()
-        self._path.clear()
-        self._passed_at = None
-        self._unanswered = self.in_backward = False
+        self.depth, self._passed_at, self._unanswered, self.in_backward = 0, None, False, False
+        for noted in (self._on_demand, self._complete, self._path):
+            noted.clear()
         self.schedule.abandon()
         self._forget_ahead()
         if not keep_gradients:
@@ -593,7 +593,7 @@ class Runtime:
 
 
 def _worker(units: list[Unit], device: torch.device) -> Worker | None:
-    """Who updates what rests in host memory. None where the host would only take turns with itself, but for tests."""
+    """Who updates what rests elsewhere. None where the host would only take turns with itself, but for tests."""
+    tiers = {u.plan.optim.tier for u in units if u.plan.optim is not None} - {Tier.DEVICE}
     behind = device.type != "cpu" or "DEEPSPEED_UPDATE_BEHIND" in os.environ
-    away = any(u.plan.optim is not None and u.plan.optim.away for u in units)
-    return Worker(device) if behind and away else None
+    return Worker(device) if behind and tiers else None

@@ -33,10 +33,11 @@ from deepspeed.zero.update.visits import Visits
 class StepResult:
     """What an update has come to. ``norm``: unscaled, before clipping, inf on overflow, None if not computed;
     ``overflow``: nothing was updated. Both wait for the device where it has not said so yet: see ``known``.
+    ``weight``: of the micro-batches of all ranks, where they have one.
     """
 
-    def __init__(self, norm: float | None = None, *, overflow: bool = False) -> None:
-        self._norm, self._overflow = norm, overflow
+    def __init__(self, norm: float | None = None, *, overflow: bool = False, weight: float = 0.0) -> None:
+        self._norm, self._overflow, self.weight = norm, overflow, weight
 
     norm = property(lambda self: self._norm)
     overflow = property(lambda self: self._overflow)
@@ -93,11 +94,13 @@ def take_step(
     skip_nonfinite: bool,
     loss_scale: float,
     at_once: bool,
+    weight: torch.Tensor | None = None,
 ) -> StepResult:
     """One optimizer update over all units. Collective. Gradients are consumed.
 
     ``clip``: maximum global norm, 0 for none. Without ``need_norm`` there is neither norm nor look for overflow.
-    ``at_once``: the caller acts on an overflow before the next update.
+    ``at_once``: the caller acts on an overflow before the next update. ``weight``: of this rank's micro-batches, by
+    which its gradients are multiplied; what is left of the mean over all ranks' is to divide by the mean of that.
     """
     units, failure = runtime.gather_gradients()
     if runtime.watch_gradients is not None:
@@ -105,16 +108,18 @@ def take_step(
     runtime.steps += 1
     factor = 1.0 / loss_scale
     result, skip = StepResult(), None
-    if need_norm:
-        sums, failure = summed_squares(runtime, units, failure)
-        if clip > 0 or (skip_nonfinite and (at_once or not _goes_ahead(runtime))):
-            norm = global_norm(runtime, sums, failure) * factor
+    if need_norm or weight is not None:
+        sums, failure = summed_squares(runtime, units, failure, weight)
+        if clip > 0 or weight is not None or (skip_nonfinite and (at_once or not _goes_ahead(runtime))):
+            norm, of_all = global_norm(runtime, sums, failure)
+            factor *= runtime.mesh.job.size / of_all if of_all > 0 else 1.0
+            norm *= factor
             if not math.isfinite(norm) and skip_nonfinite:
                 runtime.catch_up()
                 report_nonfinite(runtime, units)
                 runtime.gradients.clear(collected=True)
-                return StepResult(math.inf, overflow=True)
-            result = StepResult(norm)
+                return StepResult(math.inf, overflow=True, weight=of_all)
+            result = StepResult(norm, weight=of_all)
             if clip > 0:
                 factor /= max(1.0, (norm + 1e-6) / clip)
         else:
@@ -153,7 +158,11 @@ def _update(
     the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.
     """
     if runtime.delayed is not None and runtime.delayed.applies():
-        runtime.delayed.step(views, factor, failure=failure)
+        try:
+            runtime.delayed.step(views, factor, failure=failure)
+        except Exception:
+            runtime.half_updated = True
+            raise
     elif runtime.tiles is None:
         publication = runtime.publication(units)
         try:
@@ -170,8 +179,8 @@ def _update(
             raise
         publication.finish(written)
     else:
-        written = _update_tiles(runtime, runtime.tiles, views, factor, failure)
-        runtime.publication(units).finish(written)
+        publication = runtime.publication(units)
+        publication.finish(_update_tiles(runtime, runtime.tiles, views, factor, failure, publication))
 
 
 def _update_in_memory(
@@ -195,6 +204,8 @@ def _update_in_memory(
         skip = None
     homes = [view.unit if view.unit.plan.of(StateKind.OPTIM).away else None for view in views]
     if not any(homes) or not getattr(type(optimizer), "undisturbed", lambda _: False)(optimizer):
+        for view in views:
+            view.unit.exchange_early(None)  # which writes where this does
         with visits.all_at_once(views) if visits is not None else contextlib.nullcontext():
             return run_step(optimizer, views, optimizer.step, factor, skip=skip)
     turns, captured, pairs = Turns(optimizer), captured_groups(optimizer), zip(homes, views, strict=True)
@@ -204,8 +215,9 @@ def _update_in_memory(
     rest = [part for part in parts if part[0] not in spared]
     with visits.expected([those for _, those in rest]) if visits is not None else contextlib.nullcontext():
         for unit, those in rest:
+            at_once = functools.partial(run_step, optimizer, those, functools.partial(turns.take, those), factor)
             with visits.on_device(those) if visits is not None else contextlib.nullcontext():
-                written = run_step(optimizer, those, functools.partial(turns.take, those), factor)
+                written = _or_early(at_once, those, captured, factor)()
             publication.through(unit, written)
     if behind is not None and spared:
         optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
@@ -222,15 +234,35 @@ def _turn_of(
     """The update of ``views`` with the settings in ``groups``, whatever changes before it is called."""
     those = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
     step = functools.partial(optimizer.update, those)
-    return functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
+    at_once = functools.partial(run_step, optimizer, views, step, factor, frozen=frozen_later(views))
+    return _or_early(at_once, views, groups, factor)
+
+
+def _or_early(
+    at_once: Callable[[], list[OptimView]], views: list[OptimView], groups: list[dict[str, Any]], factor: float
+) -> Callable[[], list[OptimView]]:
+    """That update of ``views``, of one unit or of several, or the same one begun before the step."""
+    early = views[0].unit.exchange_early(None, taken=True)
+    if early is None:
+        return at_once
+    if early.fits(groups, factor, frozen_later(views)):
+        return functools.partial(early.finish, at_once)
+    early.forget()
+    return at_once
 
 
 def _update_tiles(
-    runtime: Runtime, tiles: OptimTiles, views: list[OptimView], factor: float, failure: Exception | None
+    runtime: Runtime,
+    tiles: OptimTiles,
+    views: list[OptimView],
+    factor: float,
+    failure: Exception | None,
+    publication: Publication,
 ) -> list[OptimView]:
     written: list[OptimView] = []
     try:
-        written = tiles.step(views, factor) if failure is None else []
+        if failure is None:
+            written = tiles.step(views, factor, spare=publication.spare, worker=runtime.worker)
     except Exception as error:
         failure = error
     failed = collectives.failures(failure, runtime.mesh.job)
@@ -246,10 +278,11 @@ def _update_tiles(
 
 
 def summed_squares(
-    runtime: Runtime, units: list[Unit], failure: Exception | None
+    runtime: Runtime, units: list[Unit], failure: Exception | None, weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Exception | None]:
     """On the device: the square of the norm of the mean gradients over all ranks, before the loss scale is divided out;
-    on how many ranks it is not finite; and how many have failed on the way here. And this rank's failure, if any.
+    on how many ranks it is not finite; how many have failed on the way here; and the sum of ``weight``, if there is
+    one. And this rank's failure, if any.
     """
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     try:
@@ -258,27 +291,30 @@ def summed_squares(
     except Exception as error:
         failure = error
     failed = torch.full_like(total, failure is not None)
-    sums = torch.stack([total, (~torch.isfinite(total)).double(), failed])
+    more = [] if weight is None else [weight]
+    sums = torch.stack([total, (~torch.isfinite(total)).double(), failed, *more])
     return collectives.sum_in_place(sums, runtime.mesh.job), failure
 
 
-def norm_of(sums: torch.Tensor) -> tuple[float, bool]:
-    """The global norm, and whether a rank has failed, from ``summed_squares``. Waits for the device."""
-    whole, bad, failed = sums.tolist()
-    return math.inf if bad else math.sqrt(whole), failed > 0
+def norm_of(sums: torch.Tensor) -> tuple[float, bool, float]:
+    """The global norm, whether a rank has failed, and the weight (0 without one), from ``summed_squares``. Waits for
+    the device.
+    """
+    whole, bad, failed, *weight = sums.tolist()
+    return math.inf if bad else math.sqrt(whole), failed > 0, sum(weight)
 
 
-def global_norm(runtime: Runtime, sums: torch.Tensor, failure: Exception | None) -> float:
-    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out.
+def global_norm(runtime: Runtime, sums: torch.Tensor, failure: Exception | None) -> tuple[float, float]:
+    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out; and the weight.
 
     A ``failure`` on the way to the step has travelled with it, and is raised: RankFailedError on the others.
     """
-    norm, failed = norm_of(sums)
+    norm, failed, weight = norm_of(sums)
     if failed:
         states = runtime.share(failure, f"step {runtime.steps}", in_forward=False, group=runtime.mesh.job)
         runtime.known = failure or error_of(states, runtime.mesh)
         raise runtime.known
-    return norm
+    return norm, weight
 
 
 def _late_report(runtime: Runtime) -> Callable[[], None]:

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
-from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.store import Memory, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, hide, local_of, point, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import check_unmoved, expose, hide, point, storage_uses, unmark_zero_parameter
 from deepspeed.zero.partition import GradState, Keeper, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
@@ -46,21 +45,20 @@ class Unit:
         self.rest: dict[StateKind, TierStore] = {}
         self.views: list[Any] = []  # the OptimViews of it
         self.tiers: Tiers | None = None
-        # Sum of the squares of a rest gradient that is not on the device.
-        self.grad_square: torch.Tensor | None = None
+        self.grad_square: torch.Tensor | None = None  # of a rest gradient that is not on the device
         # The last copy between host memory of GRAD or OPTIM and the device: the program waits for it before it reads
         # what comes down, and before it writes.
         self.landed = ARRIVED
         self._updating = ARRIVED  # the last update in another thread, of masters, slots and PARAM at rest
         self._delayed = ARRIVED  # that of masters and slots alone
+        self._early: Any = None  # one that the next step may take (EarlyUpdate)
         self.master_is_param = False
-        # The update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing.
-        self.tiled = False
+        self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
         # Positions whose gradients are in ``partial``; of these, those of the running backward.
         self.fired: set[int] = set()
+        self.absorbed: dict[int, int] = {}  # torch's version of a parameter as its masters have followed it
         self.arrived: set[int] = set()
-        # Something that autograd cannot announce will read the parameters in backward: they stay until the flush.
-        self.kept = False
+        self.kept = False  # something that autograd cannot announce will read the parameters: they stay until the flush
         self.grad_filled = self._lent = False
         self._done, self._done_task = set[int](), -1
         self._keeper: Callable[[], Keeper | None] = lambda: None
@@ -185,17 +183,12 @@ class Unit:
         """True when every parameter's values are here: not released, and not still arriving."""
         return self.state is UnitState.READY
 
-    @property
-    def trainable(self) -> bool:
-        return self.plan.grad is not None
+    trainable = property(lambda self: self.plan.grad is not None)
+    idle = property(lambda self: self.users == 0 and self.pins == 0)
 
     @property
     def device(self) -> torch.device:
         return self.full.device
-
-    @property
-    def idle(self) -> bool:
-        return self.users == 0 and self.pins == 0
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
         """This rank's flat [start, stop) of a state at rest."""
@@ -223,12 +216,8 @@ class Unit:
         base, width = self.full.data_ptr(), self.full.element_size()
         first = len(self.params) - 1 if sample else 0
         for segment, param in zip(self.layout.segments[first:], self.params[first:], strict=True):
-            if segment.numel and local_of(param).data_ptr() != base + segment.offset * width:
-                raise UsageError(
-                    f"parameter {segment.name!r} was given other data, moved or cast after deepspeed.initialize (now "
-                    f"{param.dtype} on {param.device}), so the optimizer would no longer update it. Choose dtype and "
-                    "device before, or by the configuration, and write values in place (param.data.copy_(...))"
-                )
+            if segment.numel:
+                check_unmoved(param, base + segment.offset * width, segment.name)
 
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""
@@ -241,12 +230,13 @@ class Unit:
         self.landed = self.rest[StateKind.GRAD].put(grad)
 
     def note_landing(self, copies: Transfer) -> None:
-        """From what the host has of the unit ``copies`` go to the device."""
+        """From what the host has of the unit ``copies`` go to the device; the last ones have been waited for."""
         self.landed = copies
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
         """Let the rest gradient in host memory, which has landed, be of ``dtype``."""
         if self.grad is not None and self.grad.dtype is not dtype:
+            self.settle()
             values = self.grad.to(dtype)
             self.rest[StateKind.GRAD].hold_as(dtype)
             self.grad.copy_(values)
@@ -268,9 +258,7 @@ class Unit:
         return square
 
     def open_partial(self, dtype: torch.dtype, *, begin: torch.Tensor | None = None) -> torch.Tensor:
-        """The full-size local sum, made (with zeros in the gaps) where there is none: of ``begin`` if that is given.
-        EMPTY or REDUCED -> LOCAL.
-        """
+        """The full-size local sum; where there is none, made of ``begin`` or of zeros. EMPTY or REDUCED -> LOCAL."""
         if self.partial is None:
             if begin is None:
                 begin, self._spare = self._spare, None
@@ -316,6 +304,7 @@ class Unit:
 
     def clear_grad(self) -> None:
         """Drop the gradient; its memory stays for the next window."""
+        self.exchange_early(None)
         self.partial = None
         self.fired.clear()
         self.arrived.clear()
@@ -384,8 +373,17 @@ class Unit:
             self._transfer = update
             self._hide()
 
-    def settle(self) -> None:
-        """Wait for an update under way in another thread. UsageError where that has failed."""
+    def exchange_early(self, update: Any, *, taken: bool = False) -> Any:
+        """The update that has begun before its step, for another; it is forgotten, unless it is ``taken``."""
+        before, self._early = self._early, update
+        if before is not None and not taken:
+            before.forget()
+        return before
+
+    def settle(self, *, stepping: bool = False) -> None:
+        """Wait for an update in another thread, but forget what only a step takes. UsageError where it has failed."""
+        if not stepping:
+            self.exchange_early(None)
         self._updating.wait()
         if not self.movable:
             self.arrive()
@@ -394,9 +392,9 @@ class Unit:
         """Masters and slots alone are there when ``update`` is."""
         self._delayed = update
 
-    def settle_states(self) -> None:
+    def settle_states(self, *, stepping: bool = False) -> None:
         """The same of masters and slots, until the program may read them."""
-        self.settle()
+        self.settle(stepping=stepping)
         self._delayed.wait()
         if self.plan.visits:
             self.landed.wait()
@@ -424,8 +422,8 @@ class Unit:
         return collectives.all_gather(self.full, piece, cut[0]) if cut else ARRIVED
 
     def read_ahead(self) -> bool:
-        """Start reading the shard from its drive for a later fetch; False if it is not there, or no buffer free."""
-        return self.state is UnitState.ABSENT and self.rest[StateKind.PARAM].read_ahead()
+        """Start reading the shard from its drive for a later fetch; False if it is not there yet, or no buffer free."""
+        return self.state is UnitState.ABSENT and self.updated and self.rest[StateKind.PARAM].read_ahead()
 
     def fetch_whole(self) -> None:
         """Gather at once, without schedule or agreement: for construction and teardown, the same on every rank."""
@@ -466,7 +464,6 @@ class Unit:
 
     def all_done(self, position: int, task: int) -> bool:
         """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one.
-
         Autograd finishes a gradient after the parameter's last use in that task, so no op still reads the weights.
         """
         if task != self._done_task:
@@ -498,6 +495,7 @@ class Unit:
             if lo < hi:
                 with self.values(kind, write=True) as resting:
                     self.part(kind, segment, resting).copy_(values[lo - segment.offset : hi - segment.offset])
+        self.absorbed[position] = self.params[position]._version
         self.new_version(shown=True)
 
     def new_version(self, *, shown: bool = False) -> None:
@@ -531,10 +529,10 @@ class Unit:
         if kind is StateKind.GRAD and not self.grad_filled:
             self.drop_rest(kind)  # only memory; the next reduction makes it again
             return
-        self._replace(kind, home)
-        back.callback(self._replace, kind, lambda tensor: tensor.to(device))
+        self.rest_in(kind, home)
+        back.callback(self.rest_in, kind, lambda tensor: tensor.to(device))
 
-    def _replace(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def rest_in(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let a state, if it is still there, rest in ``copy`` of its memory; what looks at it follows."""
         if kind not in self.rest:
             return
@@ -592,6 +590,7 @@ class Unit:
         self._keeper = keeper
 
     keeper = property(lambda self: self._keeper(), doc="Who gathers the unit; None when nobody does any more.")
+    updated = property(lambda self: self._updating.done(), doc="Whether no update is under way in another thread.")
 
     def may_fetch_on_demand(self) -> bool:
         return (keeper := self.keeper) is not None and keeper.may_fetch_on_demand()

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from deepspeed.attrs import answers
 from deepspeed.errors import UsageError
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView
@@ -31,11 +32,7 @@ class DeepSpeedOptimizer:
         self._engine = engine
         self._views = views
 
-    @property
-    def loss_scale(self) -> float:
-        return float(self._engine.current_loss_scale())
-
-    cur_scale = loss_scale
+    loss_scale = cur_scale = property(lambda self: float(self._engine.current_loss_scale()))
     loss_scaler = property(lambda self: self._engine.loss_scaler)
     dynamic_loss_scale = property(lambda self: self._engine.dynamic_loss_scale())
 
@@ -58,7 +55,7 @@ class DeepSpeedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of the current accumulation window."""
-        self._engine.runtime.gradients.clear()
+        self._engine.zero_grad()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
         return self._engine.backward(loss, retain_graph=retain_graph)
@@ -144,14 +141,9 @@ class DeepSpeedZeRoOffload:
         for part in self.module.modules():
             part.__dict__.pop("ds_external_parameters", None)
 
-    def get_param_coordinator(self) -> "DeepSpeedZeRoOffload":
-        return self
-
-    def is_invalid_trace(self) -> bool:
-        return False
-
-    def _invalidate_trace(self) -> None:
-        return None
+    get_param_coordinator = answers(lambda self: self)
+    is_invalid_trace = answers(lambda self: False)
+    _invalidate_trace = answers(lambda self: None)
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         self._hooks.install()

@@ -15,7 +15,7 @@ from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.client.incoming import incoming_of
 from deepspeed.zero.layout import Segment
-from deepspeed.zero.param import local_of, part_of, point, whole_of
+from deepspeed.zero.param import is_composed, local_of, part_of, pieces_of, point, whole_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -48,7 +48,7 @@ class GatheredParameters:
 
     What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a
     forward keeps its values after the exit; it costs the memory of the parameter's whole unit until the last such alias
-    is gone.
+    is gone. ``layers_whole`` False: of layers that tensor-parallel ranks share each has its part, as in a forward.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class GatheredParameters:
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
+        *,
+        layers_whole: bool = True,
     ) -> None:
         if isinstance(params, nn.Module):
             params = params.parameters()
@@ -66,7 +68,7 @@ class GatheredParameters:
         # In one order on all ranks: clients pass sets, too.
         ours = [p for p in dict.fromkeys(sharded) if getattr(p, "_ds_unit", None) is not None]
         self._params = sorted(ours, key=lambda p: (p._ds_unit.index, p._ds_position))  # type: ignore[attr-defined]
-        self._modifier = modifier_rank
+        self._modifier, self._layers_whole = modifier_rank, layers_whole
         self._units: list[Unit] = []
         self._pinned = ExitStack()
         self._inside_forward = False
@@ -93,7 +95,7 @@ class GatheredParameters:
         self._inside_forward = self._modifier is None and any(u.may_fetch_on_demand() for u in self._units)
         for param in self._params if not any(u.may_fetch_on_demand() for u in self._units) else ():
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
-            if segment.place is not None and not hasattr(param, "_local_tensor"):
+            if self._layers_whole and segment.place is not None and not hasattr(param, "_local_tensor"):
                 point(param, whole_of(local_of(param).detach(), segment.place, unit.mesh.tp))
                 self._whole.add(param)
         marked = self._units if self._modifier is None and not self._inside_forward else []
@@ -160,7 +162,8 @@ class GatheredParameters:
             if tuple(values.shape) != shape:
                 return UsageError(
                     f"parameter {segment.name!r} changed its shape from {shape} to {tuple(values.shape)} in "
-                    "GatheredParameters; before deepspeed.initialize replace it (module.weight = nn.Parameter(...))"
+                    "GatheredParameters; before deepspeed.initialize replace it (module.weight = nn.Parameter(...)), "
+                    "afterwards call engine.destroy(), change it, and initialize again"
                 )
             if param in self._whole and segment.place is not None:
                 values = part_of(values.detach(), segment.place)
@@ -245,33 +248,12 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The module of an engine with every parameter gathered once and ZeRO's hooks taken off. Collective at both ends.
-
-    Inside, ranks may run different numbers of forward passes. ``model`` that is no engine is handed back as it is.
-    """
-    offload = getattr(model, "_offload", None)
-    if offload is None:
+    """``engine.unsharded()``; a ``model`` that is no engine is handed back as it is."""
+    if getattr(model, "_offload", None) is None:
         yield model
         return
-    with GatheredParameters(list(model.module.parameters())):
-        offload._hooks.remove()
-        try:
-            yield model.module
-        finally:
-            offload._hooks.install()
-
-
-def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Parameters and persistent buffers by name on the CPU, tied names sharing one tensor; None without ``keep``.
-
-    Collective over the units' ranks. One unit is gathered at a time.
-    """
-    tensors, aliases = state_names(module, exclude_frozen=exclude_frozen)
-    kept: dict[str, torch.Tensor] = {}
-    for name, values in whole_weights(module, tensors):
-        if keep:
-            kept[name] = values.detach().to("cpu", copy=True)
-    return {**{n: kept[n] for n in tensors}, **{n: kept[real] for n, real in aliases.items()}} if keep else None
+    with model.unsharded() as module:
+        yield module
 
 
 def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -280,18 +262,20 @@ def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, t
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        if exclude_frozen and not param.requires_grad:
+        if is_composed(param) or (exclude_frozen and not param.requires_grad):
             continue
         if id(param) in first:
             aliases[name] = first[id(param)]
         else:
             first[id(param)], tensors[name] = name, param
-    return tensors | persistent_buffers(module), aliases
+    return tensors | persistent_buffers(module, pieces=not exclude_frozen), aliases
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a module's state, by their names there."""
-    return {
+def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a module's state, by their names there, and ``pieces`` of opaque parameters, by theirs."""
+    params = module.named_parameters() if pieces else ()
+    of_params = {f"{name}.{path}": piece for name, param in params for path, piece, _ in pieces_of(param)}
+    return of_params | {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, child in module.named_modules()
         for name, buffer in child._buffers.items()

@@ -33,8 +33,8 @@ from deepspeed.zero.client.incoming import Incoming, follow_transformers
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import mark_zero_parameter
-from deepspeed.zero.partition import UnitFacts, UnitState, castable, statistics_dtypes
+from deepspeed.zero.param import castable, is_composed, mark_zero_parameter
+from deepspeed.zero.partition import UnitFacts, UnitState, statistics_dtypes
 from deepspeed.zero.plan import TIERS, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
 from deepspeed.zero.unit import Unit
 
@@ -78,6 +78,7 @@ class Init:
     # How much of what constructors touched again may stay gathered: so many parameters, more up to so many elements.
     kept_units = 4
     kept_numel = 1 << 24
+    building = True  # as long as it keeps units there is no engine
     # The context in force. Construction hooks are global by nature, so there can be one only.
     _active: "Init | None" = None
 
@@ -192,7 +193,7 @@ class Init:
             if any(p.is_meta and not hasattr(p, "_ds_unit") for p in part.parameters(recurse=False)):
                 self._materialise(part, name)
             for leaf, param in part.named_parameters(recurse=False):
-                if not hasattr(param, "_ds_unit"):
+                if not hasattr(param, "_ds_unit") and not is_composed(param):
                     dtype = beside.get(param, self.dtype) if castable(param.dtype) else param.dtype
                     self._cut(param, f"{type(part).__name__}.{leaf}", dtype)
 

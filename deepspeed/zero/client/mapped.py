@@ -191,10 +191,7 @@ def _private(path: str) -> Iterator[_Mapping]:
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, FilePart]:
-    """Those of ``tensors`` that are in files, and where. Collective.
-
-    Raises UsageError on all ranks where a file of one of them has become too short.
-    """
+    """Where those of ``tensors`` in files are. Collective. UsageError on all ranks for a file that is too short."""
     files, fault, parts = MappedFiles(), None, dict[str, FilePart]()
     try:
         parts = {name: part for name, tensor in tensors.items() if (part := files.part_of(tensor)) is not None}
@@ -271,9 +268,7 @@ def _zero_gaps(unit: Unit, values: torch.Tensor, lo: int, hi: int) -> None:
 
 
 def read_segment(part: FilePart, segment: Segment, flat: torch.Tensor, *, lo: int, hi: int, base: int = 0) -> None:
-    """Read what of ``segment`` lies in the flat range [``lo``, ``hi``) to its place in ``flat``, which begins at flat
-    index ``base``.
-    """
+    """Read what of ``segment`` lies in the flat range [``lo``, ``hi``) to its place in ``flat``, from ``base`` on."""
     first, last = max(lo, segment.offset), min(hi, segment.stop)
     if first < last:
         part.read(flat[first - base : last - base], first - segment.offset, segment.place)

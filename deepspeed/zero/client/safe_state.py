@@ -182,9 +182,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the fp32 master; a copy when it rests on a drive."""
+    """This rank's part of the fp32 master; a copy when it rests on a drive, or changes places with updates that begin
+    beside the backward.
+    """
     with _opened(param, _MASTER) as master:
-        return None if master is None else master.pieces[0][1]
+        if master is None:
+            return None
+        runtime, values = runtime_of(master.unit), master.pieces[0][1]
+        return values if runtime is None or runtime.early is None else values.clone()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

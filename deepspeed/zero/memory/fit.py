@@ -142,9 +142,16 @@ def memory_plan(
     travelling = (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
     table["gradients on their way", Tier.DEVICE] = travelling
     table["optimizer state on a visit", Tier.DEVICE] = InFlight.VISITS * visits
+    table["new optimizer state", Tier.HOST] = offload.early and (4 + widths.slots) * _beside(units, ways)
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
+
+
+def _beside(units: Sequence[UnitSize], ways: Sequence[int]) -> int:
+    """Elements that have a place for new states beside the old ones."""
+    sizes = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim is not None and u.row.optim.away]
+    return max([sum(sizes) // InFlight.EARLY, *sizes], default=0)
 
 
 def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:

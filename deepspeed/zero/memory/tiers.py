@@ -81,7 +81,6 @@ class Tiers:
 
     @property
     def drives(self) -> list[Drive]:
-        """The drives in use."""
         return list(self._drives.values())
 
     def describe(self) -> list[str]:
@@ -98,6 +97,8 @@ class Tiers:
         for kind, nbytes, note in (("host", plan.host_limit, ""), ("device", plan.device_limit, effect)):
             if nbytes:
                 clauses.append(f"memory.{kind}_limit {nbytes / 2**20:,.0f} MiB{note}")
+        if plan.early:
+            clauses.append(f"updates begin beside the backward, on {plan.host_cores:.0%} of the cores")
         pinned = [what for what, pin in (("parameters", plan.pin_param), ("optimizer state", plan.pin_optim)) if pin]
         return [*clauses, f"page-locked memory for {' and '.join(pinned) or 'nothing'}{effect}"]
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
 from deepspeed.optim.base import GroupStep
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
@@ -49,9 +51,7 @@ class Delayed:
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
     def applies(self) -> bool:
-        """Whether the update that begins is delayed: not the first ones of a training, whatever engine made them. The
-        same answer on all ranks.
-        """
+        """Whether the update that begins is delayed: not the first ones of a training. The same answer on all ranks."""
         return bool(self._runtime.client().global_steps + 1 >= self._first)
 
     def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
@@ -60,9 +60,8 @@ class Delayed:
         the optimizer, on this rank alone maybe, gets one call with all gradients, for which the program waits.
         """
         landed = {view.unit: view.unit.landed for view in views}
-        self.publish()
+        self._publish()
         if failure is not None:
-            self._runtime.half_updated = True
             raise failure
         undisturbed, groups = self._optimizer.undisturbed(), captured_groups(self._optimizer)
         if undisturbed:
@@ -80,7 +79,7 @@ class Delayed:
         worker = self._runtime.worker
         for begun, call in zip(self._begun, calls, strict=True):
             if worker is not None:
-                begun.turn = worker.hand_over(call)
+                begun.turn = worker.hand_over(call, place=begun.unit.index, after=landed[begun.unit])
                 begun.unit.delay_update(begun.turn)
             else:
                 call()
@@ -117,11 +116,36 @@ class Delayed:
         Several([begun.turn for begun in self._begun]).wait()
 
     def publish(self) -> None:
-        """The weights become those of the masters. Collective, where an update has begun."""
+        """The weights become those of the masters. Collective, where an update has begun; UsageError on all ranks where
+        it has failed on one.
+        """
+        runtime, worker = self._runtime, self._runtime.worker
         if not self._begun:
             return
+        failed = collectives.failures(self._failure(), runtime.mesh.job)
+        if failed:
+            self._begun.clear()
+            assert worker is not None
+            rank, text = next(iter(failed.items()))
+            worker.announced, worker.failure = (
+                True,
+                worker.failure or UsageError(f"on {runtime.mesh.title(rank)}: {text}"),
+            )
+            worker.check()  # raises: no rank can go on
+        self._publish()
+
+    def _failure(self) -> UsageError | None:
+        try:
+            self.settle()
+        except UsageError as error:
+            return error
+        return None
+
+    def _publish(self) -> None:
         self.settle()
         begun, self._begun = self._begun, []
+        if not begun:
+            return
         # what is rounded lies in its memory
         kept = [(each, each.unit.exchange_gradient_store(each.store)) for each in begun]
         try:

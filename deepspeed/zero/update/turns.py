@@ -47,7 +47,7 @@ class Turns:
                 continue
             now = _numbers(holder)
             before = self._after.setdefault(name, now)
-            if changed := [str(k) for k in now if k not in before or not _same(now[k], before[k])]:
+            if changed := [str(k) for k in now if k not in before or not same(now[k], before[k])]:
                 raise UsageError(
                     f"{type(self._optimizer).__name__} keeps {', '.join(changed)} of {name} over all parameters, so it "
                     "cannot update them piece by piece, and this update was cut short; use offload_optimizer.device "
@@ -107,12 +107,12 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Whether the numbers are equal, not-a-number too."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (a.shape, a.dtype) == (b.shape, b.dtype) and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict) and isinstance(b, dict):
-        return all(key in b and _same(value, b[key]) for key, value in a.items())
+        return all(key in b and same(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return not any(isinstance(x, torch.Tensor) for x in (a, b)) and bool(a == b or (a != a and b != b))

@@ -1,0 +1,104 @@
+"""Whether the model is still the one that ``initialize`` was given: a change is right, or refused by name."""
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.observe.log import logger
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.runtime import Runtime
+
+_REMEDY = "change the model before deepspeed.initialize, or call engine.destroy(), change it, and initialize again"
+
+
+class ModuleTree:
+    """The modules and parameters of ``model`` as they are when this is made."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+        self._model, self._runtime, units = model, runtime, runtime.units
+        self._names = dict(model.named_parameters(remove_duplicate=False))
+        self._ours = {p: s.name for u in units for p, s in zip(u.params, u.layout.segments, strict=True)}
+        self._added: dict[str, nn.Parameter] = {}
+        self._dropped: set[str] = set()
+        # Whole parameters beside masters of their own; torch counts what is written in place, but not through ``data``.
+        self._apart = [u for u in units if not u.movable and u.master is not None and not u.master_is_param]
+        self._versions = {p: p._version for u in self._apart for p in u.params}
+        self._look()
+
+    def _look(self) -> None:
+        parts = [part for m in self._model.modules() for part in (m._modules, m._parameters)]
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = [(part, (*part.values(),)) for part in parts]
+
+    def check(self) -> None:
+        """UsageError for a trained parameter that is new, and for one that is another than it was. A warning, once, for
+        new ones that are frozen, and for what is gone.
+        """
+        if any(len(part) != len(was) or not all(map(is_, part.values(), was)) for part, was in self._seen):
+            self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
+            self._look()
+        for name, param in self._added.items():
+            if param.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was added after deepspeed.initialize and requires a gradient, but the "
+                    f"engine's optimizer would never update it: {_REMEDY}. requires_grad_(False) keeps it as it is"
+                )
+
+    def _compare(self, now: dict[str, nn.Parameter]) -> None:
+        for name, param in now.items():
+            before = self._names.get(name)
+            if before is None or before is param:
+                continue
+            if (other := self._ours.get(param)) is not None:
+                raise UsageError(f"parameter {name!r} was tied to {other!r} after deepspeed.initialize: {_REMEDY}")
+            raise UsageError(
+                f"parameter {name!r} was replaced by another object after deepspeed.initialize (another head, resized "
+                "embeddings, load_state_dict(assign=True)?), and the engine's optimizer and checkpoints know the old "
+                f"one: {_REMEDY}. To change values alone copy them in place"
+            )
+        added = {n: p for n, p in now.items() if n not in self._names and p not in self._ours}
+        if news := [n for n, p in added.items() if n not in self._added and not p.requires_grad]:
+            logger.warning(
+                "%d parameters were added after deepspeed.initialize and are frozen (%s, ...): every rank has its own, "
+                "whole, and engine.save_checkpoint leaves them out",
+                len(news),
+                news[0],
+            )
+        self._added, present = added, set(now.values())
+        if gone := [n for p, n in self._ours.items() if p not in present and n not in self._dropped]:
+            self._dropped.update(gone)
+            logger.warning(
+                "%d parameters are no longer in the model (%s, ...): they train no more, and stay in memory, optimizer "
+                "and checkpoints until engine.destroy()",
+                len(gone),
+                gone[0],
+            )
+
+    def take_edits(self) -> None:
+        """Masters follow what the client has written into parameters (``load_state_dict``, ``apply``), element by
+        element: where the rounded master is what stands there it keeps its bits. Else the next update would undo it.
+        """
+        for unit in self._apart:
+            now = [p._version for p in unit.params]
+            edited = [i for i, p in enumerate(unit.params) if now[i] not in (self._versions[p], unit.absorbed.get(i))]
+            if not edited:
+                continue
+            if self._runtime.delayed is not None:
+                self._versions.update(
+                    zip(unit.params, now, strict=True)
+                )  # refused once: what is said to use works then
+                raise UsageError(
+                    f"parameter {unit.layout.segments[edited[0]].name!r} was written in place under delayed_update, "
+                    "whose masters are ahead of it: use engine.load_module_state_dict or safe_set_full_fp32_param"
+                )
+            with torch.no_grad(), unit.values(StateKind.OPTIM, write=True) as resting:
+                for position in edited:
+                    segment, param = unit.layout.segments[position], unit.params[position]
+                    lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.OPTIM))
+                    if lo < hi:
+                        master = unit.part(StateKind.OPTIM, segment, resting)
+                        values = unit.full[lo:hi].to(master)
+                        master.copy_(torch.where(master.to(unit.full.dtype).to(master.dtype) == values, master, values))
+                    self._versions[param] = param._version
