@@ -7,6 +7,7 @@ version pay nothing. Each public name is loaded when it is first used and kept f
 from importlib import import_module
 from typing import Any
 
+from deepspeed.absent import tell_of_absent_modules
 from deepspeed.errors import pending_class, pending_function
 from deepspeed.version import __version__
 
@@ -16,8 +17,12 @@ version = __version__
 __version_major__, __version_minor__, __version_patch__ = 1, 0, 0
 __git_hash__ = __git_branch__ = None
 
-_FUNCTIONS = ("init_inference", "default_inference_config")
-_CLASSES = ("DeepSpeedHybridEngine", "InferenceEngine")
+tell_of_absent_modules()
+_FUNCTIONS = ("init_inference", "default_inference_config", "replace_transformer_layer")
+_CLASSES = (
+    *("DeepSpeedHybridEngine", "DeepSpeedInferenceConfig", "InferenceEngine"),
+    *("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
+)
 globals().update({name: pending_function(f"deepspeed.{name}") for name in _FUNCTIONS})
 globals().update({name: pending_class(f"deepspeed.{name}") for name in _CLASSES})
 
@@ -30,6 +35,7 @@ _LAZY = {
     "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",
+    "HAS_TRITON": "deepspeed.git_version_info:",
     "OnDevice": "deepspeed.device:",
     "PipelineEngine": "deepspeed.pipe.engine:",
     "PipelineModule": "deepspeed.pipe:",
@@ -46,7 +52,7 @@ _LAZY = {
 }
 _SUBMODULES = (
     *("accelerator", "checkpoint", "comm", "dist", "elasticity", "git_version_info", "module_inject"),
-    *("moe", "ops", "pipe", "runtime", "utils", "zero"),
+    *("moe", "monitor", "ops", "pipe", "profiling", "runtime", "utils", "zero"),
 )
 
 __all__ = ["__version__", "version", *_FUNCTIONS, *_CLASSES, *_LAZY, *_SUBMODULES]
@@ -63,7 +69,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":  # a dependency of the submodule is missing: that is the news
             raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name) from None
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}", name=name) from None
     value = globals()[name] = getattr(module, attribute or name) if colon else module
     return value
 

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pydoc import ErrorDuringImport, locate
@@ -33,6 +33,7 @@ from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
+from deepspeed.optim.rules import AdamBase
 from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.tensor.start import configured, split
@@ -43,7 +44,8 @@ from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_
 from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
-from deepspeed.zero.partition import UnitFacts, castable, statistics_dtypes
+from deepspeed.zero.param import castable, is_composed
+from deepspeed.zero.partition import UnitFacts, statistics_dtypes
 from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.update.rates import measured_share
@@ -256,6 +258,11 @@ def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, devi
             f"zero_optimization.offload_optimizer.{key} needs an optimizer of this package (AdamW, Lion, Adagrad, Lamb "
             f"by name in the configuration), not {name}; remove it, or use one of these"
         )
+    if offload.early and not isinstance(base, AdamBase):
+        raise OptimizerConfigError(
+            f"zero_optimization.offload_optimizer.super_offload needs this package's AdamW or Adam, not {name}; remove "
+            "it, or use one of these by name in the configuration"
+        )
     if offload.device_share is None:
         share = measured_share(base, mesh, device)
         log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
@@ -291,6 +298,11 @@ def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
     """Why ``param`` cannot belong to a new engine over ``params``."""
     if isinstance(param, UninitializedParameter):
         return "of a lazy module has no shape yet; run one forward of the model before deepspeed.initialize"
+    if is_composed(param) and param.requires_grad:
+        return (
+            f"is a {type(param).__name__}, made of other tensors, which cannot be trained here. Let it require no "
+            "gradient (param.requires_grad_(False)) and train an adapter, or build the model of ordinary tensors"
+        )
     if param.is_complex() and param.requires_grad:
         return (
             f"is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a real tensor with a "
@@ -316,12 +328,16 @@ def choose_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The client's optimizer (an object, or a function of the parameters), else the configured one; None without."""
     given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-    parameters = list(given)
+    parameters = _trained(given)
     base: torch.optim.Optimizer | None = None
     if isinstance(client, torch.optim.Optimizer):
         base = client
     elif callable(client):
         base = client(parameters)
+        if not isinstance(base, torch.optim.Optimizer):
+            raise OptimizerConfigError(
+                f"optimizer= was called with the parameters and has to return a torch optimizer; it returned {base!r}"
+            )
     elif cfg.optimizer is not None:
         mark_muon_parameters(model.named_parameters())
         block = cfg.zero.offload_optimizer
@@ -343,6 +359,19 @@ def choose_optimizer(
                     "optimizer from this model's parameters()"
                 )
     return base
+
+
+def _trained(given: Iterable[Any]) -> list[Any]:
+    """``given`` (parameters, or groups of them) without what requires no gradient, nor groups of nothing else."""
+    kept: list[Any] = []
+    for item in given:
+        if isinstance(item, dict):
+            some = item.get("params", ())
+            params = _trained([some] if isinstance(some, torch.Tensor) else some)
+            kept += [{**item, "params": params}] if params else []
+        elif getattr(item[1] if isinstance(item, tuple) else item, "requires_grad", True):  # (name, parameter)
+            kept.append(item)
+    return kept
 
 
 def _build_rules(
@@ -405,7 +434,8 @@ def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, 
     if base is None:
         return None
     if client is not None:
-        return client(base) if callable(client) and not hasattr(client, "step") else client
+        makes = callable(client) and (isinstance(client, type) or not hasattr(client, "step"))
+        return client(base) if makes else client
     return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base) if cfg.scheduler is not None else None
 
 

@@ -28,7 +28,5 @@ class _Answer(NamedTuple):
 
 
 def answers(what: str | Callable[[Any], Any], text: str | None = None) -> Any:
-    """A method that answers with what its object holds at the path ``what``, or with that function of it; ``text`` is
-    its docstring.
-    """
+    """A method, with the docstring ``text``, that answers with what its object has at the path, or ``what(self)``."""
     return _Answer(operator.attrgetter(what) if isinstance(what, str) else what, text)

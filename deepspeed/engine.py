@@ -17,25 +17,29 @@ from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine_checkpoint import EngineCheckpoint
 from deepspeed.engine_reports import PHASES, EngineReports
+from deepspeed.engine_weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.optim.base import GroupStep
+from deepspeed.optim.rules import AdamBase
 from deepspeed.precision.loss_scale import build_loss_scaler
+from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.client.gathered import GatheredParameters, consolidated_state_dict, leave_device
+from deepspeed.zero.client.gathered import leave_device
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.step import take_step
 from deepspeed.zero.update.delayed import Delayed
+from deepspeed.zero.update.early import Early
 from deepspeed.zero.update.visits import Visits
 
 
-class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
+class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module):
     """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     # set by ``initialize``
@@ -61,6 +65,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._config, self._parts, self._views, self._lasting = config, parts, views, lasting
         self._scaler = build_loss_scaler(config)
         self.runtime, self.device = parts.runtime, get_accelerator().torch_device()
+        self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device)
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
@@ -79,6 +84,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 self.runtime.visits = Visits(optimizer, parts.tiers, up=self.runtime.up)
             if isinstance(optimizer, GroupStep) and (first := self.runtime.plan.offload.delayed_from):
                 self.runtime.delayed = Delayed(self.runtime, optimizer, first=first)
+            if isinstance(optimizer, AdamBase) and self.runtime.plan.offload.early:
+                self.runtime.early = Early(self.runtime, optimizer)
+                optimizer.host_cores = self.runtime.plan.offload.host_cores
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
@@ -117,6 +125,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         if self.module.training:
             self.tput_timer.start()
             self.update_metrics.note_inputs(inputs, kwargs)
+        counts = self.module.training and torch.is_grad_enabled() and not inside_backward()
+        if (tokens := self._tokens if counts else None) is not None:
+            tokens.note(inputs, kwargs)
         cast: Any = contextlib.nullcontext()
         if self.torch_autocast_enabled():
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
@@ -124,6 +135,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             with cast, self._clock("forward"):
                 return self.module(*inputs, **kwargs)
         except BaseException as error:
+            if tokens is not None:
+                tokens.withdraw()
             # A recomputation is left by an exception when it has all it needs.
             if isinstance(error, DivergenceError) or not inside_backward():
                 self._recover(error, in_forward=not isinstance(error, DivergenceError))
@@ -132,7 +145,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns it.
 
-        After an error inside it the accumulation window starts anew.
+        With ``"normalize": "tokens"`` it is weighed by its tokens instead, and returned as it is. After an error inside
+        it the accumulation window starts anew.
         """
         self._make_ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -141,6 +155,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()"
             )
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
+        if self._tokens is not None:
+            divided = self._tokens.weighed(loss, by_caller=not scale_wrt_gas)
         if self.update_metrics.wanted:
             self._losses.append(loss.detach())  # nothing is read from the device yet
         flushes = self.runtime.flushes
@@ -157,7 +173,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             raise
         finally:
             self._in_engine_backward = False
-        return divided.detach() if divided is loss else divided
+        return loss.detach() if divided is loss or self._tokens is not None else divided
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update parameters and schedule, which is collective."""
@@ -189,6 +205,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         assert self.basic_optimizer is not None
         config = self._config
         try:
+            self._parts.hooks.take_edits()
             result = take_step(
                 self.runtime,
                 self._views,
@@ -197,12 +214,15 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                 loss_scale=self._scaler.loss_scale,
                 at_once=self._scaler.dynamic or self.lr_scheduler is not None,
+                weight=None if self._tokens is None else self._tokens.total,
             )
         except BaseException as error:
             self._recover(error)
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
         self._backwards, self._updated = 0, True
+        if self._tokens is not None:
+            self._tokens.end_window(result.weight / (self.mesh.job.size * self._gas))
         self.global_steps += 1
         self.global_samples += samples
         self._result = result
@@ -229,6 +249,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._backwards += 1
         gradients = self.runtime.gradients
         gradients.scale = 1.0
+        if self.runtime.early is not None:
+            self.runtime.early.factor = 1.0 / self._scaler.loss_scale
         if self._in_engine_backward:
             return
         if self._scaler.loss_scale != 1.0 and not self._scaled_by_user:
@@ -238,6 +260,17 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             )
         self._scaled_by_user = False
         gradients.scale = 1.0 / self._gas if self._managed else 1.0
+        if self._tokens is not None:
+            gradients.scale = float(self._tokens.weight())
+
+    def set_batch_tokens(self, count: torch.Tensor | int) -> None:
+        """Say how many tokens the next backward's loss is the mean of, for ``"normalize": "tokens"``.
+
+        For batches whose labels the engine does not see (``labels`` of the model's forward, without -100).
+        """
+        if self._tokens is None:
+            raise UsageError('set_batch_tokens() weighs losses by tokens; it needs "normalize": "tokens"')
+        self._tokens.tell(count)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for calling ``.backward()`` on it directly."""
@@ -284,7 +317,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current window."""
         self._forget_failed_backward()
-        self._backwards = 0
+        self._forget_window()
         self.runtime.gradients.clear()
 
     # -- state the client reads and writes ------------------------------------------------------------------------
@@ -312,8 +345,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
         config, module = self.__dict__.get("_config"), self.__dict__.get("_modules", {}).get("module")
-        if config is not None and name.startswith("zero_") and name[5:] in type(config.zero).model_fields:
-            return lambda: getattr(config.zero, name[5:])
+        if config is not None and name.startswith("zero_"):
+            for key in {name, name[5:]} & type(config.zero).model_fields.keys():
+                return lambda: getattr(config.zero, key)
         if module is not None and name != "module":
             return getattr(module, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -384,44 +418,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
 
-    # -- whole weights --------------------------------------------------------------------------------------------
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
-        if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
-            raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
-        self.runtime.catch_up()
-        return consolidated_state_dict(self.module, keep=self.mesh.first, exclude_frozen=exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        frozen = {prefix + name for name, p in self.module.named_parameters() if not p.requires_grad}
-        return {n: v for n, v in state.items() if n not in frozen} if exclude_frozen_parameters else state
-
-    def load_module_state_dict(
-        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
-    ) -> None:
-        """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
-        self.runtime.catch_up()
-        with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
-            if custom_load_fn is not None:
-                custom_load_fn(src=checkpoint, dst=self.module)
-            else:
-                self.module.load_state_dict(checkpoint, strict=strict)
-        for unit in self.runtime.units:
-            for position in range(len(unit.params) if not unit.movable else 0):
-                unit.absorb(position)
-
+    # -- states that leave the device --------------------------------------------------------------------------------
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
@@ -459,14 +456,21 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
         """Drop what an error has left, on all ranks, and start the accumulation window anew if one was further."""
+        if (worker := self.runtime.worker) is not None:
+            worker.announced = worker.failure is not None
         self._parts.hooks.disarm()
         after = self.runtime.fail(error, in_forward=in_forward)
         if after.torn:
             self._torn = f"a step failed on some ranks and not on others ({after.torn})"
         if not after.window:
-            self._backwards = 0
+            self._forget_window()
             if self._managed:
                 self.micro_steps -= self.micro_steps % self._gas
+
+    def _forget_window(self) -> None:
+        self._backwards = 0
+        if self._tokens is not None:
+            self._tokens.forget()
 
     def _forget_failed_backward(self) -> None:
         """Recover from a plain ``loss.backward()`` that raised: nobody else has noticed that it ended."""
@@ -475,10 +479,18 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
 
     def _make_ready(self, training: str = "") -> None:
         """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
+        self._check_destroyed()
+        worker = self.runtime.worker
+        if worker is not None and worker.failure is not None and not worker.announced:
+            self._recover(worker.failure)  # the others wait for this rank
         self._check_alive()
         self._forget_failed_backward()
         if training and self._must_load:
             self._refuse_to_begin_anew()
+        if training and self._generating:
+            raise UsageError(
+                f"{training} was called inside unsharded(), where nothing is trained; leave the context first"
+            )
         if training and self.basic_optimizer is None:
             raise UsageError(
                 f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "
@@ -491,6 +503,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
 
     def _check_alive(self) -> None:
         self._check_destroyed()
+        self._end_flow()
         self.runtime.rejoin()
         if self.runtime.broken:
             raise UsageError(
@@ -530,13 +543,21 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """
         if self._destroyed:
             return
+        if self._generating:
+            raise UsageError("destroy() was called inside unsharded(); leave the context first")
+        self._end_flow()
         whole = not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
         collective = self._saver.running or self.mesh.tp.size > 1 or whole or self.runtime.delayed is not None
         together = not collective or meet_at_end(self.mesh, comes=not self.runtime.broken)
-        torn = self._end_update()
-        if together and torn is None and not self.runtime.half_updated:
-            self.runtime.catch_up()
-        failed = self._end_save(together=together) or torn
+        announced = self.runtime.worker is not None and self.runtime.worker.announced
+        torn: Exception | None = None
+        try:
+            if together and not self._torn:
+                self.runtime.catch_up()
+        except UsageError as error:
+            torn = error
+        torn = self._end_update() or torn
+        failed = self._end_save(together=together) or (None if announced else torn)
         self._way_back.close()
         self._hear()  # the log is told what was left out
         self._destroyed = True

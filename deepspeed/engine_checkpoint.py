@@ -1,12 +1,12 @@
 """The engine's ``save_checkpoint`` and ``load_checkpoint``."""
 
-import contextlib
 import functools
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.agree import through, together
+from deepspeed.checkpoint.agree import together
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
 from deepspeed.checkpoint.load.source import Source
@@ -14,13 +14,11 @@ from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_
 from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
-from deepspeed.checkpoint.weights.weights import torch_file
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
-from deepspeed.zero.client.gathered import state_names, whole_shape, whole_weights
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.step import StepResult
@@ -38,6 +36,7 @@ class EngineCheckpoint:
     runtime: Runtime
     _config: DeepSpeedConfig
     _saver: Saver
+    _may_begin = False  # whether the script rightly asks for a checkpoint before there is any
     loaded_checkpoint_dp_world_size: int | None = None
     loaded_checkpoint_mp_world_size: int | None = None
 
@@ -110,12 +109,14 @@ class EngineCheckpoint:
         gradients = self.runtime.gradients
         self.runtime.settle()
         self.runtime.catch_up()
+        self._parts.hooks.take_edits()
         gradients.withdraw()
         gradients.land_all()
         gradients.collect()
+        tokens = None if self._tokens is None else self._tokens.state(self.mesh.job)
         content = content_of(
             self._states(),
-            lambda: self._facts(state, name),
+            lambda: self._facts(state, name, tokens),
             exclude_frozen=exclude_frozen_parameters,
             allow_pickle=config.allow_pickle,
         )
@@ -135,7 +136,6 @@ class EngineCheckpoint:
             raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
 
     def _common_tag(self, tag: str | None) -> str:
-        """One tag for all ranks."""
         tags = gather_objects(str(tag) if tag is not None else f"global_step{self.global_steps}", self.mesh.talk)
         if len(set(tags)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
             text = f"ranks save under different tags ({', '.join(dict.fromkeys(tags))})"
@@ -160,11 +160,11 @@ class EngineCheckpoint:
         units, optimizer = self.runtime.units, self.basic_optimizer
         return States(self.module, self.mesh, units, self._views, optimizer, self._group_names, self.tiles)
 
-    def _facts(self, client_state: dict[str, Any], tag: str) -> dict[str, Any]:
+    def _facts(self, client_state: dict[str, Any], tag: str, tokens: dict[str, float] | None = None) -> dict[str, Any]:
         """What ``content_of`` is given."""
         schedule, norm = self.lr_scheduler, self.get_global_grad_norm()
         counters = {name: getattr(self, name) for name in COUNTERS}
-        window = {"backwards": self._backwards, "window": self._gas}
+        window = {"backwards": self._backwards, "window": self._gas, **({"tokens": tokens} if tokens else {})}
         cuts = {name: axis.size for name, axis in (("pp", self.mesh.pp), ("tp", self.mesh.tp)) if axis.size > 1}
         last = {"norm": norm if norm is None else float(norm).hex(), "gradient_after": self.runtime.after}
         return {
@@ -178,34 +178,6 @@ class EngineCheckpoint:
             "config": self._config.source,
             "client_state": client_state,
         }
-
-    def save_16bit_model(
-        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write all weights in the compute dtype to one file for ``torch.load``, a unit at a time. Collective.
-
-        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is
-        off. Raises CheckpointError on every rank when the file cannot be written; an older one is intact then.
-        """
-        if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
-            key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            log_dist(f"save_16bit_model wrote nothing: set {key} to true")
-            return False
-        self.runtime.catch_up()
-        tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
-        path, write = Path(save_dir) / save_filename, lambda name, values: None
-        with contextlib.ExitStack() as stack:
-            with together(self.mesh, f"writing {path}"):
-                if self.mesh.first:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    shapes = {n: (t.dtype, whole_shape(t)) for n, t in tensors.items()}
-                    write = stack.enter_context(torch_file(path, shapes, aliases=aliases))
-            with together(self.mesh, f"writing {path}"):
-                through(whole_weights(self.module, tensors), write)
-                stack.close()  # the file gets its name before anybody is told that all is well
-        return True
-
-    save_fp16_model = save_16bit_model
 
     # -- load ------------------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -232,11 +204,11 @@ class EngineCheckpoint:
         self._check_between_passes("load_checkpoint")
         if (failed := self._end_update()) is not None:  # until all is loaded
             self._torn = str(failed)
-        source = restore.open_everywhere(
-            self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle
-        )
+        pickled = self._config.checkpoint.allow_pickle
+        source = restore.open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
         if source is None:
-            logger.warning("load_checkpoint: %s has no file 'latest' and no checkpoint; nothing was loaded", load_dir)
+            level = logging.INFO if self._may_begin else logging.WARNING
+            log_dist(f"{load_dir} has no file 'latest' and no checkpoint; nothing was loaded", level=level)
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         schedule = load_lr_scheduler_states and not load_module_only
@@ -321,6 +293,12 @@ class EngineCheckpoint:
         # The open window, if it is taken; of another length, its gradients are scaled to whole micro-batches of this.
         if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they are
             self.micro_steps = self.global_steps * self._gas
+        tokens = engine.get("tokens")
+        if window and engine.get("backwards") and bool(tokens) is (self._tokens is None):
+            logger.warning("the saved window was normalized otherwise, and begins anew")
+            window = False
+        if tokens and self._tokens is not None:
+            self._tokens.restore(tokens, window=window)
         done, length = int(engine.get("backwards") or 0) if window else 0, int(engine.get("window") or self._gas)
         factor = 1.0
         if self._managed and (not window or length != self._gas):
@@ -329,7 +307,7 @@ class EngineCheckpoint:
                 logger.warning(
                     "the window of %d micro-batches has room for %d of the %d that were saved", self._gas, fits, done
                 )
-            factor = length / self._gas * (fits / done if done else 1.0)
+            factor = 1.0 if tokens else length / self._gas * (fits / done if done else 1.0)
             self.micro_steps += fits - self.micro_steps % self._gas
             done = fits
         if done:

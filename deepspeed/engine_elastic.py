@@ -40,6 +40,7 @@ def take_part(engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, ever
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
     if every < 0:
         raise UsageError(f"take_part(every={every}): the number of updates between two checkpoints cannot be negative")
+    engine._may_begin = True
     loaded = engine.load_checkpoint(folder)[1] or {}
     state: dict[str, Any] = loaded.get(_STATE, {})
     engine.keep_with(SaveKeeper(engine, folder, every=every, state=state))

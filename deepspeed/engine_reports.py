@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.attrs import answers
+from deepspeed.comm.group_getters import GETTERS
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.device import DTYPES
-from deepspeed.errors import raise_not_yet
+from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
 from deepspeed.profiling.layer_watch import LayerWatch
@@ -102,7 +103,12 @@ class EngineReports:
     scheduler_name = answers(lambda self: getattr(self._config.scheduler, "type", None))
     scheduler_params = answers(lambda self: getattr(self._config.scheduler, "params", None))
     get_model_parallel_rank = get_tensor_parallel_rank = answers("mesh.tp.index")
-    get_sequence_parallel_group = answers(lambda self: None)
+    seq_parallel_group = property(  # None where each rank has whole sequences
+        lambda self: (
+            GETTERS["get_sequence_parallel_group"]() if GETTERS["get_sequence_parallel_world_size"]() > 1 else None
+        )
+    )
+    get_sequence_parallel_group = answers("seq_parallel_group")
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
     get_lr = answers(lambda self: [group["lr"] for group in self._groups()])
     get_type = answers(lambda self: [group.get("type") for group in self._groups()])
@@ -112,6 +118,32 @@ class EngineReports:
         if self._config.optimizer is not None:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
+
+    # of features that are not in this release
+    set_data_post_process_func = pending_function(
+        "engine.set_data_post_process_func", "Process samples in the dataset, or in its collate_fn."
+    )
+    set_custom_curriculum_learning_schedule = pending_function(
+        "engine.set_custom_curriculum_learning_schedule", "A data_sampler of your own decides which samples come when."
+    )
+    register_compile_pass = pending_function(
+        "engine.register_compile_pass", "engine.compile(backend=...) takes every backend of torch.compile."
+    )
+    get_compile_time = pending_function("engine.get_compile_time", "torch._dynamo.utils.compile_times() has them.")
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Dtype of gradients between ranks."""
+        return DTYPES[self._config.communication_data_type or self._config.compute_dtype]
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        """Raises UsageError where it is another one."""
+        if value != self.communication_data_type:
+            raise UsageError(
+                f"communication_data_type is {self.communication_data_type}, and buffers are made for it: set it in "
+                "the configuration, before deepspeed.initialize"
+            )
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""

@@ -28,6 +28,10 @@ class BatchConfigError(DeepSpeedConfigError, AssertionError):
     """The batch triangle train = micro x accumulation x ranks does not close."""
 
 
+class ConflictingKeysError(DeepSpeedConfigError, AssertionError):
+    """Keys of the configuration cannot be combined."""
+
+
 class OptimizerConfigError(DeepSpeedConfigError, AssertionError):
     """An optimizer or scheduler is unknown, missing or not usable with this configuration."""
 

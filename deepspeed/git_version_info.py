@@ -1,5 +1,7 @@
 """What this installation was built from and with."""
 
+from importlib.util import find_spec
+
 import torch
 
 from deepspeed.native.builders import compatible_ops, installed_ops
@@ -9,6 +11,7 @@ git_hash = git_branch = None
 # What is compiled at install time depends on no torch, so the accelerator is whatever this torch was built for; no
 # device is touched.
 accelerator_name = "cuda" if torch.version.cuda or torch.version.hip else "cpu"
+HAS_TRITON = find_spec("triton") is not None
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -17,4 +20,13 @@ torch_info = {
     "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
 }
 
-__all__ = ["accelerator_name", "compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
+__all__ = [
+    "HAS_TRITON",
+    "accelerator_name",
+    "compatible_ops",
+    "git_branch",
+    "git_hash",
+    "installed_ops",
+    "torch_info",
+    "version",
+]

@@ -7,11 +7,13 @@ from torch.distributed import ReduceOp
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.init import init_distributed, mpi_discovery
 from deepspeed.comm.trace import LOG_CALLS
+from deepspeed.errors import pending_class
 
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
 
 
+TorchBackend = pending_class("deepspeed.comm.TorchBackend", "The calls are functions of deepspeed.comm.")
 globals().update(CALLS | LOG_CALLS)
 __all__ = [*CALLS, *LOG_CALLS, "ReduceOp", "init_distributed", "mpi_discovery"]

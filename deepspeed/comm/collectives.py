@@ -221,6 +221,13 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
         end()
 
 
+def start_broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int) -> Collective:
+    """The same, beside others of its kind."""
+    end = group.note("broadcast", tensor)
+    work = dist.broadcast(as_bytes(tensor), group_src=source, group=group.pg, async_op=True)
+    return Collective([work], tensor, then=(end,))
+
+
 def merge(largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[int], list[int]]:
     """Of each number in ``largest`` the largest that a member passed, of each in ``union`` all bits that one has set;
     int64, the same lengths everywhere. ceil(log2(size)) exchanges over doubling distances (the dissemination of

@@ -19,7 +19,8 @@ def bounds(numel: int, ways: int) -> list[int]:
     return [way * each + min(way, more) for way in range(ways + 1)]
 
 
-def _sizes(edges: Sequence[int]) -> list[int]:
+def widths(edges: Sequence[int]) -> list[int]:
+    """Of the parts between ``edges``."""
     return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
 
 
@@ -35,7 +36,7 @@ def _mine(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int])
 
 def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
     """Every rank's part of dimension ``dim``, which may differ in size, in rank order."""
-    sizes = _sizes(edges)
+    sizes = widths(edges)
     front = value.movedim(dim, 0).contiguous()
     padded = front if len(front) == max(sizes) else torch.cat([front, front.new_zeros(1, *front.shape[1:])])
     full = padded.new_empty(group.size, *padded.shape)
@@ -47,7 +48,7 @@ def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int
 
 def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
     """This rank's part of the sum."""
-    if len(set(_sizes(edges))) > 1:
+    if len(set(widths(edges))) > 1:
         return _mine(summed(value, group), group, dim, edges)
     front = value.movedim(dim, 0).contiguous()
     part = front.new_empty(edges[1], *front.shape[1:])

@@ -103,6 +103,10 @@ GETTERS: dict[str, Callable[..., Any]] = {
     "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
     "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
     "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
+    "create_expert_data_and_model_parallel": pending_function(
+        "deepspeed.utils.groups._create_expert_data_and_model_parallel",
+        "_get_expert_parallel_group(name) makes groups.",
+    ),
 }
 
 

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.attrs import answers
+from deepspeed.comm.differentiable import bounds, widths
+
 
 class PartitionedTensor:
     """Flat, cut into as many parts as ``group`` has ranks, of which the first ``numel % ranks`` have one element more.
@@ -17,7 +20,7 @@ class PartitionedTensor:
         self.group, self.num_parts, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         if partition_meta is None:
             self.orig_size = list(tensor.shape)
-            start, length = self.partition[self.rank], self._lengths()[self.rank]
+            start, length = self.partition[self.rank], widths(self.partition)[self.rank]
             self.local_data = tensor.detach().reshape(-1).narrow(0, start, length).clone()
         else:
             self.orig_size, self.local_data = self._size_in(partition_meta), tensor
@@ -30,15 +33,7 @@ class PartitionedTensor:
     @property
     def partition(self) -> list[int]:
         """Where the parts begin, and behind the last one the end."""
-        share, longer = divmod(self._numel(), self.num_parts)
-        return [part * share + min(part, longer) for part in range(self.num_parts + 1)]
-
-    def _numel(self) -> int:
-        return int(torch.Size(self.orig_size).numel())
-
-    def _lengths(self) -> list[int]:
-        places = self.partition
-        return [end - begin for begin, end in zip(places[:-1], places[1:], strict=True)]
+        return bounds(torch.Size(self.orig_size).numel(), self.num_parts)
 
     def _size_in(self, meta: torch.Tensor) -> list[int]:
         dims, *rest = meta.tolist()
@@ -46,17 +41,9 @@ class PartitionedTensor:
             raise ValueError(f"the tensor was cut into {rest[dims]} parts, the group has {self.num_parts} ranks")
         return rest[:dims]
 
-    def full_size(self) -> list[int]:
-        """The whole tensor's shape."""
-        return self.orig_size
-
-    def local_size(self) -> torch.Size:
-        """The shape of this rank's part."""
-        return self.local_data.shape
-
-    def data(self) -> torch.Tensor:
-        """This rank's part, which others may have to be sent."""
-        return self.local_data
+    full_size = answers("orig_size", "The whole tensor's shape.")
+    local_size = answers("local_data.shape", "The shape of this rank's part.")
+    data = answers("local_data", "This rank's part, which others may have to be sent.")
 
     def to_meta(self) -> torch.Tensor:
         """int64: number of dimensions, shape, number of parts, this rank, and where the parts begin."""
@@ -65,7 +52,7 @@ class PartitionedTensor:
 
     def full(self, device: Any = None) -> torch.Tensor:
         """The whole tensor, from all ranks of the group. Collective."""
-        lengths = self._lengths()
+        lengths = widths(self.partition)
         padded = self.local_data.new_zeros(max(lengths, default=0))
         padded[: self.local_data.numel()] = self.local_data
         parts = [torch.empty_like(padded) for _ in lengths]

@@ -79,9 +79,7 @@ class Window:
         self._left: Any = None
 
     def open(self, nbytes: int, group: AxisGroup, device: torch.device) -> None:
-        """Register ``nbytes`` bytes of the memory of ``device``. Collective; where a member cannot, none does, and the
-        log says why.
-        """
+        """Register ``nbytes`` of the memory of ``device``. Collective: all members do, or none; the log says why."""
         memory: torch.Tensor | None = None
 
         def allocate() -> None:

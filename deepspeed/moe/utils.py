@@ -13,6 +13,36 @@ def is_moe_param(param: torch.Tensor) -> bool:
     return not getattr(param, "allreduce", True)
 
 
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """True for optimizer groups of experts."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(parameters of all ranks, parameters of experts on some ranks)."""
+    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for param in params:
+        kinds[is_moe_param(param)].append(param)
+    return kinds
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of those of ``group`` that have one, split in the same way."""
+    shared, experts = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
+    return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
+
+
+def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """``model_parameters`` (parameters, or groups) as groups without experts; NotYetError where there are some."""
+    items = list(model_parameters)
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    return split_params_into_different_moe_groups_for_optimizer(groups)
+
+
 def has_moe_layers(model: torch.nn.Module) -> tuple[bool, int]:
     """(any expert-parallel layer, number of experts)."""
     return False, 0

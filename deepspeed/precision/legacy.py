@@ -1,11 +1,18 @@
-"""Classes that clients name or compare an optimizer against; nothing is an instance of them."""
+"""Names that programs import and this release has no more than the name of; nothing is an instance of the classes."""
 
-from deepspeed.errors import pending_class
+from deepspeed.errors import pending_class, pending_function
 
 _INSTEAD = "Configure fp16 or bf16 and call deepspeed.initialize."
 
 BF16_Optimizer = pending_class("deepspeed.runtime.bf16_optimizer.BF16_Optimizer", _INSTEAD)
 FP16_Optimizer = pending_class("deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer", _INSTEAD)
 FP16_UnfusedOptimizer = pending_class("deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer", _INSTEAD)
-TiledLinear = pending_class("deepspeed.zero.TiledLinear", "Use torch.nn.Linear.")
-TiledLinearReturnBias = pending_class("deepspeed.zero.TiledLinearReturnBias", "Use torch.nn.Linear.")
+
+_DELAYED = "The key zero_optimization.offload_optimizer.delayed_update runs updates beside the next step."
+
+ZenFlowCPUAdam = pending_class("deepspeed.ops.adam.ZenFlowCPUAdam", _DELAYED)
+ZenFlowSelectiveAdamW = pending_class("deepspeed.ops.adam.ZenFlowSelectiveAdamW", _DELAYED)
+autocast_if_enabled = pending_function("deepspeed.runtime.engine.autocast_if_enabled", "Use torch.autocast.")
+get_numactl_cmd = pending_function(
+    "deepspeed.utils.get_numactl_cmd", "The launcher binds ranks to cores with --bind_cores_to_rank."
+)

@@ -185,7 +185,6 @@ def _members(group: Mapping[str, tuple[int, ...]]) -> list[tuple[str, int]]:
 
 
 def _named_groups(shapes: Shapes, listed: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Names and options of the optimizer's groups."""
     pairs = zip(shapes, listed or [{} for _ in shapes], strict=True)
     return [{"names": list(group), "options": group_options(options)} for group, options in pairs]
 

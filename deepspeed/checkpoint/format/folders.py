@@ -222,9 +222,9 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag in ``latest``; None when there is no such file."""
+    """The tag in ``latest``; None when there is no such file, or nothing in it: a disk may have lost its content."""
     try:
-        return (save_dir / LATEST).read_text(encoding="utf-8").strip()
+        return (save_dir / LATEST).read_text(encoding="utf-8").strip().strip("\0") or None
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -255,9 +255,14 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
         logger.warning("%s: skipping saves that were never finished: %s", load_dir, ", ".join(p.name for p in waiting))
     named = tag if tag is not None else read_latest(load_dir)
     if named is None:
-        newest = next(iter(complete_tags(load_dir)), None)
+        newest, lost = next(iter(complete_tags(load_dir)), None), (load_dir / LATEST).exists()
         if newest is not None:
-            logger.warning("%s has no file 'latest'; loading its newest complete checkpoint, %s", load_dir, newest.name)
+            text = "%s has %s file 'latest'; loading its newest complete checkpoint, %s"
+            logger.warning(text, load_dir, "nothing in its" if lost else "no", newest.name)
+        elif lost:
+            raise CheckpointError(
+                f"{load_dir / LATEST} is empty, and there is no complete checkpoint here; remove it to begin anew"
+            )
         return newest
     folder = load_dir / check_tag(named)
     if is_any(folder):

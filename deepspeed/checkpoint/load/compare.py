@@ -29,7 +29,6 @@ class TensorRow:
 
 
 def in_memory(name: str, value: torch.Tensor) -> Stream:
-    """A tensor in memory as a stream."""
     flat = value.detach().reshape(-1)
 
     def read(start: int, out: torch.Tensor) -> None:

@@ -99,9 +99,7 @@ def region_of(segment: Segment) -> Region | None:
 
 
 def regions(segment: Segment, lo: int, hi: int) -> Iterator[tuple[int, int, int, Region | None]]:
-    """Elements [lo, hi) of the local tensor as runs: [lo, hi), and the element of which region of the global one the
-    first is.
-    """
+    """Elements [lo, hi) of the local tensor as runs: [lo, hi), and the global element of which the first is."""
     if not segment.boxes:
         yield lo, hi, lo, region_of(segment)
         return

@@ -79,7 +79,8 @@ def content_of(
 ) -> Content:
     """This rank's content, with the facts that are ``given``. Collective; PlainStateError for what needs pickle."""
     rank, plain, content = states.mesh.job.index, Collected(), Content()
-    buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in persistent_buffers(states.module).items()}
+    buffers = persistent_buffers(states.module, pieces=not exclude_frozen)
+    buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in buffers.items()}
     adds = rank > 0 and states.mesh.zero.index == 0  # to the common facts; one of the ranks with the same modules
     with together(states.mesh, "collecting the state") as shared:
         facts = given()

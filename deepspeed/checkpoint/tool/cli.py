@@ -111,7 +111,6 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; see the exit codes above."""
     args = _parser().parse_args(argv)
     return guarded("ds_checkpoint", lambda: args.run(args))
 

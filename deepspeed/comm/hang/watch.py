@@ -33,12 +33,14 @@ from deepspeed.tier.aio import AioEngine
 
 VARIABLE = "DS_HANG_TIMEOUT"
 _BEAT_S = 0.5
+_GAP_S = 1.0  # between two looks what at most counts as standing still
 _MANY_RANKS = 128  # of which each writes half as often
 _LEADER_S = 5.0  # after which another rank takes the place of one that reads the others' reports
 _ALONE_S = 3.0  # how much longer a rank waits whose store does not answer
-_REPORTS_S = 1.5  # how long ranks may take to write a report
+_REPORTS_S = 2.0  # how long ranks may take to write a report
 _LAST_S = 2.0  # how long the words of a job that ends may take
 _CALLS = 5
+_NO_ANSWER = "does not answer"
 
 
 def timeout_of(configured: float | None) -> float | None:
@@ -85,6 +87,7 @@ class HangWatch:
         self._owner = os.getpid()
         self._birth = _start_of(self._owner)
         self._beats, self._answered = 0, ""
+        self._left = set[int]()  # ranks whose watch is known to have ended
         self._claims: dict[bytes, int] = {}  # how often each leader's claim has been met
         self._threads = [
             threading.Thread(target=run, name=f"{WATCHERS}-{what}", daemon=True)
@@ -128,8 +131,8 @@ class HangWatch:
         before = time.monotonic()
         while not self._stopped.wait(self._beat_s):
             now = time.monotonic()
-            # Counted in beats and not by the clock, as the whole job may have been suspended.
-            passed, before = min(now - before, 2 * self._beat_s), now
+            # Of a long gap little counts, as the whole job may have been suspended; a busy machine makes shorter ones.
+            passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._limit_s / 2))), now
             progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun
             moved, self._last = progress != self._last or progress[0] is None, progress
             spot = Spot() if moved else self._glance()
@@ -230,10 +233,13 @@ class HangWatch:
         second = self._pulses()
         others = set(second) - {self._rank}
         silent = {r for r in others if second[r].get("beat") == first[r].get("beat")}
-        if any(second[r]["still"] < self._limit_s for r in others - silent) or not self._waits_too_long():
+        left = {r for r in silent if self._store.check([f"left/{r}"])}
+        moved = bool(left - self._left) or any(second[r]["still"] < self._limit_s for r in others - silent)
+        self._left = left  # who has ended since the last look has come further
+        text, processes = ("", []) if moved or not self._waits_too_long() else self._judge(second, silent)
+        if not text or self._stopped.is_set() or not self._waits_too_long():  # what it waited for has come meanwhile
             self._store.compare_set("leader", mine.decode(), "")
             return
-        text, processes = self._judge(second, silent)
         self._say(text)
         self._store.set("order", json.dumps({"kind": "end", "silent": processes}))
         self._end(processes)
@@ -252,18 +258,20 @@ class HangWatch:
         turn = f"{self._rank}.{self._beats}"
         self._store.set("order", json.dumps({"kind": "report", "turn": turn}))
         self._answered, reports = turn, {self._rank: self._report()}
-        for rank in silent:
-            reports[rank] = self._of_silent(rank, pulses[rank])
+        reports |= {rank: self._of_silent(rank, pulses[rank]) for rank in silent}
+        # Whose interpreter is only slow to let its watch run may answer yet.
+        asked = {r for r in range(self._size) if r not in reports or reports[r].what.startswith(_NO_ANSWER)}
         end = time.monotonic() + _REPORTS_S + 2 * self._beat_s
-        while len(reports) < self._size and time.monotonic() < end:
-            for rank in set(range(self._size)) - reports.keys():
+        while asked and time.monotonic() < end:
+            for rank in [*asked]:
                 if self._store.check([key := f"report/{turn}/{rank}"]):
                     reports[rank] = RankReport.from_text(self._store.get(key).decode())
+                    asked.remove(rank)
+                    silent.discard(rank)
             self._silent_store_s = 0.0
             time.sleep(self._beat_s / 5)
-        for rank in set(range(self._size)) - reports.keys():
-            silent.add(rank)
-            reports[rank] = self._of_silent(rank, pulses[rank])
+        reports = {rank: self._of_silent(rank, pulses[rank]) for rank in asked} | reports
+        silent |= asked
         gone = [[p["host"], p["pid"], p["start"]] for r, p in pulses.items() if r in silent and p]
         return explain([*reports.values()], self._limit_s), gone
 
@@ -272,9 +280,9 @@ class HangWatch:
             return RankReport.from_text(self._store.get(key).decode())
         if not pulse:
             return RankReport(rank, state=SILENT, what="has not begun: it never came to where the watch starts")
-        state = process_state(pulse["pid"]) if pulse["host"] == self._host else "does not answer"
+        state = process_state(pulse["pid"]) if pulse["host"] == self._host else _NO_ANSWER
         if state == "runs or sleeps":
-            state = "does not answer: native code keeps its interpreter"
+            state = f"{_NO_ANSWER}: native code keeps its interpreter"
         last = f"; its last collective: {pulse['last']}" if pulse["last"] else ""
         return RankReport(rank, pulse["host"], pulse["pid"], SILENT, state + last, still_s=pulse["still"])
 

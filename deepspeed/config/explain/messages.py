@@ -10,7 +10,13 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.config.model.values import is_auto
 from deepspeed.config.parse import ConfigSource, enclosing, line_of
-from deepspeed.errors import BatchConfigError, DeepSpeedConfigError, nearest_hint
+from deepspeed.errors import (
+    BatchConfigError,
+    ConflictingKeysError,
+    DeepSpeedConfigError,
+    OptimizerConfigError,
+    nearest_hint,
+)
 
 RESEMBLES = 0.8  # from here on a foreign key counts as a misspelt one
 UNFILLED = (
@@ -74,6 +80,7 @@ class Judgement:
     renames: dict[str, str] = field(default_factory=dict)  # canonical path -> the one that the user wrote
     broken: set[str] = field(default_factory=set)  # canonical paths whose values could not be read
     batch: str = ""
+    conflict: bool = False  # two of the keys cannot be combined
 
     def written(self, path: str) -> str:
         """The dotted path as the user wrote it."""
@@ -104,7 +111,9 @@ class Judgement:
             text = "\n  - ".join([f"{name} has {count} problems:", *self.faults])
             if count == 1:
                 text = self.batch if self.batch and self.source.from_program else f"{name}: {self.faults[0]}"
-            error = (BatchConfigError if self.batch else DeepSpeedConfigError)(text)
+            unknown = self.broken & {"optimizer.type", "scheduler.type"}
+            kind = OptimizerConfigError if unknown else ConflictingKeysError if self.conflict else DeepSpeedConfigError
+            error = (BatchConfigError if self.batch else kind)(text)
             error.faults = tuple(self.faults)
             raise error
 

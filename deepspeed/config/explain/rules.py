@@ -104,6 +104,8 @@ def _reduction_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield scatters and factor != 1.0, "gradient_predivide_factor", text
     text = f'"sum" cannot be combined with {stage}. Use "mean" and scale the loss.'
     yield op == "sum" and zero.stage == 3, "gradient_allreduce_op", text
+    text = f'"{cfg.normalize}" cannot be combined with gradient_allreduce_op "sum".'
+    yield cfg.normalize != "micro_batches" and op == "sum", "normalize", text
     text = f"false allows {_ZERO}.overlap_comm only from stage 2 on. Set overlap_comm to false."
     unmanaged = not cfg.managed_gradient_accumulation
     yield unmanaged and zero.overlap_comm and zero.stage < 2, "managed_gradient_accumulation", text
@@ -134,6 +136,11 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     text = '"travel" cannot be combined with offload_param: what the device updates is written where parameters rest.'
     yield travels and param is not None, path, text
     delayed, path = optimizer is not None and optimizer.delayed_update, f"{_ZERO}.offload_optimizer.delayed_update"
+    early, beside = optimizer is not None and optimizer.super_offload, f"{_ZERO}.offload_optimizer.super_offload"
+    text = 'needs offload_optimizer.device "cpu": an update on a drive does not begin beside the backward.'
+    yield early and on_drive, beside, text
+    text = "cannot be combined with an update that is delayed, or that the device shares (ratio)."
+    yield early and (delayed or shared or travels), beside, text
     yield delayed and on_drive, path, 'needs offload_optimizer.device "cpu": an update on a drive is not delayed.'
     yield delayed and (shared or travels), path, "cannot be combined with an update that the device shares (ratio)."
     text = "needs stage 1, 2 or 3; the stage is 0."

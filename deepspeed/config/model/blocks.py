@@ -11,6 +11,7 @@ from deepspeed.config.model.values import AutoBlock, Block, Count, Flag, Int, Na
 _INERT = values.Support.INERT
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], values.LowerCase]
 _OnTags = Annotated[Literal["WARN", "IGNORE", "FAIL"], values.UpperCase]
+Normalize = Annotated[Literal["micro_batches", "tokens", "next_tokens"], values.LowerCase]
 MeanOrSum = Annotated[Literal["mean", "sum"], values.LowerCase]
 # Read like a dict and unpacked with **; what each setting may be is told by ``optim_params``.
 Params = Annotated[dict[str, Any], AfterValidator(values.freeze)]
@@ -195,6 +196,21 @@ class CometConfig(AutoBlock):
     mode: Literal["get", "create", "get_or_create"] | None = key(None, "Create the experiment, continue it, or either.")
 
 
+class MonitorConfig(AutoBlock):
+    """The blocks of all monitors together, as programs hand them to a ``MonitorMaster``; no block of a file."""
+
+    tensorboard: TensorBoardConfig
+    wandb: WandbConfig
+    csv_monitor: CsvMonitorConfig
+    comet: CometConfig
+    prometheus: PrometheusConfig
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any of them is."""
+        return any(getattr(self, name).enabled for name in type(self).model_fields)
+
+
 class CommsLoggerConfig(AutoBlock):
     """``comms_logger``: a record of every collective."""
 
@@ -305,6 +321,8 @@ class OffloadOptimizerConfig(OffloadConfig, unread.ZeroOptimizationOffloadOptimi
     ratio: Num = key(
         1.0, "Share of elements that the host updates, every so many-th unit; the device the rest.", ge=0, le=1
     )
+    super_offload: Flag = key(False, "Begin updates beside the backward; the step takes those that it need not clip.")
+    cpuadam_cores_perc: Num = key(0.8, "Share of the cores for the update, with super_offload.", ge=0, le=1)
     delayed_update: Flag = key(False, "Update beside the next forward and backward, whose weights are one step old.")
     delayed_update_warm_up: Count = key(0, "Updates at the beginning that are not delayed.")
     device_states: Literal["rest", "travel"] = key(

@@ -66,6 +66,9 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     prescale_gradients: Flag = key(False, "Divide by all ranks before the reduction, not by a part of them.")
     gradient_predivide_factor: Num = key(1.0, "Divide by this before the reduction, by the rest after it.", gt=0)
     gradient_allreduce_op: blocks.MeanOrSum = key("mean", "Mean or sum of gradients over data-parallel ranks.")
+    normalize: blocks.Normalize = key(
+        "micro_batches", "What an update is the mean over; next_tokens: labels are read one place to the left."
+    )
     communication_data_type: OptionalDtype = key(None, "Dtype of gradients between ranks; null follows the parameters.")
     optimizer: blocks.OptimizerConfig | None = None
     scheduler: blocks.SchedulerConfig | None = None
@@ -113,6 +116,13 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
             master="fp32",
             buffers=self.data_types.buffer_dtype,
         )
+
+    # what programs read them by
+    zero_config = property(lambda self: self.zero)
+    flops_profiler_config = property(lambda self: self.flops_profiler)
+    monitor_config = property(
+        lambda self: blocks.MonitorConfig(**{name: getattr(self, name) for name in blocks.MonitorConfig.model_fields})
+    )
 
     @property
     def zero_stage(self) -> int:
@@ -203,7 +213,9 @@ def judge(
         if not report.follows(str(error)):
             report.batch = report.at_line(values.TRAIN, str(error)) if isinstance(error, ValueError) else ""
             report.fault(values.TRAIN, str(error))
-    wrong = [*rule_violations(config, lenient=lenient), *(support_faults(config) if check_support else [])]
+    wrong = rule_violations(config, lenient=lenient)
+    report.conflict = bool(wrong)
+    wrong += support_faults(config) if check_support else []
     for path, sentence in [(path, sentence) for path, sentence in wrong if not report.follows(sentence)]:
         report.fault(path, sentence, unread=False)
     return config, report

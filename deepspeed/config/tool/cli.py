@@ -18,7 +18,6 @@ STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes,
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the three subcommands."""
     about = "Check, explain and start training configurations."
     parser = CommandLine(prog="ds_config", allow_abbrev=False, description=about)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -57,7 +57,6 @@ class _EditorSchema(PlainSchema):
 
 
 def _completed(block: type[BaseModel], name: str, info: FieldInfo, schema: Schema) -> Schema:
-    """The schema of one key of ``block``."""
     inner, suffix = block_inside(info.annotation)
     about = {word: schema.pop(word) for word in ("description", "default") if word in schema}
     options = schema.get("anyOf", [schema])

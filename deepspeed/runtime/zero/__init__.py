@@ -1,4 +1,3 @@
-from deepspeed.precision.legacy import TiledLinear, TiledLinearReturnBias
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.zero.client.gathered import (
     GatheredParameters,
@@ -6,6 +5,7 @@ from deepspeed.zero.client.gathered import (
     unregister_external_parameter,
 )
 from deepspeed.zero.client.init import Init
+from deepspeed.zero.client.tiled import TiledLinear, TiledLinearReturnBias
 from deepspeed.zero.param import ZeroParamStatus, ZeroParamType
 
 __all__ = [name for name in globals() if not name.startswith("_")]

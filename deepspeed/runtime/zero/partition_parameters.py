@@ -1,6 +1,4 @@
-"""Import path of parameter sharding. Clients replace ``zero_wrapper_for_fp_tensor_constructor`` here; Init looks it up
-here.
-"""
+"""Import path of parameter sharding. Clients replace ``zero_wrapper_for_fp_tensor_constructor`` here; Init reads it."""
 
 from deepspeed.device import get_accelerator
 from deepspeed.zero.client.gathered import (

@@ -1,1 +1,1 @@
-from deepspeed.precision.legacy import TiledLinear, TiledLinearReturnBias
+from deepspeed.zero.client.tiled import TiledLinear, TiledLinearReturnBias

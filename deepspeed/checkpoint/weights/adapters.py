@@ -1,0 +1,168 @@
+"""Adapters (PEFT) and whole weights: which tensors belong together, and merged ones that edit no parameter.
+
+Known by what its layers look like, so that nothing imports PEFT: a tuner layer has ``base_layer``, ``merge`` and
+``merged_adapters``, a module that is trained whole beside its origin has ``modules_to_save`` and ``original_module``.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.weights.flow import Parcel
+from deepspeed.errors import UsageError
+from deepspeed.zero.param import castable, is_composed
+
+_PREFIX = "base_model.model."
+
+
+def _merges(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("base_layer", "merge", "merged_adapters"))
+
+
+def _outermost(module: nn.Module, path: str, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if wanted(child):
+            yield where, child
+        else:
+            yield from _outermost(child, where, wanted)
+
+
+def _wraps(module: nn.Module) -> bool:
+    return hasattr(module, "original_module") and (
+        hasattr(module, "modules_to_save") or hasattr(module, "token_adapter")
+    )
+
+
+def _base(layer: Any) -> str:
+    """What names of the parameters begin with that a tuner layer adapts: one may be around another."""
+    prefix = ""
+    while _merges(layer):
+        prefix, layer = f"{prefix}base_layer.", layer.base_layer
+    return prefix
+
+
+def is_adapter(name: str, module: nn.Module) -> bool:
+    """Whether the parameter ``name`` of ``module`` is one of an adapter, and not of what that adapts."""
+    for path, layer in _outermost(module, "", lambda m: _merges(m) or _wraps(m)):
+        if name.startswith(f"{path}."):
+            rest = name.removeprefix(f"{path}.")
+            return not rest.startswith("original_module." if _wraps(layer) else _base(layer))
+    return False
+
+
+def merged_parcels(module: nn.Module, names: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> list[Parcel]:
+    """The weights ``names`` of ``module`` as the model without its adapters has them, these merged in, in order.
+
+    ``aliases``: further names of tied ones. A layer's values come together, and PEFT's own ``merge`` adds them, on
+    copies. Raises UsageError for adapters that no layer can take in.
+    """
+    layers = dict(_outermost(module, "", lambda m: _merges(m) or _wraps(m)))
+    if not layers:
+        raise UsageError(
+            f"stream_weights(merge_adapters=True): {type(module).__name__} has no layer with an adapter that can be "
+            "merged (PEFT's LoRA and its kin); pass the PEFT model to deepspeed.initialize, or leave merge_adapters out"
+        )
+    inside: dict[str, list[str]] = {}
+    home: dict[str, str] = {}
+    for name in names:
+        path = next((p for p in _paths(name) if p in layers), None)
+        if path is not None:
+            inside.setdefault(path, []).append(name)
+            home[name] = path
+    for alias, name in aliases.items():
+        path = next((p for p in _paths(alias) if p in layers), "")
+        if path and home.get(name) != path:
+            raise UsageError(
+                f"stream_weights(merge_adapters=True): {alias} is tied to {name}, so an adapter on one of them makes "
+                "them differ; untie them before deepspeed.initialize, or leave the adapter away from tied layers"
+            )
+    parcels = {}
+    for name in names:
+        path = home.get(name, "")
+        if not path:
+            parcels[name] = Parcel((name,), lambda tensors: {_plain(n): t for n, t in tensors.items()})
+        elif path not in parcels:
+            unpack = _Chosen(path, layers[path]) if _wraps(layers[path]) else _Merging(path, layers[path])
+            parcels[path] = Parcel(tuple(inside[path]), unpack)
+    return list(parcels.values())
+
+
+def _paths(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.removeprefix(_PREFIX).split(".") if part != "base_layer")
+
+
+class _Chosen:
+    """Of a module that is trained whole beside its origin, what the forward uses."""
+
+    def __init__(self, path: str, layer: nn.Module) -> None:
+        wrapper: Any = layer
+        if not hasattr(wrapper, "modules_to_save"):
+            raise UsageError(
+                f"stream_weights(merge_adapters=True): {path} trains single tokens of an embedding, which is not "
+                "merged in this release; merge it after training (model.merge_and_unload())"
+            )
+        active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+        chosen = f"modules_to_save.{active[0]}" if active and not wrapper.disable_adapters else "original_module"
+        self._path, self._from = path, f"{path}.{chosen}."
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {n.removeprefix(self._from): t for n, t in tensors.items() if n.startswith(self._from)}
+        return {_plain(f"{self._path}.{name}"): values for name, values in kept.items()}
+
+
+class _Merging:
+    """A layer with adapters: its parameters give way to the whole values, until it has merged them."""
+
+    def __init__(self, path: str, layer: nn.Module) -> None:
+        self._path, self._layer, self._base = path, layer, _base(layer)
+        tuners = [where for where, m in layer.named_modules() if _merges(m)]
+        if odd := [where for where in tuners if not self._base.startswith(f"{where}." if where else "")]:
+            raise UsageError(
+                f"stream_weights(merge_adapters=True): {path} has an adapter inside a layer that is adapted itself "
+                f"({odd[0]}), which is not merged in this release; merge it after training (model.merge_and_unload())"
+            )
+        base = ((n, p) for n, p in layer.named_parameters() if n.startswith(self._base))
+        if codes := [n for n, p in base if is_composed(p) or not (castable(p.dtype) or p.is_complex())]:
+            raise UsageError(
+                f"stream_weights(merge_adapters=True): {path}.{codes[0]} is quantized, and would have to be quantized "
+                "anew, which is not in this release; stream the adapters beside their base (without merge_adapters), "
+                "or merge them after training (engine.save_pretrained, then model.merge_and_unload())"
+            )
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        values = {name.removeprefix(f"{self._path}."): tensor for name, tensor in tensors.items()}
+        tuners: list[Any] = [m for m in self._layer.modules() if _merges(m)]
+        with torch.no_grad(), _showing(self._layer, values), contextlib.ExitStack() as back:
+            for tuner in reversed(tuners):  # the innermost first
+                back.callback(setattr, tuner, "merged_adapters", list(tuner.merged_adapters))
+                tuner.merge(safe_merge=True)
+            made = {n: p.detach() for n, p in self._layer.named_parameters() if n.startswith(self._base)}
+        made |= {n: t for n, t in values.items() if n.startswith(self._base) and n not in made}  # buffers
+        return {_plain(f"{self._path}.{name}"): tensor for name, tensor in made.items()}
+
+
+@contextlib.contextmanager
+def _showing(layer: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, the modules of ``layer`` have ``values`` in place of their parameters; what is put there is forgotten."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for path, module in layer.named_modules():
+            before += [(place, {**place}) for place in (module._parameters, module._buffers)]
+            for name, param in [*module._parameters.items()]:
+                where = f"{path}.{name}" if path else name
+                if param is not None and where in values:
+                    module._parameters[name] = nn.Parameter(values[where], requires_grad=False)
+        yield
+    finally:
+        for place, entries in before:
+            place.clear()
+            place.update(entries)

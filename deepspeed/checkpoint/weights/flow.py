@@ -1,0 +1,335 @@
+"""Whole weights of a running engine, bucket by bucket, to one rank or to all.
+
+What rests in shards travels straight from where it rests to who lacks it: to all in broadcasts, to one rank from each
+owner once. No parameter of the model is gathered in place, so nothing of the engine changes meanwhile.
+
+[Note: leaving] Before each bucket the ranks tell each other that they are there, and after it whether it is good. A
+rank that stops early (``break``, an error in its loop, its next call of the engine) says so in the place of the next
+bucket; those that go on raise then. So a rank that has begun may leave, and nobody waits for it.
+"""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.checkpoint.format.boxes import Region, Span
+from deepspeed.checkpoint.save.collect import regions
+from deepspeed.comm import collectives, point_to_point
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.zero.client.gathered import segment_of
+from deepspeed.zero.param import local_of
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+
+_MESSAGE_BYTES = 32 << 20
+_ALIGNED = 16  # bytes between the pieces of a message: any dtype may be there
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+class FlowTensor(NamedTuple):
+    """A whole tensor, and what of it rests on one rank."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class FlowPiece(NamedTuple):
+    """Elements of the tensor ``name`` that member ``source`` of the job gives; -1: all who want them have them."""
+
+    source: int
+    name: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors ``names`` that belong together; ``unpack`` makes of their whole values, by name, what is yielded."""
+
+    names: tuple[str, ...]
+    unpack: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] = field(default=lambda tensors: tensors)
+
+
+def sources(name: str, entries: Sequence[FlowTensor | None], target: int | None) -> list[FlowPiece]:
+    """Who sends which elements of a tensor, each element once; ``entries``: what each member has of it. The ``target``
+    (None: all members) keeps what it has.
+    """
+    if target is None and len(entries) and all(entry == entries[0] for entry in entries):
+        return [FlowPiece(-1, name, span) for span in (entries[0].spans if entries[0] is not None else ())]
+    missing: dict[Region | None, list[tuple[int, int]]] = {}
+    pieces = []
+    for member in sorted(range(len(entries)), key=lambda member: (member != target, member)):
+        entry = entries[member]
+        for lo, hi, region in entry.spans if entry is not None else ():
+            whole = prod(region.shape if region is not None else entry.shape)  # type: ignore[union-attr]
+            still = []
+            for start, stop in missing.get(region, [(0, whole)]):
+                begin, end = max(lo, start), min(hi, stop)
+                if begin < end:
+                    pieces.append(FlowPiece(-1 if member == target else member, name, Span(begin, end, region)))
+                    still += [gap for gap in ((start, begin), (end, stop)) if gap[0] < gap[1]]
+                else:
+                    still.append((start, stop))
+            missing[region] = still
+    assert not any(missing.values()), f"no rank has all of {name}: {missing}"
+    return pieces
+
+
+def messages(
+    pieces: Iterable[FlowPiece], width: Mapping[str, int], most: int = _MESSAGE_BYTES
+) -> Iterator[list[FlowPiece]]:
+    """``pieces`` of one source in groups of ``most`` bytes at most, long ones cut; ``width``: bytes of an element."""
+    message, filled = list[FlowPiece](), 0
+    for source, name, (lo, hi, region) in pieces:
+        while lo < hi:
+            if filled and most - filled < width[name]:
+                yield message
+                message, filled = [], 0
+            count = min(hi - lo, max(1, (most - filled) // width[name]))
+            message.append(FlowPiece(source, name, Span(lo, lo + count, region)))
+            filled += -(-count * width[name] // _ALIGNED) * _ALIGNED
+            lo += count
+    if message:
+        yield message
+
+
+def put(whole: torch.Tensor, lo: int, values: torch.Tensor) -> None:
+    """Write the flat ``values`` into the elements of ``whole``, any view, from the ``lo``-th on in row-major order."""
+    if whole.is_contiguous():
+        whole.view(-1)[lo : lo + values.numel()].copy_(values)
+        return
+    row = prod(whole.shape[1:])
+    first, done = lo // row, 0
+    if lo % row:
+        done = min(row - lo % row, values.numel())
+        put(whole[first], lo % row, values[:done])
+        first += 1
+    rows = (values.numel() - done) // row
+    if rows:
+        whole[first : first + rows].copy_(values[done : done + rows * row].view(rows, *whole.shape[1:]))
+        done += rows * row
+    if done < values.numel():
+        put(whole[first + rows], 0, values[done:])
+
+
+def inside(whole: torch.Tensor, region: Region | None) -> torch.Tensor:
+    """The view of ``whole`` that is ``region``."""
+    return whole if region is None else whole[tuple(slice(s, s + n) for s, n in zip(*region, strict=True))]
+
+
+class WeightFlow:
+    """An iterator over buckets of (name, whole tensor), also a context manager. See [Note: leaving].
+
+    Made by ``engine.stream_weights``. A bucket's tensors are the consumer's: fresh memory on the device.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_bytes: int,
+        device: torch.device,
+        target: int | None = None,
+        parcels: Sequence[Parcel] | None = None,
+    ) -> None:
+        """``tensors``: parameters and buffers of this rank by name; ``target``: the member of the job that gets them.
+
+        ``parcels``: what is delivered together, in order (None: each tensor alone). Collective.
+        """
+        self._over, self._cut = True, False
+        self._mesh, self._tensors, self._device, self._target = mesh, tensors, device, target
+        self._open: Unit | None = None
+        self._rest = contextlib.ExitStack()
+        self._at: dict[str, list[tuple[Span, int]]] = {}
+        everyone: list[dict[str, FlowTensor]] = collectives.gather_objects(self._mine(), mesh.talk)
+        names = dict.fromkeys(name for each in everyone for name in each)
+        self.entries = {name: next(each[name] for each in everyone if name in each) for name in names}
+        self._pieces = {n: sources(n, [each.get(n) for each in everyone], target) for n in names}
+        self._message_bytes = max(_ALIGNED, min(_MESSAGE_BYTES, max_bytes // 8))
+        self._todo = self._buckets(parcels or [Parcel((name,)) for name in names], max_bytes - self._message_bytes)
+        self._wanted = target is None or target == mesh.job.index
+        self._number, self._over = 0, False
+
+    def _mine(self) -> dict[str, FlowTensor]:
+        """What rests on this rank."""
+        entries = {}
+        for name, tensor in self._tensors.items():
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            runs: list[tuple[int, int, int, Region | None]] = [(0, tensor.numel(), 0, None)]
+            if (unit := getattr(tensor, "_ds_unit", None)) is not None:
+                segment = segment_of(tensor)  # type: ignore[arg-type]
+                lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
+                ours = regions(segment, lo - segment.offset, hi - segment.offset) if lo < hi else ()
+                shape, dtype, runs = segment.whole_shape, unit.shard.dtype, list(ours)
+            self._at[name] = [(Span(start, start + hi - lo, region), lo) for lo, hi, start, region in runs if lo < hi]
+            entries[name] = FlowTensor(dtype, shape, tuple(span for span, _ in self._at[name]))
+        return entries
+
+    def _buckets(self, parcels: Sequence[Parcel], limit: int) -> list[list[Parcel]]:
+        """As many parcels as fit ``limit`` bytes, at least one."""
+        buckets, filled = [list[Parcel]()], 0
+        for parcel in parcels:
+            nbytes = sum(self.entries[name].nbytes for name in parcel.names)
+            if buckets[-1] and filled + nbytes > limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(parcel)
+            filled += nbytes
+        return [bucket for bucket in reversed(buckets) if bucket]  # the next one last
+
+    def __iter__(self) -> "WeightFlow":
+        return self
+
+    def __next__(self) -> Bucket:
+        """The next bucket, empty on ranks that are not the target. Collective."""
+        if self._cut:
+            raise UsageError(
+                "stream_weights was ended by another call of the engine inside its loop; take all buckets first"
+            )
+        if self._over:
+            raise StopIteration
+        fault: Exception | None = None
+        bucket = self._todo.pop() if self._todo else []
+        names = [name for parcel in bucket for name in parcel.names]
+        whole: dict[str, torch.Tensor] = {}
+        try:
+            for name in names if self._wanted else ():
+                whole[name] = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype, device=self._device)
+        except Exception as error:  # no memory; the others must not wait in the bucket
+            fault = error
+        self._compare(fault)
+        if not bucket:
+            self._over = True
+            raise StopIteration
+        self._compare(self._fill(names, whole))
+        self._number += 1
+        made: Bucket = []
+        try:
+            for parcel in bucket if self._wanted else ():
+                made += parcel.unpack({name: whole.pop(name) for name in parcel.names}).items()
+        except Exception as error:
+            self.close(collectives.describe(error))
+            raise
+        return made
+
+    def _compare(self, fault: Exception | None) -> None:
+        """Raise on all ranks what one has met, and where one has left."""
+        failed = collectives.failures(fault, self._mesh.talk)
+        if not failed:
+            return
+        self._over = True
+        if fault is not None:
+            raise fault
+        rank, text = next(iter(failed.items()))
+        raise UsageError(f"{self._mesh.title(rank)}, bucket {self._number} of stream_weights: {text}")
+
+    def _fill(self, names: Sequence[str], whole: dict[str, torch.Tensor]) -> Exception | None:
+        """Every rank sends what it has of ``names``; what went wrong here, after all has been sent and received."""
+        fault: Exception | None = None
+        try:
+            for _, name, (lo, hi, region) in (
+                p for n in names if self._wanted for p in self._pieces[n] if p.source < 0
+            ):
+                put(inside(whole[name], region), lo, self._values(name, Span(lo, hi, region)))
+        except Exception as error:
+            fault = error
+        by_source: dict[int, list[FlowPiece]] = {}
+        for piece in (p for name in names for p in self._pieces[name] if p.source >= 0):
+            by_source.setdefault(piece.source, []).append(piece)
+        width, most = {n: self.entries[n].dtype.itemsize for n in names}, self._message_bytes // max(1, len(by_source))
+        queues = [messages(pieces, width, most) for _, pieces in sorted(by_source.items())]
+        for wave in itertools.zip_longest(*queues):  # one message of each source
+            fault = self._pass([message for message in wave if message], whole) or fault
+        self._close_unit()
+        return fault
+
+    def _pass(self, wave: list[list[FlowPiece]], whole: dict[str, torch.Tensor]) -> Exception | None:
+        """Messages from their sources to who wants them, side by side."""
+        job, fault = self._mesh.job, None
+        works: list[collectives.Collective] = []
+        arriving: list[tuple[FlowPiece, torch.Tensor]] = []
+        for message in wave:
+            source = message[0].source
+            sends = source == job.index
+            if not (sends or self._wanted):
+                continue
+            buffer, views = self._room(message)
+            try:
+                for view, (_, name, span) in zip(views, message, strict=True) if sends else ():
+                    view.copy_(self._values(name, span))
+            except Exception as error:  # sent all the same, as the others wait
+                fault = error
+            if self._target is None:
+                works.append(collectives.start_broadcast(buffer, job, source=source))
+            elif sends:
+                works.append(point_to_point.send(buffer, self._target, job))
+            else:
+                works.append(point_to_point.receive(buffer, source, job))
+            arriving += zip(message, views, strict=True)
+        for work in works:
+            work.wait()
+        for (_, name, span), view in arriving if self._wanted else ():
+            put(inside(whole[name], span.region), span.lo, view)
+        return fault
+
+    def _room(self, message: list[FlowPiece]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Memory for a message as bytes, and for each piece its place in it."""
+        places, at = [], 0
+        for _, name, span in message:
+            dtype = self.entries[name].dtype
+            size = (span.hi - span.lo) * dtype.itemsize
+            places.append((at, size, dtype))
+            at += -(-size // _ALIGNED) * _ALIGNED
+        buffer = torch.empty(at, dtype=torch.uint8, device=self._device)
+        return buffer, [buffer[start : start + size].view(dtype) for start, size, dtype in places]
+
+    def _values(self, name: str, span: Span) -> torch.Tensor:
+        """What rests here, flat."""
+        tensor = self._tensors[name]
+        lo = next(at - mine.lo for mine, at in self._at[name] if mine.region == span.region) + span.lo
+        unit: Unit | None = getattr(tensor, "_ds_unit", None)
+        if unit is None:
+            return local_of(tensor.detach()).reshape(-1)[lo : lo + span.hi - span.lo]
+        if self._open is not unit:
+            self._close_unit()
+            self._resting = self._rest.enter_context(unit.values(StateKind.PARAM))
+            self._open = unit
+        at = segment_of(tensor).offset + lo - unit.range_of(StateKind.PARAM)[0]  # type: ignore[arg-type]
+        return self._resting.detach()[at : at + span.hi - span.lo]
+
+    def _close_unit(self) -> None:
+        self._rest.close()
+        self._open = None
+
+    def close(self, reason: str = "it has left the loop", *, cut: bool = False) -> None:
+        """End it early; the other ranks hear ``reason`` with their next bucket, unless they end it too. ``cut``: the
+        consumer has not asked for it. Collective.
+        """
+        if not self._over:
+            self._over, self._cut = True, cut
+            collectives.failures(UsageError(reason), self._mesh.talk)
+
+    def __enter__(self) -> "WeightFlow":
+        return self
+
+    def __exit__(self, kind: object, raised: BaseException | None, _: TracebackType | None) -> None:
+        if raised is None or isinstance(raised, Exception):
+            self.close(collectives.describe(raised) if raised is not None else "it has left the loop")
+
+    def __del__(self) -> None:
+        if not self._over and not sys.is_finalizing():
+            self.close()

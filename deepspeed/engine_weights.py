@@ -1,0 +1,242 @@
+"""The engine's whole weights: for a file, for an inference server, for generation."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.agree import together
+from deepspeed.checkpoint.weights.adapters import is_adapter, merged_parcels
+from deepspeed.checkpoint.weights.flow import Parcel, WeightFlow
+from deepspeed.checkpoint.weights.pretrained import original_parcels, write_pretrained
+from deepspeed.checkpoint.weights.weights import torch_file, with_aliases
+from deepspeed.comm.collectives import failures
+from deepspeed.config.model.values import byte_count
+from deepspeed.device import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import log_dist
+from deepspeed.zero.client.gathered import GatheredParameters, state_names
+from deepspeed.zero.partition import UnitState
+from deepspeed.zero.runtime import Runtime
+
+_BUCKET = "512MB"
+
+
+class EngineWeights:
+    """Mixin; the other attributes come from the engine."""
+
+    module: nn.Module
+    mesh: Mesh
+    runtime: Runtime
+    _generating = False  # inside unsharded()
+    _open_flow: Callable[[], WeightFlow | None] = staticmethod(lambda: None)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def stream_weights(
+        self,
+        max_bytes: int | str = _BUCKET,
+        *,
+        dst: int | None = None,
+        merge_adapters: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> WeightFlow:
+        """Whole weights and persistent buffers as buckets: lists of (name, tensor) on the device. Collective.
+
+        A bucket and what travels for it take ``max_bytes`` at most (a number, or "512MB"), unless one tensor is
+        larger. ``dst``: the one rank that gets them; the buckets of the others are empty, as many as there. Names are
+        those of ``module.state_dict()``, tied ones once; with ``merge_adapters`` those of the model without adapters,
+        which PEFT merges in, on copies (of a layer at a time, beside the bucket).
+
+        An iterator and a context manager; nothing of the engine changes meanwhile. A rank may leave early: those that
+        go on raise UsageError with their next bucket, as they do for an error in the loop of another where that stands
+        in a ``with``. Raises UsageError inside a forward or backward, ValueError for ``max_bytes``.
+        """
+        self._check_alive()
+        self._check_between_passes("stream_weights")
+        try:
+            limit = byte_count(max_bytes)
+        except ValueError as error:
+            raise ValueError(f"stream_weights: max_bytes {error}") from None
+        if dst is not None and dst not in self.mesh.job.ranks:
+            raise UsageError(f"stream_weights: dst {dst} is not one of the engine's ranks {list(self.mesh.job.ranks)}")
+        if merge_adapters and self.mesh.pp.size > 1:
+            raise UsageError("stream_weights(merge_adapters=True): a pipeline's stages have no PEFT model as a whole")
+        tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters and not merge_adapters)
+        parcels = merged_parcels(self.module, tensors, aliases) if merge_adapters else None
+        target = None if dst is None else self.mesh.job.ranks.index(dst)
+        return self._flow(tensors, limit, target=target, parcels=parcels)
+
+    def _flow(
+        self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
+    ) -> WeightFlow:
+        self._end_flow()
+        self.runtime.settle()
+        self.runtime.catch_up()
+        options: Any = {"max_bytes": limit, "device": self.device, "target": target, "parcels": parcels}
+        flow = WeightFlow(self.mesh, tensors, **options)
+        self._open_flow = weakref.ref(flow)
+        return flow
+
+    def _to_first(self, tensors: dict[str, torch.Tensor], parcels: list[Parcel] | None = None) -> WeightFlow:
+        """``tensors``, whole, to the first rank."""
+        return self._flow(tensors, byte_count(_BUCKET), target=0, parcels=parcels)
+
+    def _end_flow(self) -> None:
+        """Of a stream of weights that was left open."""
+        if (flow := self._open_flow()) is not None:
+            flow.close("it has left the loop and called the engine", cut=True)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        """The module with every parameter gathered once and without ZeRO's hooks, for generation. Collective at both
+        ends.
+
+        Inside, ranks may run different numbers of forward passes (under tensor parallelism those that share a layer
+        the same). Edits are refused at the end, on all ranks. The log says at the start how much memory that takes
+        until then. Raises UsageError on all ranks where one has not so much, inside a forward or backward, and for
+        pipelines.
+        """
+        self._check_alive()
+        self._check_between_passes("unsharded")
+        if self.mesh.pp.size > 1:
+            raise UsageError("unsharded(): each rank of a pipeline has its stage only; stream_weights() gives all")
+        if self._generating:  # the outer one has gathered, and gives the hooks back
+            yield self.module
+            return
+        self.runtime.settle()
+        self.runtime.catch_up()
+        missing = [u for u in self.runtime.units if u.movable and u.state is UnitState.ABSENT]
+        nbytes = sum(u.layout.numel * u.full.element_size() for u in missing)
+        device = get_accelerator()
+        kept = device.memory_reserved() - device.memory_allocated()  # by the allocator, for what comes
+        free = device.available_memory() and device.available_memory() + max(0, kept)
+        short = None
+        if free and nbytes > free:
+            short = UsageError(
+                f"unsharded() needs {nbytes / 1e9:.2f} GB beside the shards and {free / 1e9:.2f} GB are free. Call "
+                "engine.offload_states() first, generate through the engine (parameters are gathered for each module "
+                "then), or send the weights to an inference server by engine.stream_weights()"
+            )
+        for rank, text in failures(short, self.mesh.talk).items():
+            raise short or UsageError(f"{self.mesh.title(rank)}: {text}")
+        if nbytes:
+            log_dist(f"unsharded(): {nbytes / 1e9:.2f} GB of weights are whole on every rank until the context ends")
+        whole = GatheredParameters(list(self.module.parameters()), layers_whole=False)
+        with whole:
+            self._parts.hooks.remove()
+            self._generating = True
+            try:
+                yield self.module
+            finally:
+                self._generating = False
+                self._parts.hooks.install()
+
+    # -- files ----------------------------------------------------------------------------------------------------
+    def save_pretrained(self, save_directory: Any, max_shard_size: int | str = "5GB", **options: Any) -> None:
+        """Write ``model.safetensors`` (several with an index beyond ``max_shard_size``) in the dtype of the module,
+        and what the module's own ``save_pretrained`` writes beside. Collective; the first rank holds a bucket.
+
+        Names are those that ``from_pretrained`` expects. Of a PEFT model its adapters are written, as PEFT does. With
+        other ``options`` (``state_dict`` and so on) the module's own method is called, on every rank. Raises
+        CheckpointError on every rank when a file cannot be written.
+        """
+        saver = getattr(self.module, "save_pretrained", None)
+        if saver is not None and options:
+            saver(save_directory, max_shard_size=max_shard_size, **options)
+            return
+        self._check_alive()
+        self._check_between_passes("save_pretrained")
+        tensors, aliases = state_names(self.module, exclude_frozen=False)
+        folder = Path(save_directory)
+        with together(self.mesh, f"writing {folder}"):
+            if hasattr(self.module, "peft_config"):
+                wanted = {n: t for n, t in tensors.items() if t.requires_grad or is_adapter(n, self.module)}
+                state = self._collected(wanted, aliases)
+                if self.mesh.first and saver is not None:
+                    saver(folder, state_dict=state)
+                return
+            parcels, outputs = original_parcels(self.module, tensors)
+            flow = self._to_first(tensors, parcels)
+            with flow:
+                if self.mesh.first:
+                    write_pretrained(saver, folder, flow, outputs, max_shard_size=max_shard_size)
+                for _ in flow:
+                    pass
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write all weights in the compute dtype to one file for ``torch.load``, a bucket at a time. Collective.
+
+        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is
+        off. Raises CheckpointError on every rank when the file cannot be written; an older one is intact then.
+        """
+        if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
+            key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            log_dist(f"save_16bit_model wrote nothing: set {key} to true")
+            return False
+        tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        with together(self.mesh, f"writing {path}"), self._to_first(tensors) as flow:
+            if self.mesh.first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shapes = {name: (entry.dtype, entry.shape) for name, entry in flow.entries.items()}
+                with torch_file(path, shapes, aliases=aliases) as write:
+                    for name, values in (pair for bucket in flow for pair in bucket):
+                        write(name, values)
+            for _ in flow:
+                pass
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _collected(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str]) -> dict[str, torch.Tensor] | None:
+        """``tensors``, whole, on the host of the first rank, tied names sharing one; None elsewhere."""
+        with self._to_first(tensors) as flow:
+            kept = {name: values.to("cpu") for bucket in flow for name, values in bucket}
+        return with_aliases(kept, aliases) if self.mesh.first else None
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
+        if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
+            raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
+        tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
+        return self._collected(tensors, aliases)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        frozen = {prefix + name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {n: v for n, v in state.items() if n not in frozen} if exclude_frozen_parameters else state
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
+        """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
+        self.runtime.catch_up()
+        with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint, dst=self.module)
+            else:
+                self.module.load_state_dict(checkpoint, strict=strict)
+        for unit in self.runtime.units:
+            for position in range(len(unit.params) if not unit.movable else 0):
+                unit.absorb(position)

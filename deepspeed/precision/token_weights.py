@@ -1,0 +1,100 @@
+"""Micro-batches weighed by their tokens (``"normalize"``): an update is that of all its tokens together.
+
+The mean loss of a micro-batch times its count of tokens, summed over ranks and micro-batches and divided by the count
+of them all, is the mean over all tokens, however they are split. The division comes with the update, as nobody knows
+the count before (``zero.step.take_step``).
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import AxisGroup, sum_in_place
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import UsageError
+
+IGNORED = -100  # the label of what has no loss
+_ADVICE = "call engine.set_batch_tokens(count) between the forward and backward(), or leave 'normalize' out"
+
+
+class TokenWeights:
+    """The counts of one window on one rank. Nothing is read from the device."""
+
+    def __init__(self, config: DeepSpeedConfig, device: torch.device) -> None:
+        self._shift, self._narrow = config.normalize == "next_tokens", config.fp16.enabled
+        self._count: torch.Tensor | int | None = None  # of the last forward
+        self._forwards, self._twice = 0, False  # since the last backward; another has weighed its loss already
+        self._anew = False  # the next forward is the first of a window
+        self._weight: torch.Tensor | None = None  # of the last backward
+        self._device, self._by_caller = device, False
+        # A weight of 1 in tokens: in fp16, whose range is small, a power of two near the usual count.
+        self.unit = 1.0
+        self.total = self._nothing()
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def note(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward sets out: count its labels, given by name or in a mapping."""
+        given = [kwargs, *(value for value in inputs if hasattr(value, "keys"))]
+        labels = next((g["labels"] for g in given if isinstance(g.get("labels"), torch.Tensor)), None)
+        self._twice = any(g.get("num_items_in_batch") is not None for g in given)
+        self._forwards = 1 if self._anew else self._forwards + 1
+        self._count, self._anew = None, False
+        if labels is not None:
+            self._count = (labels[..., 1:] if self._shift else labels).ne(IGNORED).sum()
+
+    def withdraw(self) -> None:
+        """That forward has failed."""
+        self._forwards, self._count, self._twice = self._forwards - 1, None, False
+
+    def tell(self, count: torch.Tensor | int) -> None:
+        """What the caller has counted for the next backward counts."""
+        self._count, self._forwards, self._twice, self._anew = count, 1, False, False
+
+    def weight(self) -> torch.Tensor:
+        """Of a loss that is about to be back-propagated, 0-dim float64. UsageError where its tokens are not known."""
+        if self._forwards == 0 and self._weight is not None:  # another loss of the same forward
+            return self._weight
+        if self._twice or self._by_caller:
+            how = "num_items_in_batch" if self._twice else "backward(scale_wrt_gas=False)"
+            raise UsageError(
+                f"'normalize' weighs losses by tokens, and {how} says that this window's losses are weighed already; "
+                "leave one of them out"
+            )
+        if self._forwards != 1 or self._count is None:
+            what = "the forward had no tensor 'labels'" if self._forwards == 1 else f"{self._forwards} forwards came"
+            raise UsageError(f"'normalize' weighs losses by tokens, and {what} before this backward: {_ADVICE}")
+        count = torch.as_tensor(self._count, dtype=torch.float64).to(self._device)
+        self._weight, self._forwards, self._count = count / self.unit, 0, None
+        self.total = self.total + self._weight
+        return self._weight
+
+    def weighed(self, loss: torch.Tensor, *, by_caller: bool) -> torch.Tensor:
+        """``loss``, which is about to be back-propagated, times its weight, unless the caller has weighed it."""
+        if not by_caller:
+            return loss * self.weight().to(loss)
+        if self._weight is not None:
+            raise UsageError("backward(scale_wrt_gas=False) in a window of which 'normalize' has weighed other losses")
+        self._by_caller, self._forwards, self._twice = True, 0, False
+        return loss
+
+    def end_window(self, mean: float) -> None:
+        """The update is over; ``mean``: of the weights of a rank's micro-batches, the same number on all ranks."""
+        self.forget()
+        if self._narrow and mean > 0:
+            self.unit *= 2.0 ** round(math.log2(mean))
+
+    def forget(self) -> None:
+        """Begin the window anew; its first loss may be of a forward that is over, as with ``zero_grad`` between."""
+        self.total, self._weight, self._by_caller, self._anew = self._nothing(), None, False, True
+
+    def state(self, job: AxisGroup) -> dict[str, float]:
+        """For a checkpoint: the window's mean over the ranks. Collective."""
+        return {"unit": self.unit, "total": float(sum_in_place(self.total.clone(), job)) / job.size}
+
+    def restore(self, state: dict[str, float], *, window: bool) -> None:
+        """The inverse, on as many ranks as there are now; ``window``: with its gradients."""
+        self.unit = state["unit"]
+        self.total = self._nothing() + (state["total"] if window else 0.0)
