@@ -106,7 +106,6 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_ssh``; returns the exit status."""
     parser = CommandLine(prog="ds_ssh", description=__doc__, allow_abbrev=False)
     path = f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
     parser.add_argument("-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=path)

@@ -90,10 +90,7 @@ class FrameReader:
 
 
 class Connection:
-    """One ssh child: its output goes to this process's, its messages and its end become events.
-
-    Raises UsageError when it cannot be started.
-    """
+    """One ssh child: its output goes to this process's, its messages and its end become events. Raises UsageError."""
 
     def __init__(
         self, rank: int, host: str, argv: Sequence[str], post: Post, *, prefix: bytes, drain_s: float | None = 1.0
@@ -124,7 +121,6 @@ class Connection:
             self._input.flush()
 
     def hang_up(self) -> None:
-        """Close its input."""
         with contextlib.suppress(OSError):
             self._input.close()
 

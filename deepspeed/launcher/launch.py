@@ -22,7 +22,6 @@ _FLAGS: Flags = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the per-node flags."""
     description = "Run one node's ranks of a job; normally started by 'deepspeed'."
     parser = argparse.ArgumentParser("deepspeed.launcher.launch", allow_abbrev=False, description=description)
     add_flags(parser, {**COMMON_FLAGS, **_FLAGS})

@@ -112,7 +112,6 @@ def _check_count(options: Namespace, devices: LocalDevices) -> None:
 
 
 def _on_this_machine(options: Namespace, devices: LocalDevices) -> Location:
-    """This machine without a hostfile."""
     node_rank, each = None if options.force_multi else 0, options.num_gpus
     if devices.count == 0:
         if options.exclude:

@@ -106,7 +106,6 @@ class _Parser(CommandLine):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags."""
     parser = _Parser(
         prog="deepspeed",
         allow_abbrev=False,  # so that nothing of the script's own arguments is ever matched

@@ -128,28 +128,41 @@ _WRITERS: dict[str, tuple[str, Callable[[Any, Any], Writer]]] = {
 }
 
 
-class MonitorMaster:
-    """Hands events to every writer that the configuration enables; ``config`` has the blocks as attributes.
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
-    ``enabled`` is the same on all ranks; only rank 0 writes. DeepSpeedConfigError where a writer cannot work.
+
+class MonitorMaster:
+    """Hands events to every writer that the configuration enables; ``monitor_config`` has the blocks as attributes.
+
+    ``enabled`` is the same on all ranks; only rank 0 writes. DeepSpeedConfigError on all of them where a package is
+    missing or a file cannot be written; a service that does not let rank 0 in is warned of, and left out.
     """
 
-    def __init__(self, config: Any) -> None:
-        blocks = {name: block for name in _WRITERS if (block := getattr(config, name, None)) and block.enabled}
+    def __init__(self, monitor_config: Any) -> None:
+        blocks = {name: block for name in _WRITERS if (block := getattr(monitor_config, name, None)) and block.enabled}
         self.enabled = bool(blocks)
         needs = {name: _needed(name, block) for name, block in blocks.items()}  # what cannot work fails on all ranks
-        self._writers = {name: _WRITERS[name][1](blocks[name], need) for name, need in needs.items() if rank() == 0}
+        self._writers: dict[str, Writer] = {}
+        for name, need in needs.items() if rank() == 0 else ():
+            try:
+                self._writers[name] = _WRITERS[name][1](blocks[name], need)
+            except Exception as error:  # of a service: no login, no network. The other ranks would wait for this one
+                warning_once(f"{name} cannot begin ({_in_words(error)}): nothing is written to it; the run goes on")
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write (name, value, step) events. A full disk or a lost service costs events, not the run."""
         for name, (write, _) in self._writers.items():
             try:
                 write(event_list)
-            except OSError as error:
-                warning_once(f"{name} cannot write ({error}): it lacks some values; the run goes on")
+            except Exception as error:  # packages have errors of their own for a service that is lost
+                warning_once(f"{name} cannot write ({_in_words(error)}): it lacks some values; the run goes on")
 
     def close(self) -> None:
         """Write no more. Idempotent."""
         writers, self._writers = self._writers, {}
-        for _, end in writers.values():
-            end()
+        for name, (_, end) in writers.items():
+            try:
+                end()
+            except Exception as error:
+                warning_once(f"{name} cannot end ({_in_words(error)}): it may lack its last values")

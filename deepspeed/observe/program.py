@@ -1,6 +1,4 @@
-"""How every command of this package reads its options, shows what it found, and ends: a failure is a sentence on
-standard error and an exit status.
-"""
+"""How every command of this package reads options, shows what it found, and ends: failures are sentences on stderr."""
 
 import argparse
 import contextlib

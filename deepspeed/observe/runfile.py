@@ -161,7 +161,6 @@ class Run:
     place: int = 0
 
     def of(self, kind: str) -> list[Record]:
-        """The lines of a kind."""
         return self.by_kind.get(kind, [])
 
     @property
@@ -198,7 +197,7 @@ class Run:
         try:
             record = json.loads(line)
             kind = record["kind"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self.damaged += bool(line.strip())
             return
         self.over = kind == "end"

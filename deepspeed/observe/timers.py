@@ -145,11 +145,9 @@ class NoopTimer:
         return self.Timer()
 
     def has_timer(self, name: str) -> bool:
-        """True."""
         return True
 
     def get_timers(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """None."""
         return {}
 
     log = get_mean = get_timers

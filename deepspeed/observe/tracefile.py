@@ -40,7 +40,6 @@ class TraceFile:
                 self._hidden.unlink()
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """One event as it is."""
         self._file.write(("\n" if self._first else ",\n") + json.dumps(event, separators=(",", ":")))
         self._first = False
 

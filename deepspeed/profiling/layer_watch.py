@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed.comm.collectives import sum_in_place
 from deepspeed.observe.log import logger
+from deepspeed.tensor.layers import HiddenParallelEmbedding, VocabParallelEmbedding
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
@@ -19,6 +20,7 @@ from deepspeed.zero.unit import Unit
 
 _PATIENCE = 3  # updates in a row: a gradient is rightly zero at the first one behind weights that begin as zeros
 _SHOWN = 8  # names
+_TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, HiddenParallelEmbedding)
 
 
 class LayerWatch:
@@ -26,11 +28,10 @@ class LayerWatch:
 
     def __init__(self, model: nn.Module, runtime: Runtime, window: int) -> None:
         self._runtime, self._window, self._updates = runtime, window, 0
-        tables = {
-            f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-        }
+        tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, _TABLES)}
         self._segments = [(u, s) for u in runtime.units if u.trainable for s in u.layout.segments]
         self._names = [s.name for _, s in self._segments]
+        self._parts = {s.name for _, s in self._segments if s.place is not None}  # tensor-parallel ones
         rows = {s.name: s.shape[0] for _, s in self._segments if len(s.shape) > 1 and s.name not in tables}
         self._touched = {n: torch.zeros(count, dtype=torch.bool, device=runtime.device) for n, count in rows.items()}
         self._zero_for = dict.fromkeys(self._names, 0)
@@ -50,8 +51,8 @@ class LayerWatch:
                             self._touch(unit, segment, part)
         except (OSError, RuntimeError) as error:  # the others wait; whoever updates meets the same error
             logger.warning("step %d: gradients were not looked at: %s", self._runtime.steps + 1, error)
-        zero = self._runtime.mesh.zero
-        known = dict(zip(self._names, sum_in_place(sums, zero).tolist(), strict=True))
+        mesh = self._runtime.mesh
+        known = dict(zip(self._names, sum_in_place(sum_in_place(sums, mesh.zero), mesh.tp).tolist(), strict=True))
         self._updates += 1
         for name, value in known.items():
             self._zero_for[name] = self._zero_for[name] + 1 if value == 0 else 0
@@ -81,15 +82,18 @@ class LayerWatch:
         for name, count in dead.items():
             rows = self._touched[name].numel()
             if 0 < count < rows:
-                text = f"has not reached {count} of its {rows} rows for {self._window} updates: dead units"
+                part = f" on tensor-parallel rank {self._runtime.mesh.tp.index}" if name in self._parts else ""
+                text = f"has not reached {count} of its {rows} rows{part} for {self._window} updates: dead units"
                 self._say(text, [name], kind="dead")
             self._touched[name].zero_()
 
     def _say(self, what: str, names: Sequence[str], kind: str = "") -> None:
-        """Once for each parameter, by the first of the ranks that share it."""
+        """Once for each parameter, by the first of the ranks that share it; of dead rows, of each part of it."""
+        mesh = self._runtime.mesh
+        first = mesh.zero.index == 0 and (mesh.tp.index == 0 or (kind == "dead" and names[0] in self._parts))
         new = [name for name in names if (kind or what, name) not in self._noted]
         self._noted.update((kind or what, name) for name in new)
-        if new and self._runtime.mesh.zero.index == 0:
+        if new and first:
             more = f" and {len(new) - _SHOWN} others" if len(new) > _SHOWN else ""
             logger.warning(
                 "step %d: the gradient of %s%s %s", self._runtime.steps + 1, ", ".join(new[:_SHOWN]), more, what

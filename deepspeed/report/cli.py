@@ -1,9 +1,11 @@
 """``ds_report``: versions, machine, devices, tools and variables; then what is missing or doubtful and why it matters.
 
-Answers within seconds, asks nothing of the network, and always exits with 0: whatever it cannot find out is a row
-``unknown (reason)``. ``ds_report run DIR`` and ``ds_report --job DIR`` read the record of a run instead.
+Answers within seconds, asks nothing of the network, and exits with 0: whatever it cannot find out is a row
+``unknown (reason)``. ``ds_report run DIR`` and ``ds_report --job DIR`` read the record of a run instead, and exit
+with 2 where there is none.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -13,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from deepspeed.observe.program import CommandLine
+from deepspeed.observe.program import CommandLine, guarded
 from deepspeed.report import probes
 from deepspeed.report.probes import LAUNCH_TOOLS, OPTIONAL, Row, first_line, installed
 from deepspeed.report.run.cli import job_command, run_command
@@ -121,13 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.job is not None:
         return job_command(options.job)
+    return guarded("ds_report", lambda: _shown(options))
+
+
+def _shown(options: argparse.Namespace) -> str:
     report, verdict = collect(operators=not options.hide_operator_status), not options.hide_errors_and_warnings
-    text = as_text(report, verdict=verdict)
     if options.json:
         content = {title: {row.name: row.value for row in rows} for title, rows in report.items()}
-        text = json.dumps(content | ({VERDICT: doubts(report)} if verdict else {}), indent=1) + "\n"
-    sys.stdout.write(text)
-    return 0
+        return json.dumps(content | ({VERDICT: doubts(report)} if verdict else {}), indent=1)
+    return as_text(report, verdict=verdict).removesuffix("\n")
 
 
 if __name__ == "__main__":

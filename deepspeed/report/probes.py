@@ -1,6 +1,4 @@
-"""What the report asks: the installation, the environment, and the machine from the system's files (``root`` is another
-tree in tests) and from torch.
-"""
+"""What the report asks: the installation, environment and torch, and the machine's files below ``root``."""
 
 import glob
 import importlib

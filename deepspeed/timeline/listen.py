@@ -27,16 +27,16 @@ _AT_ONCE = ("sum_in_place", "broadcast")
 
 
 class Wraps:
-    """Methods of living objects, each replaced until ``close`` by one that calls it."""
+    """Methods of living objects, each replaced until ``close`` by one that is given it."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
 
-    def put(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let ``owner.name`` be ``make`` of what it is. AttributeError where there is no such method."""
+    def put(self, owner: object, name: str, call: Callable[..., Any], *given: Any) -> None:
+        """Let ``owner.name(...)`` be ``call(*given, method, ...)``. AttributeError where there is no such method."""
         names, method = vars(owner), getattr(owner, name)
         before = names.get(name)
-        names[name] = made = functools.wraps(method)(make(method))
+        names[name] = made = functools.wraps(method)(functools.partial(call, *given, method))
 
         def back() -> None:
             if names.get(name) is made:  # else another has wrapped it since
@@ -47,7 +47,6 @@ class Wraps:
         self._undo.callback(back)
 
     def close(self) -> None:
-        """Every method is what it was."""
         self._undo.close()
 
     def on_close(self, call: Callable[..., Any], *args: Any) -> None:
@@ -86,7 +85,6 @@ class Listener:
         return last
 
     def close(self) -> None:
-        """The engine is what it was."""
         self._details.close()
         self._wraps.close()
 
@@ -98,18 +96,12 @@ class Listener:
         finally:
             self.step.add(row, name, begin, self._mark(), facts or None)
 
-    def _timed(self, row: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(method: Callable[..., Any]) -> Callable[..., Any]:
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                begin = self._mark()
-                try:
-                    return method(*args, **kwargs)
-                finally:
-                    self.step.add(row, name, begin, self._mark())
-
-            return timed
-
-        return make
+    def _timed(self, row: int, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = self._mark()  # not ``_span``, whose generator takes longer, at every wait
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.step.add(row, name, begin, self._mark())
 
     # -- always -----------------------------------------------------------------------------------------------------
     def _follow(self) -> None:
@@ -121,15 +113,15 @@ class Listener:
         put(runtime, "_gather", self._for_unit)
         put(runtime.gradients, "reduce", self._for_unit)
         if runtime.agreement.speaks:
-            put(runtime.agreement, "_message", self._timed(WAITS, "agreement"))
+            put(runtime.agreement, "_message", self._timed, WAITS, "agreement")
         gradients = runtime.gradients
         streams = {"gather of": (runtime._stream,), "reduction of": gradients._streams}
         streams["gradient in host memory of"] = (gradients._out, gradients._back)
         for what, each in streams.items():
             for stream in each:
-                put(stream, "run", functools.partial(self._run, what, stream._stream is not None))
+                put(stream, "run", self._run, what, stream._stream is not None)
         if hasattr(engine, "_links"):
-            put(engine._links, "_wait", self._timed(WAITS, "messages of the pipeline"))
+            put(engine._links, "_wait", self._timed, WAITS, "messages of the pipeline")
         each = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, mesh.fetching, *mesh.groups)
         for group in {id(g): g for g in each if isinstance(g, AxisGroup) and g.size > 1}.values():
             group.ledger.append(listener := self._collective)
@@ -140,71 +132,54 @@ class Listener:
         if listener in group.ledger:
             group.ledger.remove(listener)
 
-    def _phase(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @contextlib.contextmanager
-        def clock(name: str) -> Iterator[None]:
-            inner = name in self._engine._phases  # a forward inside a forward is part of it
-            with method(name), contextlib.nullcontext() if inner else self._span(PHASES, name):
-                yield
+    @contextlib.contextmanager
+    def _phase(self, method: Callable[..., Any], name: str) -> Iterator[None]:
+        inner = name in self._engine._phases  # a forward inside a forward is part of it
+        with method(name), contextlib.nullcontext() if inner else self._span(PHASES, name):
+            yield
 
-        return clock
-
-    def _run(self, what: str, beside: bool, method: Callable[..., Any]) -> Callable[..., Any]:  # noqa: FBT001 - private
+    def _run(self, what: str, beside: bool, method: Callable[..., Any], start: Any) -> Transfer:  # noqa: FBT001 - private
         """Who waits for what a stream has begun waits for a transfer; but not a stream ``beside`` the computation."""
+        self._beside += beside
+        try:
+            transfer: Transfer = method(start)
+        finally:
+            self._beside -= beside
+        return _Watched(transfer, self, f"{what} {self._unit or 'a unit'}") if transfer.nbytes else transfer
 
-        def run(start: Callable[[], Transfer]) -> Transfer:
-            self._beside += beside
-            try:
-                transfer = method(start)
-            finally:
-                self._beside -= beside
-            return _Watched(transfer, self, f"{what} {self._unit or 'a unit'}") if transfer.nbytes else transfer
-
-        return run
-
-    def _for_unit(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What is issued in this call is for its first argument."""
-
-        def called(unit: Any, **kwargs: Any) -> Any:
-            before, self._unit = self._unit, self._title(unit)
-            try:
-                return method(unit, **kwargs)
-            finally:
-                self._unit = before
-
-        return called
+    def _for_unit(self, method: Callable[..., Any], unit: Any, **kwargs: Any) -> Any:
+        """What is issued in this call is for ``unit``."""
+        before, self._unit = self._unit, self._title(unit)
+        try:
+            return method(unit, **kwargs)
+        finally:
+            self._unit = before
 
     def _title(self, unit: Any) -> str:
         return self._titles.get(unit.index) or self._titles.setdefault(unit.index, unit.title)
 
-    def _publication(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def publication(units: list[Any]) -> Any:
-            made = method(units)
-            sent = any(g.size > 1 for u in units for g in u.mesh.groups)
-            whole = sent and any(not u.movable for u in units)
-            if whole:  # of these the values are gathered at once, and waited for at the end
-                vars(made)["finish"] = self._timed(WAITS, "publish the update")(made.finish)
-                start = made._start
-                vars(made)["_start"] = lambda *, spent: self._for_unit(lambda _: start(spent=spent))(made._waiting[0])
-            return made
+    def _publication(self, method: Callable[..., Any], units: list[Any]) -> Any:
+        made = method(units)
+        sent = any(g.size > 1 for u in units for g in u.mesh.groups)
+        whole = sent and any(not u.movable for u in units)
+        if whole:  # of these the values are gathered at once, and waited for at the end
+            vars(made)["finish"] = functools.partial(self._timed, WAITS, "publish the update", made.finish)
+            start = made._start
+            vars(made)["_start"] = lambda *, spent: self._for_unit(lambda _: start(spent=spent), made._waiting[0])
+        return made
 
-        return publication
-
-    def _need(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def need(units: Iterable[Any]) -> None:
-            units = list(units)
-            for unit in units:
-                if unit.movable:
-                    ready = unit.state is not UnitState.ABSENT and unit.fetched_version == unit.version
-                    self.step.hits += ready
-                    self.step.misses += not ready
-                    if self._detailed:
-                        what = "hit" if ready else "miss"
-                        state = unit.state.name.lower()
-                        self.step.add(PREFETCH, what, self._mark(), None, {"unit": self._title(unit), "was": state})
-            method(units)
-
-        return need
+    def _need(self, method: Callable[..., Any], units: Iterable[Any]) -> None:
+        units = list(units)
+        for unit in units:
+            if unit.movable:
+                ready = unit.state is not UnitState.ABSENT and unit.fetched_version == unit.version
+                self.step.hits += ready
+                self.step.misses += not ready
+                if self._detailed:
+                    what = "hit" if ready else "miss"
+                    state = unit.state.name.lower()
+                    self.step.add(PREFETCH, what, self._mark(), None, {"unit": self._title(unit), "was": state})
+        method(units)
 
     def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
         begin, nbytes, unit = self._mark(), numel * dtype.itemsize, self._unit
@@ -235,15 +210,15 @@ class Listener:
             if module is not engine.module or not blocks:
                 self._hook(module, names.get(module) or type(module).__name__)
         for drive in engine._parts.tiers.drives:
-            details.put(drive, "read", self._file("read"))
-            details.put(drive, "write", self._file("write"))
+            details.put(drive, "read", self._file, "read")
+            details.put(drive, "write", self._file, "write")
         stores = {id(s): s for unit in units for s in unit.rest.values() if not s.on_drive}
         for store in stores.values():
             if store.tensor.device.type != engine.device.type:
-                details.put(store, "get", self._copy("to the device"))
-                details.put(store, "put", self._copy("to the host"))
+                details.put(store, "get", self._copy, "to the device")
+                details.put(store, "put", self._copy, "to the host")
         if engine.basic_optimizer is not None:
-            details.put(engine.basic_optimizer, "step", self._timed(COMPUTE, "optimizer"))
+            details.put(engine.basic_optimizer, "step", self._timed, COMPUTE, "optimizer")
         details.put(engine.runtime, "flush", self._flush)
 
     def less(self) -> None:
@@ -253,33 +228,21 @@ class Listener:
         self._open.clear()
         self._forwards.clear()
 
-    def _copy(self, where: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(method: Callable[..., Any]) -> Callable[..., Any]:
-            def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                with self._span(TIERS, f"copy {where}", bytes=tensor.nbytes):
-                    return method(tensor, *args, **kwargs)
+    def _copy(self, where: str, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self._span(TIERS, f"copy {where}", bytes=tensor.nbytes):
+            return method(tensor, *args, **kwargs)
 
-            return copied
+    def _file(self, what: str, method: Callable[..., Any], extent: Any, start: int, tensor: torch.Tensor) -> Any:
+        begin, transfer = self._mark(), method(extent, start, tensor)
+        waits = transfer.wait
 
-        return make
+        def wait() -> None:
+            vars(transfer).pop("wait", None)
+            waits()
+            self.step.add(TIERS, what, begin, self._mark(), {"bytes": tensor.nbytes})
 
-    def _file(self, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(method: Callable[..., Any]) -> Callable[..., Any]:
-            def begun(extent: Any, start: int, tensor: torch.Tensor) -> Any:
-                begin, transfer = self._mark(), method(extent, start, tensor)
-                waits = transfer.wait
-
-                def wait() -> None:
-                    vars(transfer).pop("wait", None)
-                    waits()
-                    self.step.add(TIERS, what, begin, self._mark(), {"bytes": tensor.nbytes})
-
-                vars(transfer)["wait"] = wait
-                return transfer
-
-            return begun
-
-        return make
+        vars(transfer)["wait"] = wait
+        return transfer
 
     def _hook(self, module: nn.Module, name: str) -> None:
         def before(*_: Any) -> None:
@@ -311,12 +274,9 @@ class Listener:
             name, begin = self._open.pop()
             self.step.add(COMPUTE, f"backward {name}", begin, self._mark())
 
-    def _flush(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def flush() -> None:
-            self._end_backward()
-            method()
-
-        return flush
+    def _flush(self, method: Callable[..., Any]) -> None:
+        self._end_backward()
+        method()
 
 
 class _Watched(Transfer):

@@ -46,7 +46,6 @@ class LateMean:
         return bool(self._event.query())
 
     def read(self) -> float:
-        """The number."""
         if not self._event.query():
             self._event.synchronize()
         return float(self._value)
@@ -85,7 +84,7 @@ class Observer:
         self._saving: dict[str, Any] = {}
         file = self._open(settings)
         self._listener, self._wraps = Listener(engine, self._clock), Wraps()
-        self._wraps.put(engine, "_write_metrics", self._after(self._boundary))
+        self._wraps.put(engine, "_write_metrics", self._after_metrics)
         if settings.run:
             self._record(file, settings)
         self._open_window()
@@ -149,40 +148,24 @@ class Observer:
         self._engine = None
 
     # -- what the engine does ---------------------------------------------------------------------------------------
-    @staticmethod
-    def _after(call: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(method: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any, **kwargs: Any) -> Any:
-                result = method(*args, **kwargs)
-                call()
-                return result
+    def _after_metrics(self, method: Callable[..., Any], *args: Any) -> None:
+        method(*args)
+        self._boundary()
 
-            return called
-
-        return make
-
-    def _hear_loss(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _hear_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``backward`` is given a loss; ``train_batch`` returns one, after the boundary."""
-        batch = method.__name__ == "train_batch"
+        batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
+        if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
+            self._losses.append(given.detach())
+        result = method(*args, **kwargs)
+        if batch:
+            step, outcome, _, facts = self._waiting[-1]
+            self._waiting[-1] = step, outcome, LateMean([result.detach()]), facts
+        return result
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            given = args[0] if args else kwargs.get("loss")
-            if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
-                self._losses.append(given.detach())
-            result = method(*args, **kwargs)
-            if batch:
-                step, outcome, _, facts = self._waiting[-1]
-                self._waiting[-1] = step, outcome, LateMean([result.detach()]), facts
-            return result
-
-        return called
-
-    def _hear_metrics(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def called(events: Any) -> Any:
-            self._metrics |= {str(name): float(value) for name, value, _ in events}
-            return method(events)
-
-        return called
+    def _hear_metrics(self, method: Callable[..., Any], events: Any) -> Any:
+        self._metrics |= {str(name): float(value) for name, value, _ in events}
+        return method(events)
 
     def _hear_warning(self, handler: logging.Handler, record: logging.LogRecord) -> None:
         if self._board is None:
@@ -195,18 +178,17 @@ class Observer:
             where = f"{record.filename}:{record.lineno}"
             self._board.write("warning", level=record.levelname, text=text, where=where)
 
-    def _timed_save(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def called(save_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-            self._pass_saving()
-            begun, behind = time.monotonic(), self._engine._config.checkpoint.in_background
-            result = method(save_dir, tag, *args, **kwargs)
-            name = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
-            self._saving = {"step": self._engine.global_steps, "path": str(Path(save_dir).absolute() / name)}
-            self._saving |= {"begun": begun, "seconds": time.monotonic() - begun, "in_background": behind}
-            self._pass_saving()
-            return result
-
-        return called
+    def _timed_save(
+        self, method: Callable[..., Any], save_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._pass_saving()
+        begun, behind = time.monotonic(), self._engine._config.checkpoint.in_background
+        result = method(save_dir, tag, *args, **kwargs)
+        name = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
+        self._saving = {"step": self._engine.global_steps, "path": str(Path(save_dir).absolute() / name)}
+        self._saving |= {"begun": begun, "seconds": time.monotonic() - begun, "in_background": behind}
+        self._pass_saving()
+        return result
 
     def _pass_saving(self) -> None:
         """A checkpoint that has its name is a line of the record."""
@@ -219,15 +201,12 @@ class Observer:
                     nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
             self._board.write("checkpoint", **saved, until_named_s=time.monotonic() - begun, bytes=nbytes)
 
-    def _timed_load(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            begun = time.monotonic()
-            path, client = method(*args, **kwargs)
-            if path is not None and self._board is not None:
-                self._board.write("loaded", path=path, step=self._engine.global_steps, seconds=time.monotonic() - begun)
-            return path, client
-
-        return called
+    def _timed_load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begun = time.monotonic()
+        path, client = method(*args, **kwargs)
+        if path is not None and self._board is not None:
+            self._board.write("loaded", path=path, step=self._engine.global_steps, seconds=time.monotonic() - begun)
+        return path, client
 
     # -- at the end of an update ------------------------------------------------------------------------------------
     def _boundary(self) -> None:

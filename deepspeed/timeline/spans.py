@@ -37,11 +37,9 @@ class HostClock:
     mark = staticmethod(time.perf_counter_ns)
 
     def known(self, mark: Any) -> bool:
-        """True."""
         return True
 
     def between_ns(self, begin: Any, end: Any) -> int:
-        """The difference."""
         return int(end - begin)
 
     def sync(self) -> tuple[Any, int]:
@@ -54,7 +52,6 @@ class DeviceClock:
     """Events on the current stream. A moment of the host alone (``perf_counter_ns``) cannot be told from it here."""
 
     def mark(self) -> Any:
-        """An event."""
         event = get_accelerator().Event(enable_timing=True)
         event.record()
         return event

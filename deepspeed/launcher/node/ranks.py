@@ -119,9 +119,7 @@ class Ranks:
             process.poll()
 
     def failures(self, *, ended_only: bool = False) -> list[RankEnd]:
-        """How every rank ended that did not return 0; one that even SIGKILL has not ended counts as killed now, unless
-        ``ended_only``.
-        """
+        """How ranks ended that did not return 0; one that SIGKILL has not ended, too, unless ``ended_only``."""
         ends = []
         for index, (rank, process) in enumerate(self._processes):
             if ended_only and index not in self._ends:

@@ -55,9 +55,7 @@ class RankEnd:
 
     @property
     def was_watched(self) -> bool:
-        """Whether the ranks ended the job themselves, as it stood still, and this one has said why (however it ended
-        then: the others may be faster).
-        """
+        """Whether the ranks ended the job themselves, as it stood still, and this one has said why."""
         return self.traceback.startswith(f"{JobHungError.__module__}.{JobHungError.__name__}: ")
 
     def verdict(self, *, show_traceback: bool) -> Verdict:

@@ -2,11 +2,12 @@
 that needs no network, or with --follow in the terminal. ds_report --job DIR shows how fast each rank is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deepspeed.errors import UsageError
 from deepspeed.observe.program import CommandLine, guarded, size
-from deepspeed.observe.runfile import read_run
+from deepspeed.observe.runfile import RECORDS, Run, read_run
 from deepspeed.report.run.live import follow, job_text
 from deepspeed.report.run.page import page
 
@@ -19,18 +20,28 @@ def run_command(argv: Sequence[str]) -> int:
     parser.switches(follow="show it in the terminal until it ends")
     options = parser.parse_args(argv)
 
-    def act() -> int | str:
-        run = read_run(options.folder)
+    def act(run: Run) -> int | str:
         if options.follow:
             return follow(run)
         path = options.out or run.folder / "report.html"
-        text = page(run)
-        path.write_text(text, encoding="utf-8")
-        return f"{path} ({size(len(text.encode()))})"
+        content = page(run).encode(errors="backslashreplace")  # names of files may hold bytes that are no text
+        path.write_bytes(content)
+        return f"{path} ({size(len(content))})"
 
-    return guarded("ds_report run", act)
+    return guarded("ds_report run", lambda: _shown(options.folder, act))
 
 
 def job_command(folder: str) -> int:
     """``ds_report --job``; the exit status."""
-    return guarded("ds_report --job", lambda: job_text(read_run(folder)))
+    return guarded("ds_report --job", lambda: _shown(folder, job_text))
+
+
+def _shown(folder: str, show: Callable[[Run], int | str]) -> int | str:
+    """``show`` of the record in ``folder``; UsageError where its lines are not what this release writes."""
+    run = read_run(folder)
+    try:
+        return show(run)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        text = f"{run.folder / RECORDS} has lines that no run of this release writes ({what}); another program"
+        raise UsageError(f"{text} wrote to it, or it is damaged") from error

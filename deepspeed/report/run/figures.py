@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 10, 34
 _MOST = 500  # points of a line: of more the largest and smallest in as many pieces remain
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#854d0e", "#64748b")
+_INK = "#111827"
 
 Points = Sequence[tuple[float, float]]
 
@@ -67,8 +68,9 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def short(value: float) -> str:
     """A number for an axis."""
-    if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    if value and not 1e-4 <= abs(value) < 1e5:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
     return f"{value:.6g}"
 
 
@@ -82,7 +84,11 @@ def _scale(low: float, high: float, begin: float, end: float, *, log: bool) -> C
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(powers) // 6)
-    return [10.0**p for p in powers if p % every == 0 and low <= 10.0**p <= high] or [low, high]
+    for factors in ((1,), (1, 3), (1, 2, 3, 5, 7)):
+        values = [f * 10.0**p for p in powers if p % every == 0 for f in factors if low <= f * 10.0**p <= high]
+        if len(values) > 2:
+            break
+    return values
 
 
 def draw(figure: Figure, number: int = 0) -> str:
@@ -99,8 +105,9 @@ def draw(figure: Figure, number: int = 0) -> str:
     x = _scale(first, last, _LEFT, WIDTH - _RIGHT, log=False)
     y = _scale(low, high, HEIGHT - _BOTTOM, _TOP, log=log)
     parts = [*_axes(figure, x, y, (first, last), (low, high), log=log)]
-    for i, line in reversed([*enumerate(lines)]):
-        color = COLORS[i % len(COLORS)]
+    areas_first = sorted(reversed([*enumerate(lines)]), key=lambda pair: not figure.stacked or pair[1].dashed)
+    for i, line in areas_first:
+        color = _color(figure, i, line)
         path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in line.points)
         if figure.stacked and not line.dashed:
             path = f"{x(line.points[0][0]):.1f},{y(0):.1f} {path} {x(line.points[-1][0]):.1f},{y(0):.1f}"
@@ -115,17 +122,21 @@ def draw(figure: Figure, number: int = 0) -> str:
     for at, word in figure.marks:
         if first <= at <= last:
             parts.append(
-                f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="#111827" '
+                f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="{_INK}" '
                 f'stroke-dasharray="2 3"><title>{escape(word)}</title></line>'
             )
-    return _framed(figure, parts, [(line.name, line.dashed) for line in lines], number)
+    return _framed(figure, parts, lines, number)
 
 
-def _framed(figure: Figure, parts: Sequence[str], names: Sequence[tuple[str, bool]], number: int) -> str:
+def _color(figure: Figure, position: int, line: Curve) -> str:
+    return _INK if figure.stacked and line.dashed else COLORS[position % len(COLORS)]  # to be seen on any area
+
+
+def _framed(figure: Figure, parts: Sequence[str], lines: Sequence[Curve], number: int) -> str:
     legend = "".join(
-        f'<span class="key"><span class="{"dash" if dashed else "swatch"}" '
-        f'style="border-color:{COLORS[i % len(COLORS)]}"></span>{escape(name)}</span>'
-        for i, (name, dashed) in enumerate(names)
+        f'<span class="key"><span class="{"dash" if line.dashed else "swatch"}" '
+        f'style="border-color:{_color(figure, i, line)}"></span>{escape(line.name)}</span>'
+        for i, line in enumerate(lines)
     )
     space = 'xmlns="http://www.w3.org/2000/svg"'
     head = f'<svg {space} viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="f{number}">'
@@ -193,11 +204,11 @@ class Bars:
 
 def draw_bars(bars: Bars, number: int = 0) -> str:
     """The bars as an ``svg`` element."""
-    each, left = 13, 90
+    each, left, right = 13, 90, 130
     room = each * len(bars.names) + 7
     height = room * len(bars.rows) + 30
     most = max((max(v, end) for _, values in bars.rows for v, end in values), default=1.0) or 1.0
-    x = _scale(0.0, most, left, WIDTH - 70, log=False)
+    x = _scale(0.0, most, left, WIDTH - right, log=False)
     text, parts = 'font-family="sans-serif" font-size="11" fill="#374151"', []
     for row, (name, values) in enumerate(bars.rows):
         top = row * room + 4
@@ -209,10 +220,10 @@ def draw_bars(bars: Bars, number: int = 0) -> str:
                 'fill-opacity="0.8"/>'
             )
             parts.append(f'<line x1="{x(value):.1f}" x2="{x(end):.1f}" y1="{middle}" y2="{middle}" stroke="#111827"/>')
-            label = f"{value:.3g} ({end:.3g})"
+            label = f"{short(float(f'{value:.3g}'))} ({short(float(f'{end:.3g}'))})"
             parts.append(f'<text x="{x(max(value, end)) + 4:.1f}" y="{middle + 4}" {text}>{label}</text>')
     parts.append(f'<text x="{WIDTH - 4}" y="{height - 8}" text-anchor="end" {text}>{escape(bars.unit)}</text>')
     figure = Figure(bars.title, bars.unit, [])
-    return _framed(figure, parts, [(name, False) for name in bars.names], number).replace(
+    return _framed(figure, parts, [Curve(name, []) for name in bars.names], number).replace(
         f'viewBox="0 0 {WIDTH} {HEIGHT}"', f'viewBox="0 0 {WIDTH} {height}"'
     )

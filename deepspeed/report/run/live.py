@@ -1,6 +1,7 @@
 """A run in the terminal: as lines of text, drawn anew while it goes on."""
 
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -29,15 +30,9 @@ def _values(steps: Sequence[Record], name: str) -> list[float]:
     return [float(step[name]) for step in steps if isinstance(step.get(name), (int, float))]
 
 
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
-
-
 def ranks_table(state: Record, now: float) -> list[str]:
     """How fast each rank is, slowest first; ``state`` as in ``ranks.json``."""
-    rows: list[tuple[str, ...]] = [
-        ("rank", "host", "update", "work", "p95", "waits", "p95", "memory", "", ""),
-    ]
+    rows: list[tuple[str, ...]] = [("rank", "host", "update", "work", "p95", "waits", "p95", "memory", "", "")]
     slow = state.get("slow") or {}
     states: list[dict[str, Any]] = sorted(state.get("ranks") or [], key=lambda s: -s["work"][0])
     for s in states[:_SHOWN_RANKS]:
@@ -56,7 +51,6 @@ def ranks_table(state: Record, now: float) -> list[str]:
 
 
 def job_text(run: Run) -> str:
-    """``ds_report --job``."""
     state = run.ranks
     if not state.get("ranks"):
         return f"{run.folder}: no rank has told of itself yet"
@@ -76,9 +70,8 @@ def view(run: Run, width: int) -> str:
         ("lr", "learning rate", ""),
     ):
         if values := _values(steps, name):
-            numbers = (
-                f"last {values[-1]:.5g} {unit}, median of {len(recent)} {_middle(_values(recent, name)):.5g} {unit}"
-            )
+            middle = statistics.median_high(_values(recent, name) or [0.0])
+            numbers = f"last {values[-1]:.5g} {unit}, median of {len(recent)} {middle:.5g} {unit}"
             lines.append(f"{title:<24}{numbers:<44} {spark(values, max(8, width - 72))}")
     if steps and (memory := steps[-1].get("memory")):
         lines.append(f"{'memory of rank 0':<24}" + ", ".join(f"{tier} {size(n)}" for tier, n in memory.items() if n))

@@ -11,19 +11,22 @@ from deepspeed.observe.runfile import Record, Run
 from deepspeed.report.run.figures import Bars, Curve, Figure, draw, draw_bars
 
 _STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;color:#111827;max-width:1360px;margin:1.5em auto;padding:0 1em}
+html{color-scheme:light;background:#fff;color:#111827}
+body{font:15px/1.45 system-ui,sans-serif;max-width:1360px;margin:1.5em auto;padding:0 1em;overflow-wrap:anywhere}
 h1{font-size:1.5em;margin-bottom:.2em} h2{font-size:1.15em;margin:1.6em 0 .4em;border-bottom:1px solid #e5e7eb}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:1em}
-figure{margin:0;border:1px solid #e5e7eb;border-radius:6px;padding:.6em} figcaption{font-weight:600}
-svg{width:100%;height:auto} .legend{font-size:.85em} .key{margin-right:1em;white-space:nowrap}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(480px,100%),1fr));gap:1em}
+figure{margin:0;overflow-x:auto;border:1px solid #e5e7eb;border-radius:6px;padding:.6em} figcaption{font-weight:600}
+svg{width:100%;min-width:420px;height:auto} .legend{font-size:.85em} .key{margin-right:1em;white-space:nowrap}
 .swatch{display:inline-block;width:0;border:6px solid;margin-right:.35em;vertical-align:-1px}
 .dash{display:inline-block;width:18px;border-top:2px dashed;margin-right:.35em;vertical-align:4px}
+table{display:block;overflow-x:auto}
 table{border-collapse:collapse;font-size:.92em} td,th{text-align:left;padding:.15em .9em .15em 0;vertical-align:top}
-td.n,th.n{text-align:right} .bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
+td.n,th.n{text-align:right;white-space:nowrap} .bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
 """
 _PHASES = ("forward", "backward", "step")
 # Of the monitor's names those that the record has by itself.
-_SHOWN = ("lr", "train_loss", "loss_scale", "grad_norm", "memory_", "states_", "elapsed_time_ms_")
+_SHOWN = ("lr", "train_loss", "loss_scale", "grad_norm", "memory_", "states_", "elapsed_time_ms_", "slow_rank")
+_SHOWN_TIMES = ("communication_ms", "exposed_communication_ms")
 _MIB = 2**20
 _MOST_ROWS, _MOST_RANKS, _MOST_METRICS = 200, 32, 24
 
@@ -104,7 +107,7 @@ def _misses(steps: list[Record]) -> list[tuple[float, float]]:
 def _metrics(steps: list[Record]) -> list[Figure]:
     """What the monitor was given besides."""
     names = sorted({name for step in steps for name in step.get("metrics") or {}})
-    names = [n for n in names if not n.rpartition("/")[2].startswith(_SHOWN)][:_MOST_METRICS]
+    names = [n for n in names if not n.rpartition("/")[2].startswith(_SHOWN + _SHOWN_TIMES)][:_MOST_METRICS]
     return [Figure(name, name.rpartition("/")[2], [Curve(name, _points(steps, "metrics", name))]) for name in names]
 
 
@@ -198,7 +201,6 @@ def _warnings(run: Run) -> str:
 
 
 def page(run: Run) -> str:
-    """The whole page."""
     title = escape(f"{run.of('start')[-1].get('model')} in {run.folder}")
     curves = "".join(draw(figure, i) for i, figure in enumerate(figures(run)))
     bars = rank_bars(run)
@@ -208,5 +210,6 @@ def page(run: Run) -> str:
         f'<h2>Over time</h2><div class="figures">{curves}</div>' if curves else "<p>No update has ended yet.</p>",
         f"{ranks}<h2>Warnings</h2>{_warnings(run)}<h2>Checkpoints</h2>{_checkpoints(run)}",
     ]
-    head = f'<meta charset="utf-8"/><title>{title}</title><style>{_STYLE}</style>'
+    window = '<meta name="viewport" content="width=device-width"/>'
+    head = f'<meta charset="utf-8"/>{window}<title>{title}</title><style>{_STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
