@@ -1,3 +1,1 @@
-"""Measuring on the user's machine: ``ds_bench`` (drive, checkpoints, optimizer on the host), ``ds_io`` and
-``ds_nvme_tune``.
-"""
+"""Measuring on the user's machine: ``ds_bench`` (drive, checkpoints, loading, optimizer), ``ds_nvme_tune``."""

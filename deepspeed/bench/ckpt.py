@@ -32,7 +32,7 @@ from deepspeed.bench.common import check_folder, check_memory, params_of, spread
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe.program import CommandLine, columns, count_of, size
-from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.verify.ranks import RankPool
 
 _LAYERS = 8
 _ROWS = 16  # of a micro-batch
@@ -169,10 +169,7 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     each, room = _TRAINING + _SAVED * (1 + plan.background), 2 * _SAVED * plan.params * _ALLOWED
     check_memory(plan.params * each * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
     with _place(plan.folder, room) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
-        try:
-            facts = pool.run(on_rank, plan, top)[0]
-        except RankFailure as failure:
-            raise DeepSpeedError(str(failure)) from failure
+        facts = pool.run(on_rank, plan, top)[0]
     if isinstance(facts, str):
         raise DeepSpeedError(facts)
     rates = {

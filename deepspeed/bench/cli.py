@@ -3,6 +3,9 @@
 ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
 ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
 ds_bench load       what getting its part of a model from safetensors files costs each rank
+ds_bench access     what reading whole gradients, weights and optimizer states costs
+ds_bench step       how much of the optimizer's update a training step hides
+ds_bench vs-fsdp2   the same model under ZeRO-3 and torch's FSDP2
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
 Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
@@ -15,11 +18,11 @@ from collections.abc import Sequence
 
 from deepspeed.observe.program import BAD_INPUT, guarded
 
-_MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "load": "load", "cpu-adam": "cpu_adam"}
+_MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "load": "load", "cpu-adam": "cpu_adam", "access": "access"}
+_MODULES |= {"step": "step", "vs-fsdp2": "vs_fsdp2"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_bench``; returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     what = words[0] if words else ""
     if what in _MODULES:

@@ -204,7 +204,6 @@ def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_io``; returns the exit status."""
     return guarded("ds_io", lambda: run(argv, prog="ds_io"))
 
 

@@ -29,7 +29,7 @@ from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
 from deepspeed.observe.program import CommandLine, columns, count_of, size
-from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.verify.ranks import RankPool
 from deepspeed.zero.client.mapped import identity_of
 
 _LIMIT_S = 7 * 86400.0
@@ -115,10 +115,7 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     if plan.transformers and importlib.util.find_spec("transformers") is None:
         raise UsageError("--transformers: the package transformers is not installed; leave the option out")
     with RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
-        try:
-            ranks = pool.run(on_rank, plan)
-        except RankFailure as failure:
-            raise DeepSpeedError(str(failure)) from failure
+        ranks = pool.run(on_rank, plan)
     if isinstance(ranks[0], str):
         raise DeepSpeedError(ranks[0])
     total, largest = ranks[0]["total"], ranks[0]["largest"]

@@ -223,7 +223,6 @@ def _run(argv: Sequence[str] | None) -> str | dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_nvme_tune``; returns the exit status."""
     return guarded("ds_nvme_tune", lambda: _run(argv))
 
 

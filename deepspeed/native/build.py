@@ -160,9 +160,7 @@ def build(op: OpSpec) -> Path:
 
 @functools.cache
 def load(op: OpSpec) -> ctypes.CDLL:
-    """The op's library, shipped, cached or built now, kept for the process; BuildError with the first cause. Calls
-    release the GIL.
-    """
+    """The op's library, shipped, cached or built now; calls release the GIL. BuildError with the first cause."""
     last: OSError | None = None
     for get in (shipped, build, build):
         path = get(op)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from deepspeed.attrs import answers
 from deepspeed.comm.collectives import failures, gather_objects, is_of_backend, sum_in_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import RepeatingLoader
@@ -16,7 +17,7 @@ from deepspeed.errors import NotYetError, PipelineError, UsageError
 from deepspeed.mesh.groups import leave_note
 from deepspeed.observe.log import log_dist
 from deepspeed.pipe.links import Links
-from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only
 from deepspeed.pipe.run import Pass, PassResult
 from deepspeed.pipe.torch_pipelining import make_order
@@ -38,9 +39,16 @@ def follow_config(module: PipelineModule, config: DeepSpeedConfig, *, fixed: boo
 
     Raises PipelineError where schedule, chunks and stages do not go together.
     """
+    if config.normalize != "micro_batches":
+        raise PipelineError(
+            f"normalize {config.normalize!r} is not in this release for a PipelineModule, which takes the mean of its "
+            "micro-batches; leave it out, or weigh the samples in loss_fn"
+        )
     block = config.pipeline
     if isinstance(block.stages, int) and block.stages != module.num_stages:
         raise PipelineError(f"pipeline.stages is {block.stages}, but the PipelineModule has {module.num_stages} stages")
+    if isinstance(module, DualPipeVModule):
+        check_micros(module.num_stages, config.gradient_accumulation_steps)
     name = block.schedule or (
         "dualpipev" if module.chunk_style == "v" else "1f1b" if module.chunks_per_stage == 1 else "interleaved"
     )
@@ -63,6 +71,15 @@ def follow_config(module: PipelineModule, config: DeepSpeedConfig, *, fixed: boo
     module.recut(chunks, style, method=partition, seeds=seeds)
 
 
+def check_micros(stages: int, micros: int) -> None:
+    """UsageError (an AssertionError) where a DualPipeVModule's batch has too few micro-batches for its schedule."""
+    if micros < 2 * stages:
+        raise UsageError(
+            f"a DualPipeVModule of {stages} stages needs gradient_accumulation_steps of {2 * stages} or more, not "
+            f"{micros}; use more, or a PipelineModule with fewer stages or the schedule '1f1b'"
+        )
+
+
 class PipelineEngine(DeepSpeedEngine):
     """Made by ``deepspeed.initialize`` for a PipelineModule; ``train_batch`` and ``eval_batch`` are its only steps."""
 
@@ -82,7 +99,6 @@ class PipelineEngine(DeepSpeedEngine):
         log_dist(f"pipeline: {module.schedule}, {cut}")
 
     def _who(self, rank: int) -> str:
-        """A pipeline rank for people."""
         return f"rank {self.mesh.pp.ranks[rank]} (pipeline stage {rank}, {self.module.describe(rank)})"
 
     # -- batches --------------------------------------------------------------------------------------------------
@@ -368,41 +384,28 @@ class PipelineEngine(DeepSpeedEngine):
         """Accepted: shapes follow the inputs of each micro-batch."""
 
     # -- place ----------------------------------------------------------------------------------------------------
-    def is_first_stage(self) -> bool:
-        """Whether this rank reads the inputs."""
-        return self.module.homes[0] == self.stage_id
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.module.homes[-1] == self.stage_id
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """The pipeline stage of this rank."""
-        return self.stage_id
-
-    def get_additional_losses(self) -> Any:
-        """What the module reports beside the loss."""
-        return self.module.get_additional_losses()
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True: a call of ``train_batch`` is a whole window."""
-        return True
+    is_first_stage = answers(lambda self: self.module.homes[0] == self.stage_id, "Whether this rank reads the inputs.")
+    is_last_stage = answers(lambda self: self.module.homes[-1] == self.stage_id, "Whether it computes the loss.")
+    get_pipeline_parallel_rank = answers("stage_id")
+    get_additional_losses = answers(
+        lambda self: self.module.get_additional_losses(), "What the module reports beside the loss."
+    )
+    is_gradient_accumulation_boundary = answers(lambda self: True, "A call of ``train_batch`` is a whole window.")
 
     def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Raises PipelineError, like ``backward`` and ``step``: only whole batches pass a pipeline."""
         raise PipelineError("a pipeline engine runs whole batches: use train_batch() and eval_batch()")
 
-    def backward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """See ``forward``."""
-        self.forward()
-
-    def step(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """See ``forward``."""
-        self.forward()
+    backward = step = forward
 
 
 class DualPipeVEngine(PipelineEngine):
-    """Made by ``deepspeed.initialize`` for a DualPipeVModule; only its class tells it from others."""
+    """Made by ``deepspeed.initialize`` for a DualPipeVModule, whose batches have two micro-batches a stage or more."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """As of a PipelineEngine; UsageError where ``set_train_batch_size`` has left too few micro-batches."""
+        check_micros(self.num_stages, self._gas)
+        return super().train_batch(data_iter)
 
 
 def _digest(*what: Any) -> int:

@@ -1,5 +1,6 @@
 """A model as a list of layers, of which each rank builds those of its pipeline stage only."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.activation.checkpointing import non_reentrant_checkpoint
-from deepspeed.attrs import recursive_getattr
+from deepspeed.attrs import answers, recursive_getattr
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import NotYetError, PipelineError, UsageError
@@ -305,25 +306,14 @@ class PipelineModule(nn.Module):
         home = self._topo.get_coord(rank).pipe
         return f"rank {rank} (pipeline stage {home}, {self.describe(home)})"
 
-    def num_pipeline_stages(self) -> int:
-        """Number of pipeline stages."""
-        return self.num_stages
+    num_pipeline_stages = answers("num_stages")
+    partitions = answers(lambda self: list(self.boundaries), "Positions at which the list of layers is cut.")
+    topology = answers("_topo", "The grid of all ranks.")
+    mpu = answers("_grid", "What Megatron-style code asks about the place of this rank.")
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline stage that holds a layer."""
         return dict(self._layer_homes())[layer_idx]
-
-    def partitions(self) -> list[int]:
-        """Positions at which the list of layers is cut."""
-        return list(self.boundaries)
-
-    def topology(self) -> ProcessTopology:
-        """The grid of all ranks."""
-        return self._topo
-
-    def mpu(self) -> PipelineParallelGrid:
-        """What Megatron-style code asks about the place of this rank."""
-        return self._grid
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute blocks of ``interval`` layers; 0: none."""
@@ -378,8 +368,10 @@ class PipelineModule(nn.Module):
 class DualPipeVModule(PipelineModule):
     """A PipelineModule cut for the schedules "dualpipev" (its default) and "zbv": stage r holds parts r and 2N-1-r."""
 
-    def __init__(self, layers: Any, num_stages: int | None = None, **options: Any) -> None:
-        super().__init__(layers, num_stages, **options, chunks_per_stage=2, chunk_style="v")
+    __signature__ = inspect.signature(PipelineModule)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, chunks_per_stage=2, chunk_style="v")
 
 
 def measure_layers(layers: Sequence[Any], sample: Any, *, repeats: int = 3) -> list[float]:

@@ -36,10 +36,7 @@ def _heaviest(prefix: np.ndarray, parts: int) -> float:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Boundaries of ``num_parts`` non-empty parts with the lightest possible heaviest part.
-
-    Raises UsageError when there are fewer items than parts.
-    """
+    """Boundaries of non-empty parts with the lightest possible heaviest part. UsageError for fewer items than parts."""
     items = len(weights)
     if not 1 <= num_parts <= items:
         raise UsageError(f"{items} layers cannot be cut into {num_parts} parts with at least one layer each")

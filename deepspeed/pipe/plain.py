@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.attrs import recursive_getattr
+from deepspeed.attrs import recursive_getattr, recursive_setattr
 from deepspeed.errors import UsageError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Micro
@@ -105,8 +105,7 @@ class PlainPipeline(PipelineModule):
         self._tied = {n: (self.homes[0], self.homes[-1]) for n, p in model.named_parameters() if id(p) in early & late}
         if self.rank_of_pipe != self.homes[-1]:
             for name, _ in behind:
-                parent, _, last = name.rpartition(".")
-                setattr(recursive_getattr(model, parent) if parent else model, last, _Absent())
+                recursive_setattr(model, name, _Absent())
         for _, module in before if self.rank_of_pipe != self.homes[0] else ():
             for name, param in list(module._parameters.items()):
                 if not (self.rank_of_pipe == self.homes[-1] and id(param) in early & late):

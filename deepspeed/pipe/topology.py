@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from deepspeed.attrs import answers
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import group_over, plain_mesh
 
 
 class ProcessTopology:
     """``axes`` with their sizes ``dims``, row-major: ranks that differ on the last axis only are neighbours."""
+
+    world_size = answers(lambda self: len(self.mapping), "Number of ranks.")
+    get_axis_names = answers("axes", "The axes, outermost first.")
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or min(dims, default=0) < 1:
@@ -21,10 +25,6 @@ class ProcessTopology:
         places = product(*(range(size) for size in dims))
         self.ProcessCoord = coord
         self.mapping: dict[Any, int] = {coord(*place): rank for rank, place in enumerate(places)}
-
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.mapping)
 
     def get_rank(self, **coords: int) -> int:
         """The rank at ``coords``, which name every axis; UsageError otherwise."""
@@ -41,10 +41,6 @@ class ProcessTopology:
             if other == rank:
                 return place
         raise UsageError(f"rank {rank} is not in a grid of {self.world_size()} ranks")
-
-    def get_axis_names(self) -> list[str]:
-        """The axes, outermost first."""
-        return self.axes
 
     def get_dim(self, axis: str) -> int:
         """Size of ``axis``; 0 if there is none of that name."""
@@ -124,50 +120,17 @@ class PipelineParallelGrid:
         ranks = self._topo.filter_match(**others) if axis in self._topo.axes else [self.global_rank]
         return group_over(self._job.pg, tuple(self._job.ranks[rank] for rank in ranks))
 
-    def topology(self) -> ProcessTopology:
-        """The grid of all ranks."""
-        return self._topo
-
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def get_stage_id(self) -> int:
-        """Pipeline stage of this rank; also ``get_pipe_parallel_rank``."""
-        return self._place("pipe")
-
-    def get_data_parallel_id(self) -> int:
-        """Data-parallel position of this rank; also ``get_data_parallel_rank``."""
-        return self._place("data")
-
-    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
-
-    def get_model_parallel_rank(self) -> int:
-        """Tensor-parallel position of this rank; also ``get_slice_parallel_rank``."""
-        return self._place("model")
-
-    get_slice_parallel_rank = get_model_parallel_rank
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.model_parallel_size
-
-    get_slice_parallel_world_size = get_model_parallel_world_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        return self._group("pipe", "pp")
-
-    def get_data_parallel_group(self) -> Any:
-        return self._group("data", "data")
-
-    def get_model_parallel_group(self) -> Any:
-        return self._group("model", "tp")
-
-    get_slice_parallel_group = get_model_parallel_group
+    topology = answers("_topo", "The grid of all ranks.")
+    get_global_rank = answers("global_rank")
+    get_stage_id = get_pipe_parallel_rank = answers(lambda self: self._place("pipe"), "Pipeline stage of this rank.")
+    get_data_parallel_id = get_data_parallel_rank = answers(lambda self: self._place("data"))
+    get_model_parallel_rank = get_slice_parallel_rank = answers(lambda self: self._place("model"))
+    get_pipe_parallel_world_size = answers("pipe_parallel_size")
+    get_data_parallel_world_size = answers("data_parallel_size")
+    get_model_parallel_world_size = get_slice_parallel_world_size = answers("model_parallel_size")
+    get_pipe_parallel_group = answers(lambda self: self._group("pipe", "pp"))
+    get_data_parallel_group = answers(lambda self: self._group("data", "data"))
+    get_model_parallel_group = get_slice_parallel_group = answers(lambda self: self._group("model", "tp"))
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
         """The rank of another stage at this rank's place on the other axes, of which ``others`` changes some."""

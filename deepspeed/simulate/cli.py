@@ -147,7 +147,6 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_simulate``; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.calibrate is not None:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,7 +21,6 @@ from deepspeed.mesh import groups
 from deepspeed.mesh.topology import Axis
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.simulate.events import Talk
-from deepspeed.simulate.install import replaced
 from deepspeed.simulate.record import Recorder
 from deepspeed.tensor.apply import FirstBatch
 from deepspeed.zero import agreement
@@ -30,9 +30,7 @@ _HOST = "host"
 
 
 class Control:
-    """Sends the messages of one rank. Since ``restart``: ``messages``, and ``seconds`` of the program that they took,
-    waits for slower ranks included.
-    """
+    """Sends one rank's messages. Since ``restart``: how many, and ``seconds`` of the program, waits included."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._timeline = recorder, recorder.timeline
@@ -144,5 +142,5 @@ def talking(recorder: Recorder, *, peers: bool = False, column: Sequence[int] = 
         places += [(dist, "all_gather_object", control.gather)]
     with contextlib.ExitStack() as stack:
         for owner, name, value in places:
-            stack.enter_context(replaced(owner, name, value))
+            stack.enter_context(patch.object(owner, name, value))
         yield control

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,21 +28,6 @@ from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.record import Recorder
 from deepspeed.simulate.timeline import Timeline
-
-_ABSENT = object()
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _movable_data() -> property:
@@ -115,10 +101,8 @@ def recording(
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # kernels in host memory are one piece, on the one thread that is recorded
-        before = {name: os.environ.get(name) for name in identity}
-        stack.callback(lambda: _restore(before))
-        os.environ.update({name: str(value) for name, value in identity.items()})
-        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group puts its own there
+        stack.enter_context(patch.dict(os.environ, {name: str(value) for name, value in identity.items()}))
+        stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # a process group puts its own there
         dist.init_process_group("fake", store=store or dist.HashStore(), rank=rank, world_size=world)
         stack.callback(dist.destroy_process_group)
         set_accelerator(Accelerator(NAME))
@@ -135,19 +119,11 @@ def recording(
             (torch.Tensor, "_make_subclass", staticmethod(_keys_of_the_device(torch.Tensor._make_subclass))),
             (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
         ):
-            stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(natives.replaced(recorder, replaced))
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(natives.replaced(recorder))
         stack.enter_context(MODULE.recorded_by(recorder))
         stack.enter_context(fake)
         torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)  # noqa: FBT003
         stack.enter_context(recorder)
         yield recorder
-
-
-def _restore(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

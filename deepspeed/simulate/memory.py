@@ -142,11 +142,9 @@ class Memory:
         self._buffers: dict[int, tuple[str, int, str]] = {}
 
     def of(self, place: str) -> Usage:
-        """The bytes in that place."""
         return self.places.setdefault(place, Usage())
 
     def feed(self, event: Event) -> None:
-        """The next event of the program."""
         if isinstance(event, Allocate) and event.nbytes:
             size = pinned_bytes(event.nbytes) if event.place == PINNED else event.nbytes
             self._buffers[event.buffer] = (event.place, size, event.category)

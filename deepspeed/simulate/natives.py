@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,16 +27,18 @@ from deepspeed.simulate.events import (
     BEHIND,
     DRIVE_READS,
     DRIVE_WRITES,
+    HOST,
     PAGEABLE,
     REGISTERED,
     WORKER,
     Launch,
+    Seen,
     Touch,
     Work,
 )
-from deepspeed.simulate.record import Recorder
-from deepspeed.tier import aio, arena, drive
-from deepspeed.tier.behind import Turn, Worker
+from deepspeed.simulate.record import Moment, Recorder
+from deepspeed.tier import aio, arena, drive, staging
+from deepspeed.tier.behind import Turn, Worker, next_of
 from deepspeed.zero.update import rates
 from deepspeed.zero.update.shares import Rates
 
@@ -59,12 +62,14 @@ class _Function:
 
 
 class _Library:
-    """What ``try_load`` gives: every ``ds_*`` symbol is the kernel of ``op``."""
+    """What ``try_load`` gives: every ``ds_*`` symbol is the kernel of ``op``, or the one that writes ``beside``."""
 
-    def __init__(self, run: Callable[..., int]) -> None:
-        self._function = _Function(run)
+    def __init__(self, run: Callable[..., int], beside: Callable[..., int] | None = None) -> None:
+        self._function, self._beside = _Function(run), beside
 
     def __getitem__(self, symbol: str) -> _Function:
+        if symbol.endswith("_beside") and self._beside is not None:
+            return _Function(self._beside)
         return _Function(lambda _: b"") if symbol.endswith("_error") else self._function
 
     __getattr__ = __getitem__
@@ -77,11 +82,10 @@ class _Natives:
         self._recorder, self._stores = recorder, recorder.stores
 
     def load(self, op: OpSpec) -> Any:
-        """In the place of ``try_load``."""
         if op in (FUSED_ADAM, FUSED_LAMB, FUSED_LION):
             return _Library(lambda reference: self._fused(op, reference._obj))
         if op in _HOST_POINTERS:
-            return _Library(lambda *args: self._host(op, *args))
+            return _Library(lambda *args: self._host(op, *args), lambda *args: self._beside(op, *args))
         return None
 
     def rates(self, nbytes: int, _device: torch.device) -> Rates:
@@ -90,8 +94,10 @@ class _Natives:
         travel = nbytes / machine["bus_rate"]
         return Rates((2 * nbytes + 4) / machine["adam_rate"], travel, travel)
 
-    def _launch(self, stream: int, name: str, reads: list[Touch], writes: list[Touch], kind: str, passes: int) -> None:
-        nbytes = sum(t.stop - t.start for t in reads) + 2 * passes * sum(t.stop - t.start for t in writes)
+    def _launch(
+        self, stream: int, name: str, reads: list[Touch], writes: list[Touch], kind: str, passes: float
+    ) -> None:
+        nbytes = sum(t.stop - t.start for t in reads) + int(2 * passes * sum(t.stop - t.start for t in writes))
         site = self._stores.site()
         work = Work(kind, nbytes=nbytes)
         self._recorder.emit(Launch(stream, name, tuple(reads), tuple(writes), work, site, self._recorder.phase))
@@ -125,6 +131,18 @@ class _Natives:
         reads = [t for t in touches[1:2] if t is not None]
         writes = [t for t in (touches[0], *touches[2:]) if t is not None]
         self._launch(self._recorder.host, op.name, reads, writes, "adam", 1)
+        return 0
+
+    def _beside(self, op: OpSpec, count: int, *args: Any) -> int:
+        """Weights, gradient, moments, rounded output; new weights and moments, past the caches; two codes."""
+        pointers, (grad, out) = args[:8], args[8:10]
+        widths = [4, _WIDTHS[grad], 4, 4, _WIDTHS.get(out, 0), 4, 4, 4]
+        touches = [self._stores.at(a, count * w) if a else None for a, w in zip(pointers, widths, strict=True)]
+        reads, writes = ([t for t in some if t is not None] for some in (touches[:4], touches[5:]))
+        if touches[4] is not None:  # whose lines are read, too
+            reads.append(touches[4])
+            writes.append(touches[4])
+        self._launch(self._recorder.host, op.name, reads, writes, "adam", 0.5)
         return 0
 
 
@@ -166,6 +184,8 @@ class _Transfers:
         memory, file = (recorder.stores.at(address, nbytes),), tuple(self._bytes_of(plain, offset, offset + nbytes))
         work, site = Work(name, nbytes=nbytes), recorder.stores.site()
         reads, writes = (memory, file) if write else (file, memory)
+        if recorder.host != HOST:  # what the program does is before it anyway
+            recorder.wait(stream, recorder.record(recorder.host))
         recorder.emit(Launch(stream, name, reads, writes, work, site, recorder.phase))
         event = recorder.record(stream)
         self._tickets[event] = event
@@ -218,22 +238,58 @@ class _Thread:
         self._recorder.host_wait("end of a save", event=self._end)
 
 
+class _Lock:
+    """In the place of a lock: who takes it comes after what the one before had done and knew."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._last = recorder, (HOST, 0)
+
+    def __enter__(self) -> None:
+        recorder, (host, event) = self._recorder, self._last
+        if host != recorder.host:
+            recorder.emit(Seen(event)) if recorder.host == HOST else recorder.wait(recorder.host, event)
+
+    def __exit__(self, *_: object) -> None:
+        self._last = self._recorder.host, self._recorder.record(self._recorder.host)
+
+
 class _Turns:
-    """In the place of the thread of an update: a stream of its own, which begins with what the program has handed over
-    and on which the program waits for the end of a turn once.
+    """In the place of the thread of an update: a stream of its own, which takes what the program has handed over when
+    it comes to that, and on which the program waits for the end of a turn once.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._ends = recorder, weakref.WeakKeyDictionary[Turn, int]()
+        self._waiting: dict[Turn, tuple[Worker, Moment]] = {}
+        recorder.catch_up = self._take_until
 
-    def take(self, worker: Worker, turn: Turn) -> None:
+    def hand_over(self, worker: Worker, turn: Turn) -> None:
+        self._take_until(self._recorder.timeline.now)
+        self._waiting[turn] = worker, self._recorder.moment()
+
+    def _take_until(self, time: float) -> None:
+        """What the thread begins before that."""
+        while self._waiting and self._begins() < time:
+            self._take()
+
+    def _begins(self) -> float:
+        first = min(moment.now for _, moment in self._waiting.values())
+        return max(first, self._recorder.timeline.ready(WORKER))
+
+    def _take(self) -> None:
+        begin, recorder = self._begins(), self._recorder
+        with recorder.behind(WORKER, since=recorder.moment()._replace(now=begin)):
+            turn = next_of([turn for turn, (_, moment) in self._waiting.items() if moment.now <= begin])
+        worker, moment = self._waiting.pop(turn)
         worker._ident = threading.get_ident()
-        with self._recorder.behind(WORKER):
+        with recorder.behind(WORKER, since=moment._replace(now=begin)):
             turn.take()
+            self._ends[turn] = recorder.record(WORKER)
         worker._ident = None
-        self._ends[turn] = self._recorder.record(WORKER)
 
     def wait(self, turn: Turn) -> None:
+        while turn in self._waiting:
+            self._take()
         if (end := self._ends.pop(turn, None)) is not None:
             self._recorder.host_wait("end of an update", event=end)
 
@@ -269,8 +325,8 @@ class _File:
 
 
 @contextlib.contextmanager
-def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
-    """Inside, native kernels and drives are simulated; ``replace(owner, name, value)`` puts one thing in place."""
+def replaced(recorder: Recorder) -> Iterator[None]:
+    """Inside, native kernels and drives are simulated."""
     natives, turns = _Natives(recorder), _Turns(recorder)
 
     def forget() -> None:
@@ -295,14 +351,15 @@ def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Ite
             (content, "capture_rng", dict),
             (collect, "pack_scalar", lambda _: 0),
             (writer, "Thread", functools.partial(_Thread, recorder)),
-            (Worker, "_pass", lambda worker, turn: turns.take(worker, turn)),
+            (Worker, "_pass", lambda worker, turn: turns.hand_over(worker, turn)),
             (Turn, "_until_ended", lambda turn: turns.wait(turn)),
             (writer, "RankFile", functools.partial(_File, recorder)),
             (writer.Saver, "_finish", lambda *_: None),
+            (staging, "RLock", functools.partial(_Lock, recorder)),
             (arena, "Pages", functools.partial(_Pages, recorder)),
             (aio, "try_load", lambda op: None),
             (aio, "_PythonThreads", lambda **_: _Transfers(recorder)),
             (drive.DirectFile, "allocate", lambda file, nbytes: None),
         ):
-            stack.enter_context(replace(owner, name, value))
+            stack.enter_context(patch.object(owner, name, value))
         yield

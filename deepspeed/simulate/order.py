@@ -28,7 +28,7 @@ from deepspeed.simulate.events import (
     place_of,
 )
 
-_Clock = dict[int, int]
+Clock = dict[int, int]
 _DRIVES = (DRIVE_READS, DRIVE_WRITES)
 _LAST_OWNER = "the memory's last owner"
 _LEAST_PART, _FEW, _WIDE = 4096, 4, -1
@@ -91,14 +91,21 @@ class OrderCheck:
 
     def __init__(self) -> None:
         self.problems: list[Unordered] = []
-        self._clocks: defaultdict[int, _Clock] = defaultdict(dict)
-        self._events: dict[int, _Clock] = {}
+        self._clocks: defaultdict[int, Clock] = defaultdict(dict)
+        self._asking: defaultdict[int, Clock] = defaultdict(dict)  # by drive, what another thread that asks has done
+        self._events: dict[int, Clock] = {}
+        self._of_drives: set[int] = set()
         self._buffers: dict[int, _Buffer] = {}
         self._number = 0
         self._seen: set[tuple[object, ...]] = set()
 
+    def knows(self, clock: Clock | None = None) -> Clock:
+        """What the program knows to have happened, which from here on is ``clock`` if that is given."""
+        before = self._clocks[HOST]
+        self._clocks[HOST] = dict(before if clock is None else clock)
+        return before
+
     def feed(self, event: Event) -> None:
-        """The next event of the program."""
         if isinstance(event, Launch):
             self._launch(event)
         elif isinstance(event, Allocate):
@@ -107,8 +114,13 @@ class OrderCheck:
             self._free(event)
         elif isinstance(event, Record):
             self._events[event.event] = dict(self._clocks[event.stream])
+            if event.stream in _DRIVES:
+                self._of_drives.add(event.event)
         elif isinstance(event, Wait):
-            _merge(self._clocks[event.stream], self._events.get(event.event, {}))
+            if event.stream in _DRIVES and event.event in self._of_drives:
+                return  # a drive knows no events: only a thread that asks it has waited for something
+            clocks = self._asking if event.stream in _DRIVES else self._clocks  # of a drive: its next transfer alone
+            _merge(clocks[event.stream], self._events.get(event.event, {}))
         elif isinstance(event, HostWait) and event.orders:
             self._host_wait(event)
         elif isinstance(event, Seen):
@@ -127,7 +139,7 @@ class OrderCheck:
     def _launch(self, event: Launch) -> None:
         self._number += 1
         if event.stream in _DRIVES:  # its transfers overtake each other: only what the program waited for is before
-            self._clocks[event.stream] = dict(self._clocks[HOST])
+            self._clocks[event.stream] = self._asking.pop(event.stream, {})
         clock = self._clocks[event.stream]
         if event.stream != HOST:  # what the program did before, and waited for, is done before
             _merge(clock, self._clocks[HOST])
@@ -210,7 +222,7 @@ def _meet(one: Access, other: Access) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _merge(clock: _Clock, other: _Clock) -> None:
+def _merge(clock: Clock, other: Clock) -> None:
     for stream, number in other.items():
         if clock.get(stream, 0) < number:
             clock[stream] = number

@@ -41,7 +41,7 @@ from deepspeed.simulate.events import (
     Work,
 )
 from deepspeed.simulate.memory import Memory
-from deepspeed.simulate.order import OrderCheck
+from deepspeed.simulate.order import Clock, OrderCheck
 from deepspeed.simulate.stores import Stores
 from deepspeed.simulate.timeline import Timeline
 from deepspeed.zero.unit import Unit
@@ -139,6 +139,14 @@ def _answer(dtype: torch.dtype) -> float | int | bool:
     return 0.0 if dtype.is_floating_point else True if dtype is torch.bool else 0
 
 
+class Moment(NamedTuple):
+    """Of the program: the time, also without talks, and what it knows to have happened."""
+
+    now: float
+    silent: float
+    clock: Clock
+
+
 class Recorder(TorchDispatchMode):
     """The dispatch mode. Enter ``fake`` first and this inside it (``install.recording`` does both and the rest)."""
 
@@ -154,6 +162,7 @@ class Recorder(TorchDispatchMode):
         self.action = ""  # of a pipeline: what it computes now, which kernels are done for
         self.host = HOST  # who does what is done on the host
         self.early = False  # threads do their work when they start, not when they are waited for
+        self.catch_up: Callable[[float], None] = lambda _: None  # what the thread of an update has begun by then
         self.stores = Stores(self.emit, lambda: self.phase, lambda: self.host)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
         self.listeners.append(self.silent.feed)
@@ -190,19 +199,32 @@ class Recorder(TorchDispatchMode):
         elif stream is not None:
             self.wait(self.host, self.record(stream))
 
+    def moment(self) -> Moment:
+        """Now."""
+        return Moment(self.timeline.now, self.silent.now, self.order.knows())
+
+    def _go_to(self, moment: Moment) -> None:
+        self.timeline.now, self.silent.now, _ = moment
+        self.order.knows(moment.clock)
+
     @contextlib.contextmanager
-    def behind(self, host: int) -> Iterator[None]:
-        """Inside it is not the program that goes on, but another thread of it."""
-        self.host = host
+    def behind(self, host: int, *, since: Moment | None = None) -> Iterator[None]:
+        """Inside it is not the program that goes on, but another thread of it, which it started at ``since``."""
+        before, self.host = self.moment(), host
+        self._go_to(since or before)
         try:
             yield
         finally:
             self.host = HOST
+            if since is not None:
+                self._go_to(before)
 
     def done(self, event: int) -> bool:
         happened = self.timeline.done(event)
-        if happened:
+        if happened and self.host == HOST:
             self.emit(Seen(event))
+        elif happened:
+            self.wait(self.host, event)
         return happened
 
     def happens(self, event: int) -> float:

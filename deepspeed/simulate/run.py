@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from deepspeed.simulate.control import Control, talking
 from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.device import NAME
 from deepspeed.simulate.events import DEVICE, Event
-from deepspeed.simulate.install import recording, replaced
+from deepspeed.simulate.install import recording
 from deepspeed.simulate.models import Subject
 from deepspeed.simulate.order import Unordered
 from deepspeed.simulate.record import Recorder
@@ -92,7 +93,7 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
     level = logger.level
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_simulate_"))
-        stack.enter_context(replaced(hostmem, "memory_pools", lambda *_: [pool]))
+        stack.enter_context(patch.object(hostmem, "memory_pools", lambda *_: [pool]))
         stack.callback(logger.setLevel, level)
         logger.setLevel(max(level, logging.WARNING))
         zero = {
@@ -111,7 +112,6 @@ class _Loop:
         self._accumulation = engine.gradient_accumulation_steps()
 
     def step(self, number: int) -> None:
-        """One update."""
         for micro in range(self._accumulation):
             self._recorder.enter_phase("forward")
             loss = _forward(self._engine, self._subject, number * self._accumulation + micro)
@@ -173,6 +173,7 @@ def run_job(
         if events is not None:
             recorder.listeners.append(events.append)
         for step in range(job.steps):
+            recorder.catch_up(recorder.timeline.end)
             for restarted in (recorder.usage, recorder.timeline, recorder.silent, control):
                 restarted.restart()
             begin, silent = recorder.timeline.end, recorder.silent.end
@@ -181,6 +182,7 @@ def run_job(
             steps.step(step)
         if events is not None:
             recorder.listeners.remove(events.append)
+        recorder.catch_up(recorder.timeline.end)
         outcome = _outcome(recorder, engine, begin, control)
         outcome.agreement_exposed = outcome.seconds - (recorder.silent.end - silent)
         outcome.build_peak = build_peak

@@ -125,7 +125,6 @@ class Timeline:
             self.spans.clear()
 
     def feed(self, event: Event) -> None:
-        """The next event of the program."""
         if self._program or not self._take(event):
             self._program.append(event)
 
@@ -146,6 +145,10 @@ class Timeline:
         heads = [queue[0].event for queue in self._queues.values() if queue]
         texts = [f"{e.name} {e.label} of ranks {e.work.ranks}" for e in heads if isinstance(e, Launch)]
         return texts or [type(event).__name__ for event in [*self._program][:1]]
+
+    def ready(self, stream: int) -> float:
+        """When all that a stream was given is done."""
+        return self._at(stream).time
 
     def done(self, event: int) -> bool:
         """Whether an event has happened at the time of the program."""
@@ -304,9 +307,7 @@ class Timeline:
 
 
 def together(timelines: Sequence[Timeline], events: Sequence[Sequence[Event]]) -> None:
-    """Feed each timeline its rank's events, and let them go on together. Raises PipelineError where ranks wait for
-    each other for ever.
-    """
+    """Feed each timeline its events, and go on together. PipelineError where ranks wait for ever for each other."""
     for timeline, mine in zip(timelines, events, strict=True):
         for event in mine:
             timeline.feed(event)

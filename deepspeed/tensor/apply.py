@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.differentiable import summed
+from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import Mesh
@@ -19,7 +20,7 @@ from deepspeed.observe.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss
-from deepspeed.tensor.plan import Planner, Split, SplitWishes, TensorPlan
+from deepspeed.tensor.plan import Planner, Split, TensorPlan
 from deepspeed.tensor.sequence import split_sequence
 
 _HOOKS = (
@@ -33,16 +34,17 @@ _HOOKS = (
 )
 
 
-def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitStack) -> None:
+def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back: ExitStack) -> None:
     """Replace the layers of ``model`` by their parts on the ranks of ``mesh.tp``; ``back`` restores them.
 
     The parameters stay the same objects and are cut when ZeRO takes them over. Raises DeepSpeedConfigError for a plan
     that does not fit the model, NotYetError for what cannot be split; nothing has changed then.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)] if wanted.rules else []
+    rules = wanted.partition_config is not None and wanted.partition_config.layer_specs
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)] if rules else []
     others = None if mesh.pp.alike else [name for some in gather_objects(names, mesh.pp) for name in some]
-    unfit = {"sequence_parallel_norms": wanted.sequence, "vocab_parallel_lm_head": wanted.vocabulary}
-    if mesh.pp.size > 1 and (asked := [key for key, value in unfit.items() if value]):
+    unfit = ("sequence_parallel_norms", "vocab_parallel_lm_head")
+    if mesh.pp.size > 1 and (asked := [key for key in unfit if getattr(wanted, key)]):
         raise DeepSpeedConfigError(f"tensor_parallel.{asked[0]} is not for pipeline stages; set it to false")
     group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, others=others).make()
     _refuse(model, plan, mesh)
@@ -57,7 +59,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitSta
         model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
     sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
     shared_parameters = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
-    if wanted.sequence:
+    if wanted.sequence_parallel_norms:
         split_sequence(model, shared, shared_parameters.setdefault, back)
     for parameter in shared_parameters:
         if parameter.requires_grad:

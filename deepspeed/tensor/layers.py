@@ -108,7 +108,7 @@ class TensorParallelLayer(nn.Module):
 
     def __init__(self, group: Any, *, name: str = "") -> None:
         super().__init__()
-        self.shared = shared_input(group)
+        self.shared, self._alone = shared_input(group), not isinstance(group, SharedInput)
         self.name = name
 
     @property
@@ -124,6 +124,8 @@ class TensorParallelLayer(nn.Module):
             if known != place:
                 raise UsageError(f"{self.name}.{name} is tied to a parameter that is cut in another way: {known}")
             parameter.tp_place = place  # type: ignore[attr-defined]
+            if self._alone:  # no engine will
+                self.cut_now()
 
     def cut_now(self) -> "TensorParallelLayer":
         """Keep this rank's parts alone."""
@@ -192,8 +194,6 @@ class LinearLayer(TensorParallelLayer):
         self.take("weight", weight, _place(shape, dim, self.parts, self.group, unit))
         place = _place((shape[dim],), 0, self.parts, self.group, unit) if bias is not None else None
         self.take("bias", bias, place)
-        if not isinstance(mp_group, SharedInput):
-            self.cut_now()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value, weight = value if self.input_sums else self.shared.enter(value), self.weight
@@ -238,8 +238,6 @@ class LinearAllreduce(TensorParallelLayer):
         self.edges = [unit * edge for edge in bounds(shape[dim] // unit, self.group.size)]
         self.take("weight", weight, _place(shape, dim, (shape[dim],), self.group, unit))
         self.take("bias", getattr(module, "bias", None))
-        if not isinstance(mp_group, SharedInput):
-            self.cut_now()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         index = self.group.index
@@ -273,10 +271,7 @@ class SubParamLinearAllreduce(LinearAllreduce):
 
 
 class HeadsLinear(TensorParallelLayer):
-    """Keys or values of fewer heads than ranks: each rank computes all of them and goes on with the one it needs.
-
-    ``heads`` divides the number of ranks.
-    """
+    """Keys or values of fewer ``heads`` than ranks, whose number they divide: each rank computes all and uses one."""
 
     def __init__(self, module: nn.Module, mp_group: Any, *, name: str = "", heads: int) -> None:
         super().__init__(mp_group, name=name)
@@ -302,8 +297,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         self.edges = bounds(self.num_embeddings, self.group.size)
         shape = (self.num_embeddings, self.embedding_dim)
         self.take("weight", _weight_of(module), _place(shape, 0, shape[:1], self.group))
-        if not isinstance(mp_group, SharedInput):
-            self.cut_now()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         lo, hi = self.edges[self.group.index], self.edges[self.group.index + 1]
@@ -322,8 +315,6 @@ class HiddenParallelEmbedding(TensorParallelLayer):
         self.padding_idx, shape = module.padding_idx, (module.num_embeddings, module.embedding_dim)
         self.edges = bounds(shape[1], self.group.size)
         self.take("weight", _weight_of(module), _place(shape, 1, shape[1:], self.group))
-        if not isinstance(mp_group, SharedInput):
-            self.cut_now()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         columns = functional.embedding(ids, self.weight, self.padding_idx)

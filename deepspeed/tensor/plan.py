@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from deepspeed.config.model.tensor_parallel import LayerRuleConfig, PartitionConfig, TensorParallelConfig
 from deepspeed.errors import DeepSpeedConfigError, NotYetError
 
 
@@ -67,33 +68,6 @@ class Split:
     local: bool = False
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One of the user's: parameters that match ``patterns`` are split so."""
-
-    patterns: tuple[str, ...]
-    kind: Literal["column", "row", "skip"] = "column"
-    shape: tuple[Any, ...] | None = None
-    dim: int | None = None
-    model_types: tuple[str, ...] | None = None
-    gather_output: bool = False
-    grad_allreduce: bool = False
-
-
-@dataclass(frozen=True)
-class SplitWishes:
-    """What the configuration says about the plan. ``vocabulary``: split embedding and head (None), logits left in parts
-    (True), or neither (False). ``sequence``: norms on parts of it.
-    """
-
-    rules: tuple[Rule, ...] = ()
-    defaults: bool = True
-    strict: bool = False
-    vocabulary: bool | None = None
-    sequence: bool = False
-    head_names: tuple[str, ...] = ("lm_head", "embed_out")
-
-
 @dataclass
 class TensorPlan:
     """Splits by module path; numbers of modules that count heads or widths, with what they are on each rank."""
@@ -122,12 +96,15 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 class Planner:
-    """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks. ``others``: names of parameters of other
-    stages, which rules may be meant for; None: they are not known.
+    """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``. ``others``: names of
+    parameters of other stages, which rules may be meant for; None: they are not known.
     """
 
-    def __init__(self, model: nn.Module, wanted: SplitWishes, ways: int, *, others: Iterable[str] | None = ()) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: TensorParallelConfig, ways: int, *, others: Iterable[str] | None = ()
+    ) -> None:
         self.model, self.wanted, self.ways, self.others = model, wanted, ways, others
+        self.rules = wanted.partition_config or PartitionConfig(layer_specs=())
         config = getattr(model, "config", None)
         text = getattr(config, "get_text_config", None)
         self.config = text() if text is not None else config
@@ -144,13 +121,13 @@ class Planner:
         """Raises DeepSpeedConfigError for a rule that matches nothing and for heads that cannot be dealt out."""
         splits = self.plan.splits
         by_user = dict(self._by_rules())
-        if self.wanted.defaults:
+        if self.rules.use_default_specs:
             splits |= dict(self._by_own_plan()) or dict(self._by_names())
         splits |= by_user
         splits |= {path: split for path, split in self._vocabulary() if path not in by_user}
         for path in self._attentions():
             self._deal_heads(path)
-        if self.wanted.strict and (free := [path for path in self.linears if path not in splits]):
+        if self.rules.strict_mode and (free := [path for path in self.linears if path not in splits]):
             raise DeepSpeedConfigError(
                 f"tensor_parallel.partition_config.strict_mode: no rule says how {', '.join(free[:8])} "
                 f"{'are' if len(free) > 1 else 'is'} split; add patterns, or partition_type 'skip'"
@@ -162,7 +139,7 @@ class Planner:
         kind = str(getattr(self.config, "model_type", "")).lower()
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         seen: set[str] = set()
-        for rule in self.wanted.rules:
+        for rule in self.rules.layer_specs:
             if rule.model_types is not None and kind not in [each.lower() for each in rule.model_types]:
                 continue
             hits = [name for name in names if any(re.match(pattern, name) for pattern in rule.patterns)]
@@ -178,26 +155,26 @@ class Planner:
                     seen.add(path)
                     yield path, self._of_rule(path, rule)
 
-    def _of_rule(self, path: str, rule: Rule) -> Split:
-        if rule.kind == "skip":
+    def _of_rule(self, path: str, rule: LayerRuleConfig) -> Split:
+        if rule.partition_type == "skip":
             return Split("sum" if rule.grad_allreduce else "whole")
         if isinstance(self.modules[path], nn.Embedding):
-            return Split("hidden" if rule.dim in (None, 1) else "vocab")
+            return Split("hidden" if rule.partition_dim in (None, 1) else "vocab")
         if path not in self.linears:
             raise DeepSpeedConfigError(
                 f"tensor_parallel.partition_config.layer_specs: {path or 'the model'} is a "
                 f"{type(self.modules[path]).__name__}, and only linear layers and embeddings are split"
             )
         inputs, outputs = _features(self.linears[path])
-        if rule.kind == "row":
+        if rule.partition_type == "row":
             return Split("row")
         return Split("column", rule.gather_output, self._parts(path, rule, outputs))
 
-    def _parts(self, path: str, rule: Rule, outputs: int) -> tuple[int, ...]:
+    def _parts(self, path: str, rule: LayerRuleConfig, outputs: int) -> tuple[int, ...]:
         """Sizes of what is packed along the split dimension: an inner list, or a number of equal ones."""
         if rule.shape is None:
             return ()
-        at: Any = rule.shape[rule.dim or 0] if (rule.dim or 0) < len(rule.shape) else None
+        at: Any = rule.shape[rule.partition_dim or 0] if (rule.partition_dim or 0) < len(rule.shape) else None
         equal = (outputs // at,) * at if isinstance(at, int) and at > 0 else ()
         sizes = tuple(at) if isinstance(at, list | tuple) else equal
         if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != outputs:
@@ -369,15 +346,15 @@ class Planner:
     # -- vocabulary -----------------------------------------------------------------------------------------------
     def _vocabulary(self) -> Iterator[tuple[str, Split]]:
         """Embedding and output head, where the model has both as modules of torch's."""
-        heads = [path for path in self.linears if path.rpartition(".")[2] in self.wanted.head_names]
+        heads = [path for path in self.linears if path.rpartition(".")[2] in self.rules.lm_head_patterns]
         get = getattr(self.model, "get_output_embeddings", None)
         named = get() if callable(get) else None
         heads = [path for path in self.linears if self.modules[path] is named] or heads
         if not heads:
-            if self.wanted.vocabulary:
+            if self.wanted.vocab_parallel_lm_head:
                 raise DeepSpeedConfigError(
                     "tensor_parallel.vocab_parallel_lm_head is true, but the model has no linear layer named "
-                    f"{' or '.join(self.wanted.head_names)}"
+                    f"{' or '.join(self.rules.lm_head_patterns)}"
                 )
             return
         words = _features(self.linears[heads[0]])[1]
@@ -391,10 +368,10 @@ class Planner:
             for path, m in self.modules.items()
             if isinstance(getattr(m, "weight", None), nn.Parameter) and path not in (*heads, *tied)
         )
-        if self.wanted.vocabulary is False or words < self.ways or alone or not plain:
+        if self.wanted.vocab_parallel_lm_head is False or words < self.ways or alone or not plain:
             yield from ((path, Split("whole")) for path in (*heads, *rows))
             return
-        local = bool(self.wanted.vocabulary)
+        local = bool(self.wanted.vocab_parallel_lm_head)
         yield from ((path, Split("column", whole=not local, local=local)) for path in heads)
         yield from ((path, Split("vocab")) for path in rows)
 

@@ -15,7 +15,6 @@ from deepspeed.mesh.groups import Mesh, plain_mesh
 from deepspeed.mesh.mpu import Ways
 from deepspeed.optim.registry import granularity
 from deepspeed.tensor.apply import parallelize
-from deepspeed.tensor.plan import Rule, SplitWishes
 
 
 @dataclass(frozen=True)
@@ -99,20 +98,6 @@ def _of_group(group: Any, ways: Ways) -> Ways:
     return replace(ways, tp=mine.size, order=order, known=(*ways.known, group))
 
 
-def wanted_of(cfg: DeepSpeedConfig) -> SplitWishes:
-    """The block ``tensor_parallel`` as the planner takes it."""
-    block, rules = cfg.tensor_parallel, cfg.tensor_parallel.partition_config
-    last: dict[str, Any] = {"vocabulary": block.vocab_parallel_lm_head, "sequence": block.sequence_parallel_norms}
-    if rules is None:
-        return SplitWishes(**last)
-    specs = tuple(
-        Rule(s.patterns, s.partition_type, s.shape, s.partition_dim, s.model_types, s.gather_output, s.grad_allreduce)
-        for s in rules.layer_specs
-    )
-    last["head_names"] = rules.lm_head_patterns
-    return SplitWishes(specs, rules.use_default_specs, rules.strict_mode, **last)
-
-
 def split(
     model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, optimizer: torch.optim.Optimizer | None, lasting: ExitStack
 ) -> None:
@@ -127,7 +112,7 @@ def split(
     fault: DeepSpeedError | None = None
     if cfg.tensor_parallel.ways > 1 or hasattr(model, "ds_tensor_parallel"):
         try:
-            parallelize(model, mesh, wanted_of(cfg), lasting)
+            parallelize(model, mesh, cfg.tensor_parallel, lasting)
         except DeepSpeedError as error:
             fault = error
     for rank, text in failures(fault, mesh.job).items():  # stages have different layers, and wait for each other

@@ -6,6 +6,8 @@ states rest.
     ds_verify grads --model my_model:build --config ds_config.json     your model under your configuration
     ds_verify loop                                      accumulation by hand, no_sync, two losses, penalties: any loop
     ds_verify gas                                       a global batch split over ranks and micro-batches: one gradient
+    ds_verify optim                                     every optimizer, each group with its own rate and decay
+    ds_verify lr                                        the rate counts updates: not ranks, micro-batches or skips
     ds_verify teardown --cycles 50                      a destroyed engine leaves neither memory nor hooks
     ds_verify compile                                   blocks compiled by inductor train alike, each as one graph
     ds_verify offload                                   device, cpu and nvme agree bit for bit on a small built-in model
@@ -29,12 +31,14 @@ from deepspeed.observe.program import CommandLine, guarded
 from deepspeed.verify import compiled, crash, data, grads, offload, resume, schedule, three_axes, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure
-from deepspeed.verify.training import gas, loop, teardown
+from deepspeed.verify.training import gas, loop, lr, optim, teardown
 
 _COMMANDS = {
     "grads": (grads, "compare gradients, norms and parameters with plain one-process PyTorch"),
     "loop": (loop, "compare shapes of the training loop with plain one-process PyTorch"),
     "gas": (gas, "compare splits of a global batch with the whole batch in one process"),
+    "optim": (optim, "compare optimizers and their groups with the same ones unsharded"),
+    "lr": (lr, "compare the learning rates of a run with plain PyTorch"),
     "teardown": (teardown, "count what is left of engines that were destroyed"),
     "compile": (compiled, "compare compiled blocks with plain PyTorch; count graph breaks and recompilations"),
     "offload": (offload, "compare training with states on the device, in host memory and on a drive, bit for bit"),
@@ -56,7 +60,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_verify``; returns the exit code."""
     parser = CommandLine(prog="ds_verify", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     for name, (module, text) in _COMMANDS.items():

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from deepspeed.config.parse import read_config_source
@@ -30,6 +30,11 @@ def add_training(parser: CommandLine, config: str, *, steps: int, limit: float, 
     model = "your own model (ds_verify grads --help says what build() returns)"
     parser.option("--model", str, None, "MODULE:BUILD", model)
     parser.option("--config", str, None, "FILE", config)
+    add_runs(parser, steps=steps, limit=limit, ranks=ranks)
+
+
+def add_runs(parser: CommandLine, *, steps: int, limit: float, ranks: int = 2) -> None:
+    """What all gates take that train."""
     parser.option("--ranks", count_of, ranks, "N", "number of CPU ranks")
     parser.option("--steps", count_of, steps, "N", "optimizer steps of one run")
     parser.option("--time-limit", float, limit, "N", "seconds one run may take")
@@ -43,6 +48,11 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
+def aligned(values: Sequence[object], widths: Sequence[int]) -> str:
+    """Cells of a row whose table is not known as a whole yet."""
+    return "  ".join(str(value).ljust(width) for value, width in zip(values, widths, strict=False))
+
+
 class Printout:
     """Rows on ``out``, each written at once, and how many of them failed."""
 
@@ -51,7 +61,6 @@ class Printout:
         self._failed = 0
 
     def say(self, text: str) -> None:
-        """A line."""
         self._out.write(text + "\n")
         self._out.flush()
 

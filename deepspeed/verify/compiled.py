@@ -9,7 +9,6 @@ the model, not about sharding.
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.observe.program import CommandLine
-from deepspeed.verify.common import Printout, add_training, config_of
+from deepspeed.verify.common import Printout, add_training, aligned, config_of
 from deepspeed.verify.grads import TOLERANCE, Cell, Errors, largest, run_cell
 from deepspeed.verify.ranks import RankPool
 
@@ -52,14 +51,9 @@ def train_compiled(cell: Cell, steps: int, backend: str, case: Any = None) -> Co
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify compile``."""
     add_training(parser, "the configuration to check your model under", steps=4, limit=600.0)
     parser.option("--backend", str, "inductor", "NAME", "what compiles; aot_eager needs no C++ compiler")
     parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
-
-
-def _row(values: Sequence[object]) -> str:
-    return "  ".join(str(value).ljust(width) for value, width in zip(values, _WIDTHS, strict=False))
 
 
 def _cells(model: str | None, config: dict[str, Any]) -> list[Cell]:
@@ -93,7 +87,7 @@ def run(options: argparse.Namespace, report: Printout) -> int:
 
         for cell in cells:
             model, stage, _, _, accumulation = cell.label()
-            report.row(_row((model, f"stage {stage}", f"accumulation {accumulation}")), check, cell)
+            report.row(aligned((model, f"stage {stage}", f"accumulation {accumulation}"), _WIDTHS), check, cell)
     return report.end(
         f"{len(cells)} cells on {options.ranks} ranks, {options.steps} steps each, {options.backend}", "all pass"
     )

@@ -200,7 +200,6 @@ def kill_once(job: SavingJob, witness: Witness, dice: random.Random, save_s: flo
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify crash``."""
     parser.option("--kills", count_of, 200, "N", "how often")
     parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
     parser.option("--seed", int, 0, "N", "of the first kill; kill n has seed + n")

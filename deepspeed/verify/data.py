@@ -10,7 +10,6 @@ seen before, as torch's DistributedSampler does; these few are mentioned and not
 
 import argparse
 import multiprocessing
-import tempfile
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch.utils.data import TensorDataset
 import deepspeed
 from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.common import Finding, Printout
-from deepspeed.verify.ranks import RankPool
+from deepspeed.verify.ranks import RankPool, scratch
 
 SAMPLES = 997  # a prime: no number of ranks divides it
 _SHOWN = 8
@@ -85,7 +84,6 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify data``."""
     parser.option("--save-n", count_of, 4, "N", "ranks that begin the epoch and save")
     parser.option("--load-n", count_of, 3, "N", "ranks that load and finish it")
     parser.option("--workers", int, 2, "N", "worker processes of each rank's loader")
@@ -105,7 +103,7 @@ def run(options: argparse.Namespace, report: Printout) -> int:
         raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {saving} x {batch}")
     at = max(1, steps // 3) if options.at is None else options.at
     runs = []
-    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
+    with scratch() as folder:
         for world, until, end in ((saving, at, "saved"), (loading, None, "end of the epoch")):
             with RankPool(world, time_limit=options.time_limit) as pool:
                 runs.append(pool.run(train, folder, samples, batch, options.workers, until))

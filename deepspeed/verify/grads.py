@@ -11,7 +11,7 @@ asked for.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -25,7 +25,7 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.observe.program import CommandLine
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.common import Printout, add_training, config_of
+from deepspeed.verify.common import Printout, add_training, aligned, config_of
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
@@ -87,23 +87,29 @@ class Cell:
             zero = {key: value for key, value in zero.items() if key.removeprefix("stage3_") not in chosen} | chosen
         stated = {"stage": self.stage, "overlap_comm": self.overlap}
         zero |= {key: value for key, value in stated.items() if value is not None}
-        return {
-            **config,
-            "zero_optimization": zero,
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": case.accumulation,
-            "gradient_clipping": case.clipping,
-            "optimizer": {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}},
-        }
+        return {**config, "zero_optimization": zero, **loop_settings(case)}
 
 
-def scaled_error(ours: Tensor, reference: Tensor) -> float:
-    """``max|ours - reference| / max(1, max|reference|)``; infinite for a wrong shape, a NaN or an infinity."""
+def loop_settings(case: Case) -> dict[str, Any]:
+    """What the loop of ``case`` and the gate's optimizer are in a configuration."""
+    named = {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}}
+    return {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping,
+        **({"optimizer": named} if case.optimizer is None else {}),
+    }
+
+
+def scaled_error(ours: Tensor, reference: Tensor, scale: float | None = None) -> float:
+    """``max|ours - reference| / scale``, infinite for a wrong shape, a NaN or an infinity; without a ``scale`` it is
+    ``max(1, max|reference|)``.
+    """
     if ours.shape != reference.shape:
         return float("inf")
     if reference.numel() == 0:
         return 0.0
-    scale = max(1.0, float(reference.double().abs().max()))
+    scale = max(1.0, float(reference.double().abs().max())) if scale is None else scale
     difference = (ours.detach().double().cpu() - reference.double()).abs().max() / scale
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
@@ -150,7 +156,8 @@ def start_engine(case: Case, config: dict[str, Any], model: nn.Module | None = N
     """
     model = (case.build() if model is None else model).train()
     built = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    given = case.optimizer(model) if case.optimizer is not None else None
+    engine = deepspeed.initialize(model=model, config=config, optimizer=given)[0]
     policy = engine._config.dtype_policy
     # Kept in fp32, or lowered by autocast, are parameters that the configuration or the model's class lists.
     listed = (["fp32"] if policy.compute else []) + ([policy.low] if engine._config.torch_autocast.enabled else [])
@@ -206,7 +213,6 @@ def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] |
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify grads``."""
     parser.switches(matrix="every combination of stage, bucket, overlap and accumulation")
     add_training(parser, "the configuration to check your model under", steps=STEPS, limit=120.0)
     parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
@@ -223,16 +229,12 @@ def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:
     return [Cell("plain", stage=stage, bucket="huge", overlap=True, accumulation=1) for stage in range(4)]
 
 
-def _row(values: Sequence[str], widths: Sequence[int] = WIDTHS) -> str:
-    return "  ".join(value.ljust(width) for value, width in zip(values, widths, strict=False))
-
-
 def run(options: argparse.Namespace, report: Printout) -> int:
     """Run ``ds_verify grads``; raises ValueError (bad input) before any rank is started."""
     config = config_of(options)
     if aside := ", ".join(sorted(key for key in config if key not in KEPT_KEYS)):
         report.say(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {aside}")
-    report.say(f"{_row(COLUMNS)}  result")
+    report.say(f"{aligned(COLUMNS, WIDTHS)}  result")
     cells = _cells(options, config)
     with RankPool(options.ranks, time_limit=options.time_limit) as pool:
 
@@ -241,9 +243,9 @@ def run(options: argparse.Namespace, report: Printout) -> int:
             top, kind, where = largest(results)
             texts = [f"{max(each[kind] for each in results)[0]:.1e}" for kind in KINDS]
             fault = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
-            return f"{_row(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
+            return f"{aligned(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
 
         for cell in cells:
-            report.row(_row(cell.label()), check, cell)
+            report.row(aligned(cell.label(), WIDTHS), check, cell)
     conditions = f"on {options.ranks} ranks, {options.steps} steps each, tolerance {options.tolerance:g}"
     return report.end(f"{len(cells)} cells {conditions}", "all pass")

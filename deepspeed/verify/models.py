@@ -54,6 +54,7 @@ class Case:
     ``build()`` returns the model on the CPU in fp32, equal at every call. ``batch(place)`` returns the inputs of one
     micro-batch. ``loss(model, batch, place)`` calls the model (plain or wrapped in an engine) and returns the losses,
     each a scalar, in the order in which they are to be back-propagated; several losses share one graph.
+    ``optimizer(model)``, if given, replaces the gate's.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     loss: Callable[[nn.Module, Any, MicroBatch], Losses]
     accumulation: int = 1
     clipping: float = 0.0
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
     def seeded_loss(self, model: nn.Module, place: MicroBatch) -> Losses:
         """Run the forward pass of one place; dropout draws the same masks in the reference and in the engine."""

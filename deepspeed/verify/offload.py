@@ -7,7 +7,6 @@ named.
 """
 
 import argparse
-import tempfile
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.config import load_config
 from deepspeed.observe.program import CommandLine
 from deepspeed.verify.common import Printout, add_training, config_of, folder
-from deepspeed.verify.ranks import RankPool
+from deepspeed.verify.ranks import RankPool, scratch
 from deepspeed.verify.runs import ADAMW, Digests, Setup, full_states, seed_everything, train_case, user_setup
 
 
@@ -49,7 +48,6 @@ def first_difference(base: list[list[Digests]], other: list[list[Digests]]) -> s
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify offload``."""
     config = "the configuration to check it under; its offload blocks are replaced"
     add_training(parser, config, steps=20, limit=300.0)
     parser.option("--folder", folder, None, "PATH", "a folder on the drive (default: a temporary one)")
@@ -63,7 +61,7 @@ def run(options: argparse.Namespace, report: Printout) -> int:
     for setup in setups:
         load_config(replace(setup, tier="none").settings(""), world_size=1)  # reported before any rank starts
     with (
-        tempfile.TemporaryDirectory(prefix="ds_verify_") as temporary,
+        scratch() as temporary,
         RankPool(options.ranks, time_limit=options.time_limit) as pool,
     ):
 

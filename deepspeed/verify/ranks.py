@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
@@ -18,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -28,12 +29,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.init import free_port
+from deepspeed.errors import DeepSpeedError
 
 LOG_TAIL_LINES = 60
 GRACE_SECONDS = 3.0  # how long the other ranks may take to report after the first one failed
 
 
-class RankFailure(RuntimeError):
+class RankFailure(DeepSpeedError, RuntimeError):
     """Some rank raised, died or hung; the message holds every rank's account, ``types`` the exception class names."""
 
     def __init__(self, message: str, types: dict[int, str]) -> None:
@@ -88,10 +90,19 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
         gc.collect()
 
 
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files of this run, inside the one of :mod:`multiprocessing`, whose name every rank inherits."""
+    return tempfile.TemporaryDirectory(prefix="ds_verify_", dir=util.get_temp_dir())
+
+
 def _end_with_starter() -> None:
-    """Inside a call a rank does not see its pipe end: of a killed command it would go on until it is done."""
+    """Inside a call a rank does not see its pipe end: of a killed command it would go on until it is done.
+
+    The files of that command go as well, as it could not remove them.
+    """
     if (starter := multiprocessing.parent_process()) is not None:
         starter.join()
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
         os._exit(1)
 
 
@@ -102,7 +113,7 @@ class Processes:
     """
 
     def __init__(self, world: int, target: Callable[..., None], *args: Any) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="dspool-")
+        self._folder = scratch()
         self.folder = Path(self._folder.name)
         self.processes: list[ForkServerProcess] = []
         self.connections: list[Connection] = []

@@ -59,7 +59,7 @@ def clip_factor(norm: float, limit: float) -> float:
 def train_reference(case: Case, *, world: int, steps: int = 3) -> list[StepRecord]:
     """Train ``case`` for ``steps`` optimizer steps as ``world`` ranks would, in this process, in fp32."""
     model = case.build().train()
-    optimizer = gate_optimizer(model)
+    optimizer = (case.optimizer or gate_optimizer)(model)
     params = trainable(model)
     records = []
     for step in range(steps):

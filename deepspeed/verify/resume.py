@@ -26,7 +26,7 @@ import torch
 from deepspeed.config import load_config
 from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.common import Printout, add_training, config_of
-from deepspeed.verify.ranks import RankPool
+from deepspeed.verify.ranks import RankPool, scratch
 from deepspeed.verify.runs import ADAMW, Digests, Setup, hash_of, snapshot, train_case, user_setup, whole_state
 
 FIELDS = ("loss", "params", "opt", "lr", "rng", "scaler")
@@ -166,7 +166,6 @@ def _check(pools: Sequence[RankPool], cell: Setup, folder: str, *, steps: int, a
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify resume``."""
     add_training(parser, "the configuration to check it under", steps=20, limit=300.0)
     parser.option("--at", count_of, 10, "N", "steps before the save")
     parser.option("--load-ranks", count_of, None, "N", "number of ranks that load (default: as many)")
@@ -187,7 +186,7 @@ def run(options: argparse.Namespace, report: Printout) -> int:
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(RankPool(n, time_limit=options.time_limit)) for n in (ranks, *others)]
         for cell in cells:
-            with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
+            with scratch() as folder:
                 check = functools.partial(_check, pools, cell, folder, steps=steps, at=at)
                 report.row(f"{cell.model:<22}  {cell.label:<{width}}", check)
     where = f"{ranks} ranks" + "".join(f", loaded on {n}" for n in others)

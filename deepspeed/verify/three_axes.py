@@ -21,7 +21,6 @@ losses of the next updates on the same samples must be equal to the tolerance.
 import argparse
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -37,11 +36,11 @@ from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import SCHEDULES, chunks_and_style
 from deepspeed.pipe.plain import cut_model
-from deepspeed.verify.common import Printout, add_training, config_of
-from deepspeed.verify.grads import KEPT_KEYS, full_gradients, full_parameters
-from deepspeed.verify.models import SAMPLES, Case, LayerStack, MicroBatch
-from deepspeed.verify.ranks import RankPool
-from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
+from deepspeed.verify.common import Printout, add_training, aligned, config_of
+from deepspeed.verify.grads import KEPT_KEYS, full_gradients, full_parameters, loop_settings, scaled_error
+from deepspeed.verify.models import Case, LayerStack, MicroBatch
+from deepspeed.verify.ranks import RankPool, scratch
+from deepspeed.verify.reference import StepRecord, train_reference, trainable
 from deepspeed.verify.runs import Digests, hash_of, whole_state
 from deepspeed.verify.schedule import usual_chunks
 from deepspeed.verify.user_model import case_of
@@ -91,17 +90,13 @@ class GridCell:
         return replace(case, build=lambda: _without_dropout(case.build()), accumulation=self.micros)
 
     def settings(self, case: Case) -> dict[str, Any]:
-        """The configuration."""
         kept = {key: value for key, value in self.config.items() if key in KEPT_KEYS}
         zero = {"param_persistence_threshold": 20, "reduce_bucket_size": 400, **(kept.get("zero_optimization") or {})}
         pipeline = {"schedule": self.schedule, "chunks_per_stage": self.chunks}
         return {
             **kept,
             "zero_optimization": {**zero, "stage": self.zero},
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": case.accumulation,
-            "gradient_clipping": case.clipping,
-            "optimizer": {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}},
+            **loop_settings(case),
             "tensor_parallel": {**(self.config.get("tensor_parallel") or {}), "autotp_size": self.tp},
             "pipeline": {**(self.config.get("pipeline") or {}), **pipeline},
         }
@@ -135,14 +130,6 @@ def matrix_cells(ranks: int = 8, **same: Any) -> list[GridCell]:
 
 
 # -- one cell, on its ranks -------------------------------------------------------------------------------------------
-def _relative(ours: Tensor, reference: Tensor, scale: float) -> float:
-    """The largest error in units of ``scale``; infinite for a wrong shape, a NaN or an infinity."""
-    if ours.shape != reference.shape:
-        return float("inf")
-    error = float((ours.double() - reference.double()).abs().max()) / scale if reference.numel() else 0.0
-    return error if error < float("inf") else float("inf")
-
-
 def _largest(tensors: Iterable[Tensor]) -> float:
     return max((float(t.abs().max()) for t in tensors if t.numel()), default=1.0) or 1.0
 
@@ -174,7 +161,7 @@ def run_cell(cell: GridCell, records: list[StepRecord]) -> tuple[dict[str, tuple
     for step, record in enumerate(records):
 
         def note(kind: str, ours: Any, reference: Any, scale: float, where: str = "", step: int = step) -> None:
-            error = _relative(torch.as_tensor(ours), torch.as_tensor(reference), scale)
+            error = scaled_error(torch.as_tensor(ours), torch.as_tensor(reference), scale)
             errors[kind] = max(errors[kind], (error, f"{where} step {step}".strip()))
 
         places = [MicroBatch(step, micro, engine.mesh.data.index, cell.dp) for micro in range(cell.micros)]
@@ -237,7 +224,6 @@ def moved(wanted: tuple[Digests, list[float]], again: tuple[Digests, list[float]
 
 # -- the command ------------------------------------------------------------------------------------------------------
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify 3d``."""
     parser.switches(
         matrix="every combination of 1 and 2 data-parallel, pipeline and tensor-parallel ranks, ZeRO 0-3 and schedule",
         checkpoints="save at one layout, load at others and go back",
@@ -297,10 +283,6 @@ class Pools(contextlib.ExitStack):
         return self._pools[ranks]
 
 
-def _row(values: Iterable[str], widths: Iterable[int] = WIDTHS) -> str:
-    return "  ".join(value.ljust(width) for value, width in zip(values, widths, strict=False))
-
-
 def _refusal(answers: list[Any]) -> str:
     """Why the ranks refuse the layout; empty if they train."""
     return next((answer for answer in answers if isinstance(answer, str)), "")
@@ -321,7 +303,7 @@ def compare_layouts(options: argparse.Namespace, cells: list[GridCell], pools: P
         if reason := _refusal(answers):
             refused.append(reason)
             trains = next((f"rank {rank} trains" for rank, each in enumerate(answers) if not isinstance(each, str)), "")
-            return f"{_row([''] * 4, WIDTHS[5:])}  unsupported: {reason}", trains
+            return f"{aligned([''] * 4, WIDTHS[5:])}  unsupported: {reason}", trains
         compared = set().union(*(names for _, names in answers))
         if left := [name for name in records[0].params if name not in compared]:
             return "", f"no rank has {left[0]}"
@@ -329,11 +311,11 @@ def compare_layouts(options: argparse.Namespace, cells: list[GridCell], pools: P
         (top, where), kind = max((error, kind) for kind, error in errors.items())
         texts = [f"{error:.1e}" for error, _ in errors.values()]
         fault = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
-        return f"{_row(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
+        return f"{aligned(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
 
-    report.say(f"{_row(COLUMNS)}  result")
+    report.say(f"{aligned(COLUMNS, WIDTHS)}  result")
     for cell in cells:
-        report.row(_row(cell.label()), check, cell)
+        report.row(aligned(cell.label(), WIDTHS), check, cell)
     conditions = f"{options.steps} updates each, tolerance {options.tolerance:g}"
     compared = f"{len(cells) - len(refused)} of {len(cells)} layouts compared, {len(refused)} unsupported; {conditions}"
     code = report.end(compared, "all pass")
@@ -349,7 +331,7 @@ def _checkpoints(options: argparse.Namespace, same: dict[str, Any], pools: Pools
     count = 0
     for level in range(4) if options.zero is None else [options.zero]:
         home = GridCell(*SAVED_AT, level, schedule, chunks, **same)
-        with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
+        with scratch() as folder:
             saved = pools.of(home.ranks).run(visit, home, folder, None, "home")[0]
             report.say(f"saved at {_named(home)}: state hash {hash_of(saved[0])}, next losses {saved[1]}")
 

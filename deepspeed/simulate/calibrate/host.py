@@ -26,9 +26,7 @@ def threads_of(local_ranks: int) -> int:
 
 
 def measure_host(clock: Clock, effort: Effort, threads: int, share: float) -> Measured:
-    """``clock`` is the host's; a rank's share of the node where every device has a rank is ``share`` of what this one
-    has now.
-    """
+    """``clock`` is the host's; ``share``: of what this rank has now, where every device of the node has a rank."""
     findings, before = Measured(), torch.get_num_threads()
     try:
         torch.set_num_threads(threads)

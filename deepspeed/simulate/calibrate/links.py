@@ -50,9 +50,7 @@ def _ring(
     findings: Measured, accelerator: Accelerator, group: AxisGroup, effort: Effort, *, name: str, ways: float,
     kernel_s: float,
 ) -> None:  # fmt: skip
-    """Rate and latency by which a ring over ``group`` takes what gathers and reductions take; ``ways``: devices whose
-    links its bytes take at once.
-    """
+    """Rate and latency of a ring for gathers and reductions; ``ways``: devices whose links its bytes take at once."""
     cases = {(op, nbytes): _turn(accelerator, group, op, nbytes) for nbytes in effort.collectives for op in _OPS}
     for run in cases.values():
         run()

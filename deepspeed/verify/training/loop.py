@@ -8,34 +8,29 @@ import argparse
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.observe.program import CommandLine
 from deepspeed.verify.common import Printout
 from deepspeed.verify.grads import Cell, Errors, run_cell
 from deepspeed.verify.models import Case, Losses, MicroBatch, Stack, fields_of, regression_batch, squared_error
-from deepspeed.verify.training.table import add_table, run_table
+from deepspeed.verify.training.table import add_options as add_options, run_table
 
 Backward = Callable[[Losses, Callable[..., Any]], None]
-
-
-def _each(losses: Losses, call: Callable[..., Any]) -> None:
-    for count, loss in enumerate(losses, 1):
-        call(loss, retain_graph=count < len(losses))
 
 
 @dataclass(frozen=True)
 class Loop(Case):
     """A case whose losses are back-propagated by ``by``."""
 
-    by: Backward = _each
+    by: Backward | None = None
 
     def backward(self, losses: Losses, call: Callable[..., Any]) -> None:
-        self.by(losses, call)
+        (self.by or super().backward)(losses, call)
 
 
 def _error(model: nn.Module, place: MicroBatch, part: int = 0) -> Tensor:
@@ -100,10 +95,6 @@ def _twice(losses: Losses, call: Callable[..., Any]) -> None:
     call(losses[0])
 
 
-def _ones(losses: Losses, call: Callable[..., Any]) -> None:
-    losses[0].backward(torch.ones_like(losses[0]))
-
-
 # name: the losses of a micro-batch, and how they are back-propagated where not each by the engine
 LOOPS: dict[str, tuple[Callable[..., Losses], Backward | None]] = {
     "engine.backward": (squared_error, None),
@@ -129,15 +120,9 @@ LOOPS: dict[str, tuple[Callable[..., Losses], Backward | None]] = {
 def run_loop(name: str, stage: int, steps: int) -> Errors:
     """Train in the loop of this ``name`` on the ranks of this process group; this rank's errors. Collective."""
     loss, by = LOOPS[name]
-    case = Loop(**fields_of(name, Stack, {"loss": loss, **({"by": by} if by else {})}))
+    case = Loop(**fields_of(name, Stack, {"loss": loss, "by": by}))
     return run_cell(Cell(name, stage=stage, bucket="tiny"), steps=steps, case=case)
 
 
-def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify loop``."""
-    add_table(parser)
-
-
 def run(options: argparse.Namespace, report: Printout) -> int:
-    """Run ``ds_verify loop``."""
-    return run_table(options, report, run_loop, LOOPS)
+    return run_table(options, report, run_loop, product(LOOPS, range(4)))

@@ -1,26 +1,27 @@
-"""A table of names x ZeRO stages, each row compared with plain PyTorch as ``ds_verify grads`` does."""
+"""A table of names and ZeRO stages, each row compared with plain PyTorch as ``ds_verify grads`` does."""
 
 import argparse
 from collections.abc import Callable, Iterable
 
-from deepspeed.observe.program import CommandLine, count_of
-from deepspeed.verify.common import Printout
+from deepspeed.observe.program import CommandLine
+from deepspeed.verify.common import Printout, add_runs
 from deepspeed.verify.grads import TOLERANCE, Errors, largest
 from deepspeed.verify.ranks import RankPool
 
 
-def add_table(parser: CommandLine) -> None:
-    """Options of a gate whose rows are names x stages."""
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
-    parser.option("--steps", count_of, 3, "N", "optimizer steps of one run")
-    parser.option("--time-limit", float, 120.0, "N", "seconds one run may take")
+def add_options(parser: CommandLine) -> None:
+    """Options of a gate whose rows are names and stages."""
+    add_runs(parser, steps=3, limit=120.0)
     parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
 
 
 def run_table(
-    options: argparse.Namespace, report: Printout, train: Callable[[str, int, int], Errors], names: Iterable[str]
+    options: argparse.Namespace,
+    report: Printout,
+    train: Callable[[str, int, int], Errors],
+    rows: Iterable[tuple[str, int]],
 ) -> int:
-    """``train(name, stage, steps)`` on the ranks for every name and stage; the exit code."""
+    """``train(name, stage, steps)`` on the ranks for every row; the exit code."""
     with RankPool(options.ranks, time_limit=options.time_limit) as pool:
 
         def check(name: str, stage: int) -> tuple[str, str]:
@@ -28,7 +29,6 @@ def run_table(
             fault = f"largest error {error:.3e} in {kind} {where}"
             return f"largest error {error:.1e}  ok", "" if error <= options.tolerance else fault
 
-        for name in names:
-            for stage in range(4):
-                report.row(f"{name:<32}  stage {stage}", check, name, stage)
+        for name, stage in rows:
+            report.row(f"{name:<32}  stage {stage}", check, name, stage)
     return report.end(f"{options.ranks} ranks, {options.steps} steps each", "all equal to plain PyTorch")

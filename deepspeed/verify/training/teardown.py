@@ -67,7 +67,6 @@ def _identity(model: nn.Module) -> Any:
 
 
 def add_options(parser: CommandLine) -> None:
-    """Options of ``ds_verify teardown``."""
     parser.option("--cycles", count_of, 50, "N", "engines that are made and destroyed in a row")
     parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
     parser.option("--growth", float, 1.0, "PERCENT", "by how much resident memory may grow")
@@ -75,7 +74,6 @@ def add_options(parser: CommandLine) -> None:
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:
-    """Run ``ds_verify teardown``."""
     with RankPool(options.ranks, time_limit=options.time_limit) as pool:
 
         def check(stage: int) -> tuple[str, str]:
