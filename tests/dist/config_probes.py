@@ -185,6 +185,7 @@ def _reduction_probes() -> dict[str, Probe]:
         "prescale_gradients": Probe(base(gradient_predivide_factor=3.0), value=True),
         "gradient_predivide_factor": Probe(base(), 3.0),
         "gradient_allreduce_op": Probe(base(), "sum"),
+        "normalize": Probe(base(), "tokens"),
         "gradient_clipping": Probe(base(), 0.01),
     }
 
@@ -226,7 +227,7 @@ def _offload_probes() -> dict[str, Probe]:
     )
     old = base(3, zero={"cpu_offload": True})
     block, other, half = "zero_optimization.offload_", f"{WORKDIR}/elsewhere", {**on_host, "ratio": 0.5}
-    late = {**on_host, "delayed_update": True}
+    late, early = {**on_host, "delayed_update": True}, {**on_host, "super_offload": True}
     return {
         "zero_optimization.sub_group_size": Probe(optim, 4096),
         "zero_optimization.cpu_offload": Probe(base(3), value=True),
@@ -239,6 +240,8 @@ def _offload_probes() -> dict[str, Probe]:
         f"{block}optimizer.pin_memory": Probe(optim, value=False),
         f"{block}optimizer.ratio": Probe(base(3, zero={"offload_optimizer": on_host}), 0.4),
         f"{block}optimizer.device_states": Probe(base(3, zero={"offload_optimizer": half}), "travel"),
+        f"{block}optimizer.super_offload": Probe(base(3, zero={"offload_optimizer": on_host}), value=True),
+        f"{block}optimizer.cpuadam_cores_perc": Probe(base(3, zero={"offload_optimizer": early}), 0.5),
         f"{block}optimizer.delayed_update": Probe(base(3, zero={"offload_optimizer": on_host}), value=True),
         f"{block}optimizer.delayed_update_warm_up": Probe(base(3, zero={"offload_optimizer": late}), 2),
         f"{block}param": Probe(base(3), on_host),

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -226,11 +227,8 @@ class Rank:
         given: dict[str, Any] = dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "loss_scaler", "data"))
         given |= {"tag": "t", "engine": {"global_steps": 3}, "config": {}, "client_state": {"mine": 1}}
         given["world"] = {"compute_dtype": "bf16", **(ways or {})}
-        contents.capture_rng, kept = dict, contents.capture_rng
-        try:
+        with patch.object(contents, "capture_rng", dict):
             content = content_of(self.states, lambda: given, exclude_frozen=False)
-        finally:
-            contents.capture_rng = kept
         Saver(self.mesh).save(SaveOrder(Path(folder), "t"), content)
 
     def load(self, folder: str, *, window: bool = False, **rules: Any) -> Source:

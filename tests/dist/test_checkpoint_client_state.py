@@ -2,6 +2,7 @@
 for.
 """
 
+import logging
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from deepspeed.verify.models import Stack, case_named
 from deepspeed.verify.runs import snapshot
-from tests.dist.test_checkpoint_complete import warnings_of
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -139,7 +140,7 @@ def test_tags_and_folders(pool2: RankPool, tmp_path: Path) -> None:
 def differing_tags(folder: str, mode: str) -> tuple[str, list[str], list[str]]:
     """Every rank passes a tag of its own."""
     engine = start(Stack(), make_config(1, checkpoint={"tag_validation": mode}))
-    with warnings_of() as told:
+    with logged(logging.WARNING) as told:
         said = outcome(lambda: engine.save_checkpoint(folder, tag=f"tag{here(0).rank}"))
     engine.destroy()
     return said, told, sorted(p.name for p in Path(folder).iterdir() if p.is_dir())

@@ -2,10 +2,8 @@
 what they skip.
 """
 
-import contextlib
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +13,17 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.comm import collectives
-from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, Stack, case_named
 from deepspeed.verify.reference import trainable
 from deepspeed.verify.runs import snapshot
 from tests.harness.lockstep import equal
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.02}}
-
-
-@contextlib.contextmanager
-def warnings_of() -> Iterator[list[str]]:
-    """What the library logs inside."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
 
 
 def saved(folder: str, stage: int, *, case: Case | None = None, steps: int = 2, **changes: Any) -> Any:
@@ -131,7 +116,7 @@ def relaxed(change: str, folder: str) -> tuple[list[str], bool, bool]:
     engine.destroy()
     engine = start(CHANGED[change][0](), make_config(2, scheduler=SCHEDULE))
     before = {n: v.clone() for n, v in full_parameters(engine.module).items()}
-    with warnings_of() as told:
+    with logged() as told:
         engine.load_checkpoint(folder, load_module_strict=False)
     found = full_parameters(engine.module)
     taken = all(torch.equal(found[n], wanted[n]) for n in found if n in wanted)
@@ -396,7 +381,7 @@ def without_frozen(folder: str, stage: int) -> tuple[str, list[str], bool]:
     engine.destroy()
     engine = start(case.build(), make_config(stage))
     said = outcome(lambda: engine.load_checkpoint(folder))
-    with warnings_of() as told:
+    with logged() as told:
         engine.load_checkpoint(folder, load_module_strict=False)
     same = equal(full_parameters(engine.module), wanted)
     engine.destroy()

@@ -463,7 +463,7 @@ def test_an_honest_forgery_is_read(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"../../etc", b"/etc", b"", b"..", b".", b"\0", b"\xff\xfe\x00", bytes(range(1, 250)), b"a/b", b"latest", b"gone"],
+    [b"../../etc", b"/etc", b"..", b".", b"\xff\xfe\x00", bytes(range(1, 250)), b"a/b", b"latest", b"gone"],
 )
 def test_a_latest_that_names_no_checkpoint_is_refused(copy: Path, content: bytes) -> None:
     (copy / "latest").write_bytes(content)

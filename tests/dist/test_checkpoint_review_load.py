@@ -5,6 +5,7 @@ length.
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,11 +96,8 @@ def left_out(folder: str, there: dict[str, Any] | None, here: dict[str, Any] | N
     train(engine, 1)
     engine.save_checkpoint(folder)
     other = start(Stack(depth=1).train(), make_config(1, scheduler=here))
-    original, logger.warning = logger.warning, lambda text, *values: said.append(text % values)
-    try:
+    with patch.object(logger, "warning", lambda text, *values: said.append(text % values)):
         other.load_checkpoint(folder)
-    finally:
-        logger.warning = original
     return [text for text in said if "leaves out" in text]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -279,11 +280,8 @@ def _scattered(accumulate: bool) -> tuple[bool, int]:  # noqa: FBT001 - of a ran
     for piece in (e[6 * group.index : 6 * (group.index + 1)] for e in everyone):
         expected = piece.clone() if expected is None else expected + piece
     plain = collectives.fresh
-    collectives.fresh = lambda *how: (taken.append(how[0]), plain(*how))[1]
-    try:
+    with patch.object(collectives, "fresh", lambda *how: (taken.append(how[0]), plain(*how))[1]):
         collectives.reduce_scatter(everyone[group.index], out, group, accumulate=accumulate).wait()
-    finally:
-        collectives.fresh = plain
     return torch.equal(out, expected), sum(taken)
 
 

@@ -21,6 +21,7 @@ from deepspeed.zero import build
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults
 from tests.harness.lockstep import lockstep
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.reference16 import lowered, rounded, train_16bit
 from tests.harness.spy import CollectiveSpy
@@ -388,35 +389,19 @@ def test_overflow_at_the_lowest_scale_is_an_error(pool2: RankPool) -> None:
         assert "scale" in message
 
 
-class _Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _culprit_lines(stage: int, extra: dict[str, Any]) -> tuple[list[str], int, bool]:
     case = rounded(case_named("plain"), torch.bfloat16)
     engine = start(case.build(), make_config(stage, **extra))
-    listener = _Listener()
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(listener)
-    with Faults(engine.module, rank=dist.get_rank()) as faults:
+    with logged(set_level=logging.INFO) as lines, Faults(engine.module, rank=dist.get_rank()) as faults:
         faults.nan_gradient("layers.1.up.weight", step=1, rank=1)
         for step in range(2):
             faults.step = step
             engine.backward(case.seeded_loss(engine, here(step))[0])
             engine.step()
-    logger.removeHandler(listener)
-    logger.setLevel(level)
     finite = all(bool(value.isfinite().all()) for value in full_parameters(engine.module).values())
     skipped = engine.skipped_steps
     engine.destroy()
-    return listener.lines, skipped, finite
+    return lines, skipped, finite
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,6 +2,7 @@
 repeated.
 """
 
+import logging
 import os
 import random
 import signal
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
 from deepspeed.elasticity import take_part
 from deepspeed.engine_elastic import SIGNALS
+from deepspeed.observe.log import logger
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records
+from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(900)
@@ -41,7 +45,10 @@ def assert_same_training(disturbed: Path, pool: RankPool, alone: Path, steps: in
 def test_a_killed_rank_is_left_out_and_taken_in_again_at_the_next_checkpoint(tmp_path: Path, pool1: RankPool) -> None:
     job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "60", "--pause", "0.1", "--every", "6"))
     job.until(lambda: job.updates() >= 8, "eight updates")
+    killed = time.monotonic()
     job.kill(1)
+    job.until(lambda: any((job.folder / "record").glob("*.1.*")), "an update of the next round")
+    assert not too_long(killed, 30.0)
     status, out = job.finish()
     assert status == 0, out
     assert "failed first, with signal SIGKILL; starting again from" in out and "global_step6" in out
@@ -78,6 +85,41 @@ def _asked(folder: str, rank: int) -> tuple[int, int]:
 def test_a_signal_to_one_rank_makes_all_save_the_same_update(tmp_path: Path, pool2: RankPool) -> None:
     assert pool2.run(_asked, str(tmp_path), 1) == [(200, 3)] * 2
     assert [file.name for file in tmp_path.glob("global_step*")] == ["global_step3"]
+
+
+def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str]]:
+    """The update that ``take_part`` goes on from, and what is said of the checkpoint; ``latest``: what is in it."""
+    said: list[str] = []
+    (handler := logging.Handler()).emit = lambda r: said.append(f"{r.levelname} {r.getMessage()}")  # type: ignore[method-assign]
+    engine, *_ = deepspeed.initialize(model=nn.Linear(8, 1), config=elastic.CONFIG)
+    if latest is not None and engine.global_rank == 0:
+        (Path(folder) / "latest").write_bytes(latest)
+    dist.barrier()
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    try:
+        take_part(engine, folder)
+        begun = engine.global_steps
+        while not engine.global_steps:
+            engine.backward(engine(torch.ones(3, 8)).sum())
+            engine.step()
+        if not begun:
+            engine.save_checkpoint(folder)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        engine.destroy()
+    return begun, [line for line in said if "latest" in line]
+
+
+def test_the_first_start_is_no_warning_and_an_empty_latest_costs_no_start(tmp_path: Path, pool2: RankPool) -> None:
+    (begun, first), (_, second) = pool2.run(_said_at_the_start, str(tmp_path), None)
+    assert begun == 0 and not second
+    assert len(first) == 1 and first[0].startswith("INFO ") and "nothing was loaded" in first[0]
+    again = pool2.run(_said_at_the_start, str(tmp_path), b"")
+    assert [begun for begun, _ in again] == [1, 1]
+    assert len(again[0][1]) == 1 and "nothing in its file 'latest'; loading its newest" in again[0][1][0]
 
 
 @pytest.mark.exhaustive

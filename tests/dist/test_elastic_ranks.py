@@ -14,7 +14,8 @@ import pytest
 from tests.harness.warm import Warm, warm as warm
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
+LIMIT_S = 150.0  # a machine that is busy with much else takes minutes for what takes seconds
 
 # Rank 0 says that a checkpoint was saved as soon as the test has made a file ``save``; all end with the file ``end``,
 # and, as if a connection had broken, with a file ``broken.ROUND``.
@@ -74,7 +75,7 @@ class Started:
         (self.out / f"broken.{number}").touch()
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + LIMIT_S
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.text.read_text()}"
             assert time.monotonic() < end, f"waited for {what}:\n{self.text.read_text()}"
@@ -82,7 +83,7 @@ class Started:
 
     def finish(self) -> tuple[int, str]:
         """Status and output; no rank and no temporary file is left."""
-        status, text = self.process.wait(60), self.text.read_text()
+        status, text = self.process.wait(LIMIT_S), self.text.read_text()
         pids = [json.loads(file.read_text())[0] for file in self.out.glob("[0-9]*.*")]
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], text
         assert not list(self.tmp.iterdir()), text
@@ -137,7 +138,7 @@ def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path, warm: Warm) -> 
     pids = job.round(0, 2)
     job.process.kill()
     job.process.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids) or any(job.tmp.iterdir()):
         assert time.monotonic() < end, (pids, list(job.tmp.iterdir()))
         time.sleep(0.02)
@@ -153,7 +154,7 @@ def test_a_command_that_is_killed_while_it_waits_for_nodes_leaves_nothing(tmp_pa
     time.sleep(0.5)  # the guard starts
     job.process.kill()
     job.process.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT_S
     while any(job.tmp.iterdir()):
         assert time.monotonic() < end, list(job.tmp.iterdir())
         time.sleep(0.02)

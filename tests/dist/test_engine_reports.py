@@ -18,6 +18,7 @@ from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import MicroBatch, case_named
 from deepspeed.verify.reference import trainable
 from tests.harness.faults import modules_replaced
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -26,21 +27,12 @@ pytestmark = pytest.mark.timeout(60)
 
 def said(config: dict[str, Any]) -> list[str]:
     """The log lines of one step under ``config``."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged(set_level=logging.INFO) as lines:
         case = case_named("plain")
         engine = start(case.build(), config)
         for step in range(4):
             train_step(engine, case, step)
         engine.destroy()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return lines
 
 

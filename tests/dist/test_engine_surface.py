@@ -7,9 +7,9 @@ import torch
 
 import deepspeed
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.observe.log import logger
 from deepspeed.verify.models import case_named
 from deepspeed.zero.param import ReleasedFace
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step
 
@@ -40,19 +40,10 @@ def test_ranks_may_generate_different_lengths_inside_unwrap(pool2: RankPool, sta
 
 
 def breakdown() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged(set_level=logging.INFO) as lines:
         case = case_named("plain")
         engine = start(case.build(), make_config(2, wall_clock_breakdown=True, steps_per_print=1))
         train_step(engine, case, 0)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return lines
 
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from deepspeed.verify.grads import full_parameters
 from deepspeed.zero import failures
 from deepspeed.zero.unit import Unit
 from tests.harness.cases import case_named
-from tests.harness.faults import Faults, InjectedFault
+from tests.harness.faults import Faults, InjectedFault, no_room
 from tests.harness.lockstep import equal, not_at_rest
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
@@ -53,27 +54,8 @@ def replaced(owner: Any, name: str, count: int, raising: Callable[..., Any] = _o
         left[0] -= 1
         return raising() if left[0] == 0 else real(*args, **kwargs)
 
-    setattr(owner, name, call)
-    try:
+    with patch.object(owner, name, call):
         yield
-    finally:
-        setattr(owner, name, real)
-
-
-@contextlib.contextmanager
-def no_room(count: int) -> Iterator[None]:
-    """The ``count``-th full buffer finds no memory."""
-    real, left = torch.UntypedStorage.resize_, [count]
-
-    def resize(self: torch.UntypedStorage, size: int) -> Any:
-        left[0] -= size > 0
-        return _out_of_memory() if left[0] == 0 and size else real(self, size)
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = real  # type: ignore[method-assign]
 
 
 def fault(place: str, engine: Any) -> contextlib.AbstractContextManager[Any]:

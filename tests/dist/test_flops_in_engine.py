@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.log import logger
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.simulate.models import Decoder, Shape
 from tests.harness import pipes
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
@@ -25,21 +25,6 @@ def by_hand() -> int:
     """Forward and backward of one micro-batch, without recomputation."""
     weights = SHAPE.blocks * (3 * 32 * 32 + 3 * 32 * 64) + 32 * 50
     return 3 * BATCH * LENGTH * (2 * weights + SHAPE.blocks * 4 * LENGTH * 32)
-
-
-def lines_of(run: Any) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        run()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return lines
 
 
 def trained(block: dict[str, Any], *, steps: int = 4, recompute: bool = False, compiled: bool = False, **changes: Any):
@@ -63,7 +48,8 @@ def trained(block: dict[str, Any], *, steps: int = 4, recompute: bool = False, c
         figures.append((profile.profiler.profile().totals, profile.flops_per_update, profile.state.value))
         engine.destroy()
 
-    lines = lines_of(run)
+    with logged(set_level=logging.INFO) as lines:
+        run()
     return (*figures[0], lines)
 
 

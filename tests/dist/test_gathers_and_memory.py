@@ -5,15 +5,16 @@ ones.
 """
 
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from deepspeed.observe.log import logger
 from deepspeed.verify.models import case_named
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.unit import Unit
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step
 
@@ -47,15 +48,6 @@ class Language(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Recorder(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def _engine(**changes: object) -> object:
@@ -125,14 +117,11 @@ def watch_addresses() -> list[str]:
             if unit.state is not UnitState.READY or not inside:
                 faults.append(f"{param._ds_name} is not a view of its unit's gather buffer")
 
-    Unit.start_gather = spied  # type: ignore[method-assign]
-    try:
+    with patch.object(Unit, "start_gather", spied):
         for block in engine.module.blocks:
             block.register_forward_pre_hook(check)
         for step in range(2):
             _train(engine, step)
-    finally:
-        Unit.start_gather = original  # type: ignore[method-assign]
     if not runtime.gathers:
         faults.append("nothing was gathered")
     return faults
@@ -149,16 +138,12 @@ def alternate() -> tuple[float, list[str]]:
         _train(engine, step)
         _evaluate(engine)
     schedule.hits = schedule.uses = 0
-    recorder = Recorder()
-    logger.addHandler(recorder)
-    try:
+    with logged() as lines:
         for step in range(10):
             _train(engine, step)
             _evaluate(engine)
             _evaluate(engine)
-    finally:
-        logger.removeHandler(recorder)
-    return schedule.hits / schedule.uses, recorder.lines
+    return schedule.hits / schedule.uses, lines
 
 
 def test_alternating_train_and_eval_keeps_the_forecast_and_logs_nothing(pool2: RankPool) -> None:
@@ -185,21 +170,15 @@ class Unboxing(nn.Module):
 
 
 def stays_gathered() -> tuple[list[str], bool]:
-    level = logger.level
-    logger.addHandler(recorder := Recorder())
-    logger.setLevel(logging.INFO)
-    engine = start(Unboxing(), make_config(3))
-    try:
+    with logged(set_level=logging.INFO) as lines:
+        engine = start(Unboxing(), make_config(3))
         for _ in range(2):
             loss = engine(torch.ones(2, 8)).sum()
             kept = all(u.kept for u in engine.runtime.units if u.movable)
             engine.backward(loss)
             engine.step()
-    finally:
-        logger.removeHandler(recorder)
-        logger.setLevel(level)
     engine.destroy()
-    return [line for line in recorder.lines if "stay gathered" in line], kept
+    return [line for line in lines if "stay gathered" in line], kept
 
 
 def test_a_module_whose_parameters_stay_gathered_is_named_once(pool2: RankPool) -> None:

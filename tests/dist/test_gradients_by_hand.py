@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from deepspeed.observe.log import logger
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import gate_optimizer, trainable
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(60)
 SHARDED = (1, 2, 3)
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-
-
-@contextlib.contextmanager
-def warned() -> Iterator[list[str]]:
-    """What the package's logger warns of."""
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                said.append(record.getMessage())
-
-    logger.addHandler(handler := Keep())
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 class Pair:
@@ -337,7 +320,7 @@ def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, changes: dic
 def clipped_in_vain(stage: int) -> tuple[list[str], list[bool]]:
     original = torch.nn.utils.clip_grad_norm_
     engines = [start(case_named("plain").build(), make_config(stage)) for _ in range(2)]
-    with warned() as said:
+    with logged(logging.WARNING) as said:
         for engine in engines:
             for step in range(2):
                 engine.backward(case_named("plain").seeded_loss(engine, here(step))[0])

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.hang.stacks import process_state
 from deepspeed.comm.hang.watch import HangWatch, watch
 from deepspeed.tier.aio import AioEngine, DirectFile
 from tests.harness.patience import slowdown
@@ -39,6 +41,84 @@ def _one_writes_while_the_others_wait(folder: str, limit_s: float) -> int:
                     time.sleep(limit_s / 20)
         dist.barrier()
     return pieces
+
+
+def _stopped_at_its_start() -> str:
+    """What rank 0 knows of rank 1, which is stopped before its watch has looked once."""
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    guard = HangWatch(600.0, "deepspeed/hang/stopped-at-its-start")
+    guard._threads.clear()  # neither looks nor talks yet
+    guard.start()
+    text = ""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        try:
+            end = time.monotonic() + 30
+            while "stopped" not in process_state(pids[1]) and time.monotonic() < end:
+                time.sleep(0.01)
+            text = guard._of_silent(1, guard._pulses()[1]).what
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_is_stopped_as_it_starts_is_named_as_stopped(pool2: RankPool) -> None:
+    assert pool2.run(_stopped_at_its_start) == ["is stopped (SIGSTOP)", ""]
+
+
+def _answers_late(answers: bool) -> tuple[str, set[int]]:
+    """What rank 0 says of rank 1, whose watch does not beat, and whom it would kill; ``answers``: only for a while."""
+    guard = HangWatch(600.0, f"deepspeed/hang/late/{answers}")
+    guard._beat_s = 0.1
+    guard._pulse()
+    dist.barrier()
+    text, silent = "", {1}
+    if dist.get_rank() == 0:
+        text, _ = guard._judge(guard._pulses(), silent)
+    elif answers:
+        while not guard._answered:
+            time.sleep(0.01)
+            guard._exchange()
+    dist.barrier()
+    return text, silent
+
+
+def test_a_rank_whose_watch_is_only_slow_says_where_it_is(pool2: RankPool) -> None:
+    """As where code of the user's computes without a pause, on a machine that is busy with much else."""
+    text, silent = pool2.run(_answers_late, True)[0]
+    assert "rank 1 " in text and "does not answer" not in text and "_answers_late" in text and not silent
+    text, silent = pool2.run(_answers_late, False)[0]
+    assert "does not answer: native code keeps its interpreter" in text and silent == {1}
+
+
+def _alarms_while_the_job_ends() -> list[int]:
+    """How often rank 0 has spoken: as it first sees that rank 1 has ended, later, and after its own end."""
+    guard, said, counts = HangWatch(600.0, "deepspeed/hang/at-the-end"), list[str](), list[int]()
+    guard._beat_s = 0.05
+    guard._threads.clear()
+    guard.start()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        guard.stop()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        guard._say, guard._end = said.append, lambda silent: None  # type: ignore[method-assign]
+        guard._waited_s = guard._still_s = 1000.0
+        for _ in range(2):
+            guard._alarm()
+            counts.append(len(said))
+        guard._stopped.set()
+        guard._alarm()
+        counts.append(len(said))
+    dist.barrier()
+    return counts
+
+
+def test_ranks_that_end_while_one_asks_after_them_have_come_further(pool2: RankPool) -> None:
+    assert pool2.run(_alarms_while_the_job_ends)[0] == [0, 1, 1]
 
 
 def test_a_rank_that_writes_its_part_of_a_checkpoint_for_longer_is_no_hang(pool2: RankPool, tmp_path: Path) -> None:

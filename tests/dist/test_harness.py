@@ -81,8 +81,22 @@ def test_an_interrupt_while_ranks_start_leaves_none_of_them(monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         ranks.Processes(2, _wait_for_its_end)
     assert len(started) == 2 and set(multiprocessing.active_children()) <= before
-    assert not list(tmp_path.glob("dspool-*"))
+    assert not list(tmp_path.rglob("ds_verify_*"))
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_killed_command_leaves_neither_ranks_nor_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deepspeed.verify.cli", "lr"]
+    quiet, env = subprocess.DEVNULL, os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=env) as process:
+        while not list(tmp_path.rglob("rank0.log")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    end = time.monotonic() + 20
+    while (left := list(tmp_path.rglob("ds_verify_*"))) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
 
 
 def test_a_hang_ends_within_its_limit_and_shows_the_stack() -> None:

@@ -3,7 +3,6 @@ differs: not one bit, no count, and the log names parameter, rank and step as so
 """
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
 from deepspeed.zero import gradients, step
 from deepspeed.zero.plan import StatePlan, Tier
 from deepspeed.zero.unit import Unit
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, start, train_step
 
@@ -55,25 +54,8 @@ def late() -> Iterator[list[Any]]:
         yield reads
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "not finite" in (text := record.getMessage()):
-            self.lines.append(text)
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """What the log says of gradients that are not finite."""
-    handler = _Lines()
-    logger.addHandler(handler)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
+def _bad(lines: list[str]) -> list[str]:
+    return [line for line in lines if "not finite" in line]
 
 
 def _poisoned(engine: Any, now: dict[str, bool], value: float) -> str:
@@ -96,15 +78,15 @@ def trained(stage: int, config: dict[str, Any]) -> dict[str, Any]:
     case, now = case_named("plain"), {"bad": False}
     engine = start(case.build(), make_config(stage, **config))
     name, weights = _poisoned(engine, now, math.nan), []
-    with heard() as lines:
+    with logged() as lines:
         for number in range(STEPS):
             now["bad"] = number in BAD
             train_step(engine, case, number)
             weights.append(full_parameters(engine.module))
-        early = list(lines)
+        early = _bad(lines)
         counts = (engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied())
         norm = engine.get_global_grad_norm()
-    found = {"weights": weights, "counts": counts, "norm": norm, "lines": lines, "early": early, "name": name}
+    found = {"weights": weights, "counts": counts, "norm": norm, "lines": _bad(lines), "early": early, "name": name}
     engine.destroy()
     return found
 
@@ -142,7 +124,7 @@ def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: st
 def _asked(question: str) -> tuple[object, int]:
     """An answer right after an update that was left out, and how many updates have been read for it."""
     case, now = case_named("plain"), {"bad": False}
-    with late() as reads, heard():
+    with late() as reads:
         engine = start(case.build(), make_config(3, bf16={"enabled": True}))
         _poisoned(engine, now, math.inf)
         train_step(engine, case, 0)
@@ -170,12 +152,12 @@ def test_whoever_asks_gets_the_truth(pool2: RankPool, question: str, answer: obj
 
 def _destroyed() -> list[str]:
     case = case_named("plain")
-    with late(), heard() as lines:
+    with late(), logged() as lines:
         engine = start(case.build(), make_config(2))
         _poisoned(engine, {"bad": True}, math.nan)
         train_step(engine, case, 0)
         engine.destroy()
-    return lines
+    return _bad(lines)
 
 
 def test_the_end_of_the_engine_says_what_nobody_asked_for(pool2: RankPool) -> None:
@@ -220,7 +202,7 @@ def _with_a_hook(ranks: tuple[int, ...]) -> tuple[int, int, int]:
     case, now, calls, weights = case_named("plain"), {"bad": False}, list[int](), []
     for context in (contextlib.nullcontext([]), late()):
         calls.clear()
-        with context as reads, heard():
+        with context as reads:
             engine = start(case.build(), make_config(1))
             _poisoned(engine, now, math.nan)
             if dist.get_rank() in ranks:

@@ -1,7 +1,8 @@
 """What an engine writes of each update: rates, norms, memory, MFU; a Prometheus file; layers with odd gradients."""
 
-import logging
+import functools
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from deepspeed.comm import trace
-from deepspeed.observe.log import logger
+from deepspeed.observe.log import warning_once
 from deepspeed.observe.monitor import MonitorMaster, prometheus_name
 from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
 from deepspeed.simulate.models import Decoder, Shape
 from tests.harness import pipes
+from tests.harness.decoders import Llama, batch, loss_of
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
@@ -24,14 +27,8 @@ SHAPE = Shape(width=16, blocks=1, heads=2, inner=32, vocabulary=30, positions=16
 
 
 def lines_of(run: Any) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    with logged() as lines:
         run()
-    finally:
-        logger.removeHandler(handler)
     return lines
 
 
@@ -108,15 +105,61 @@ def test_a_monitor_whose_disk_is_full_costs_values_and_not_the_run(tmp_path: Pat
     block = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
     monitor = MonitorMaster(SimpleNamespace(csv_monitor=block))
     (tmp_path / "job" / "a.csv").symlink_to("/dev/full")
-    heard: list[str] = []
-    (handler := logging.Handler()).emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    with logged() as heard:
         monitor.write_events([("a", 1.0, 1)])
         monitor.write_events([("a", 1.0, 2)])
-    finally:
-        logger.removeHandler(handler)
     assert len(heard) == 1 and heard[0].startswith("csv_monitor cannot write")
+
+
+class NoService:
+    """A package of a service that answers nothing but errors of its own."""
+
+    class CommError(Exception):
+        """Not an OSError."""
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at = fails_at
+
+    def init(self, **_: object) -> "NoService":
+        return self._meet("init")
+
+    def log(self, *_: object, **__: object) -> None:
+        self._meet("log")
+
+    def finish(self) -> None:
+        self._meet("finish")
+
+    def _meet(self, what: str) -> "NoService":
+        if what == self._fails_at:
+            raise NoService.CommError("no route to the service")
+        return self
+
+
+def without_service(fails_at: str) -> list[str]:
+    """Three updates with a wandb whose calls of that name fail on the rank that makes them."""
+    config = make_config(1, wandb={"enabled": True})
+
+    def run() -> None:
+        engine = start(nn.Linear(4, 4), config)
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+        engine.destroy()
+
+    sys.modules["wandb"] = NoService(fails_at)  # type: ignore[assignment]
+    warning_once.cache_clear()
+    try:
+        return lines_of(run)
+    finally:
+        del sys.modules["wandb"]
+
+
+@pytest.mark.parametrize("fails_at", ["init", "log", "finish"])
+def test_a_service_that_is_lost_on_the_first_rank_costs_values_and_not_the_run(pool2: RankPool, fails_at: str) -> None:
+    first, second = pool2.run(without_service, fails_at)
+    said = [line for line in first if line.startswith("wandb cannot")]
+    assert len(said) == 1 and "CommError: no route to the service" in said[0], first
+    assert not [line for line in second if "wandb" in line]
 
 
 def test_tokens_are_found_where_models_take_them() -> None:
@@ -147,13 +190,13 @@ class OddLayers(nn.Module):
         return self.layers[0](x).square().mean()
 
 
-def watched(stage: int, poisoned: int) -> tuple[list[str], list[str]]:
+def watched(stage: int, poisoned: int, **zero: Any) -> tuple[list[str], list[str]]:
     """What is said of six updates, the one of which number ``poisoned`` is not finite; and the collectives of one."""
     torch.manual_seed(4)
     ops: list[str] = []
 
     def run() -> None:
-        engine = start(OddLayers(), make_config(stage, anomalies={"per_layer": True, "window": 4}))
+        engine = start(OddLayers(), make_config(stage, anomalies={"per_layer": True, "window": 4}, zero=zero))
         for step in range(6):
             if step == 1:
                 engine.mesh.zero.ledger.append(lambda op, *_: ops.append(op))
@@ -165,9 +208,19 @@ def watched(stage: int, poisoned: int) -> tuple[list[str], list[str]]:
     return lines_of(run), ops
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_layers_with_odd_gradients_are_named_once(pool2: RankPool, stage: int) -> None:
-    (lines, _), (others, _) = pool2.run(watched, stage, 4)
+PLACES: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {}) for stage in (0, 1, 3)),
+    (1, {"offload_optimizer": {"device": "cpu"}}),
+    (3, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}),
+]
+
+
+@pytest.mark.parametrize(("stage", "zero"), PLACES, ids=["0", "1", "3", "1 host", "3 drive"])
+def test_layers_with_odd_gradients_are_named_once(
+    pool2: RankPool, stage: int, zero: dict[str, Any], tmp_path: Path
+) -> None:
+    drives = {name: {**block, "nvme_path": str(tmp_path)} for name, block in zero.items() if "nvme" in block.values()}
+    (lines, _), (others, _) = pool2.run(functools.partial(watched, **zero | drives), stage, 4)
     said = [line for line in lines if "the gradient of" in line and "skipped" not in line]
     zero = next(line for line in said if "has been zero for 3 updates" in line)
     assert zero.startswith("step 3: ") and {"layers.2.weight", "layers.2.bias"} == set(re.findall(r"layers\S+\w", zero))
@@ -176,6 +229,62 @@ def test_layers_with_odd_gradients_are_named_once(pool2: RankPool, stage: int) -
     bad = [line for line in said if "is not finite" in line]
     assert len(bad) == 1 and bad[0].startswith("step 5: ") and "layers.3.weight" in bad[0]
     assert len(said) == 3 and not any("the gradient of" in line and "skipped" not in line for line in others)
+
+
+def watched_parts() -> list[str]:
+    """Two ranks that share the layers: the fourth head is never asked for, the second block's inner layer neither."""
+
+    def run() -> None:
+        model = Llama()
+        with torch.no_grad():
+            model.model.layers[0].self_attn.o_proj.weight[:, -4:] = 0
+        model.model.layers[1].mlp.down_proj.register_forward_hook(lambda _, __, output: output * 0)
+        config = make_config(1, tensor_parallel={"autotp_size": 2}, anomalies={"per_layer": True, "window": 4})
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+        engine = start(model, config)
+        for step in range(5):
+            engine.backward(loss_of(engine, batch(step, 0)))
+            engine.step()
+        engine.destroy()
+
+    return lines_of(run)
+
+
+def test_of_layers_in_parts_each_odd_gradient_is_named_once(pool2: RankPool) -> None:
+    first, second = ([line for line in lines if "the gradient of" in line] for lines in pool2.run(watched_parts))
+    zero, mlp = first[0], "model.layers.1.mlp"
+    assert zero.startswith("step 3: ") and "has been zero for 3 updates" in zero and len(first) == 1, first
+    assert all(f"{mlp}.{name}_proj.weight" in zero for name in ("gate", "up", "down"))
+    assert second == [
+        "step 4: the gradient of model.layers.0.self_attn.q_proj.weight has not reached 4 of its 8 rows on "
+        "tensor-parallel rank 1 for 4 updates: dead units"
+    ]
+
+
+class Deaf(pipes.Block):
+    """Adds nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0 + x
+
+
+def watched_stages() -> list[str]:
+    def run() -> None:
+        specs = pipes.layers()
+        specs[4] = pipes.LayerSpec(Deaf, 14)
+        module = pipes.PipelineModule(specs, num_stages=2, loss_fn=pipes.cross_entropy)
+        engine = pipes.start(module, pipes.config(1, 2, anomalies={"per_layer": True, "window": 4}))
+        for step in range(4):
+            engine.train_batch(iter([pipes.micro_batch(step, micro, 0) for micro in range(2)]))
+        engine.destroy()
+
+    return lines_of(run)
+
+
+def test_of_a_pipeline_each_layer_is_named_by_the_rank_that_has_it(pool2: RankPool) -> None:
+    said = [[line for line in lines if "has been zero" in line] for lines in pool2.run(watched_stages)]
+    (line,) = [line for lines in said for line in lines]
+    assert line.startswith("step 3: ") and set(re.findall(r"\b(\d+)\.\w+\.", line)) == {"4"}
 
 
 def test_layers_are_not_looked_at_unasked(pool1: RankPool) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
-from deepspeed.observe.log import logger
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import StateKind
+from tests.harness.logs import logged
 from tests.harness.offload import WIDTH, same, snapshot, wide_case
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -46,17 +46,12 @@ class Deep(nn.Module):
 @contextlib.contextmanager
 def memory_left(room: int, ranks: int) -> Iterator[list[str]]:
     """As if ``ranks`` ranks shared a control group that leaves ``room`` bytes to each of them; yields the warnings."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
+    with logged(logging.WARNING) as said, pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
         patch.setattr(
             zero_build.hostmem, "memory_pools", lambda: [Pool(("job",), GROUP, 9 << 20, ranks * (room * 8 // 7))]
         )
         yield said
-    logger.removeHandler(handler)
 
 
 def trained(zero: dict[str, Any], **config: Any) -> tuple[MemoryPlan, list[bool], dict[str, Tensor]]:

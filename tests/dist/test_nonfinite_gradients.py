@@ -1,27 +1,17 @@
 """A non-finite gradient skips the step on every rank and the log names the parameter, the rank and the step."""
 
-import logging
 import math
 
 import pytest
 import torch
 
-from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
@@ -41,9 +31,7 @@ def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
         return grad
 
     target.register_hook(poison)
-    recorder = _Lines()
-    logger.addHandler(recorder)
-    try:
+    with logged() as lines:
         train_step(engine, case, 0)
         before = full_parameters(engine.module)
         armed["now"] = True
@@ -58,12 +46,10 @@ def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
             engine.was_step_applied(),
         )
         train_step(engine, case, 2)
-    finally:
-        logger.removeHandler(recorder)
     unchanged = all(torch.equal(before[k], after[k]) for k in before)
     return {
         "name": name,
-        "lines": recorder.lines,
+        "lines": lines,
         "state": state,
         "unchanged": unchanged,
         "norm": engine.get_global_grad_norm(),

@@ -4,6 +4,7 @@ w: the weights a forward computes with, m: the masters. g_t = gradient at w_t; m
 w_{t+1} = m_t from the first delayed update on, m_{t+1} before it, and after whatever brings the weights up to date.
 """
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -19,7 +20,7 @@ from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind
 from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, start, train_step
+from tests.harness.training import here, make_config, outcome, start, train_step
 
 STEPS = 7
 DELAYED = {**CPU, "delayed_update": True}
@@ -267,3 +268,76 @@ def consolidated() -> list[bool]:
 
 def test_what_saves_or_edits_whole_weights_has_the_last_update(pool2: RankPool) -> None:
     assert pool2.run(consolidated) == [[True, True]] * 2
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+def failed_alone(way: str, door: str) -> list[str]:
+    """A kernel fails on the second rank in the second update: what this rank hears at ``door``, and at the end."""
+    case = CASES["wide"]()
+    with behind() if way == "thread" else contextlib.nullcontext():
+        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": DELAYED}))
+        train_step(engine, case, 0)
+        engine.runtime.settle()
+        update = type(engine.basic_optimizer)._update_group
+        if engine.global_rank == 1:
+            type(engine.basic_optimizer)._update_group = _raise
+        said = outcome(lambda: train_step(engine, case, 1))
+        if engine.runtime.worker is not None and engine.runtime.worker._last is not None:
+            engine.runtime.worker._last._ended.wait()
+        type(engine.basic_optimizer)._update_group = update
+        doors = {
+            "step": lambda: train_step(engine, case, 2),
+            "eval": lambda: engine.eval(),
+            "destroy": lambda: engine.destroy(),
+        }
+        heard = [said, outcome(doors[door])]
+        if door == "eval":
+            heard.append(outcome(lambda: train_step(engine, case, 2)))
+        outcome(engine.destroy)
+    return heard
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize(
+    ("way", "door"),
+    [("thread", "step"), ("thread", "eval"), ("thread", "destroy"), ("program", "step")],
+)
+def test_one_rank_that_fails_ends_all_with_its_name(pool2: RankPool, way: str, door: str) -> None:
+    other, own = pool2.run(failed_alone, way, door, time_limit=40)
+    assert "planted" in own[0] + own[1], own
+    assert "rank 1" in other[1] and "planted" in other[1], (other, own)
+    assert "planted" in own[-1] and "rank 1" in other[-1], "goes on"
+
+
+def twice(stage: int, offload: dict[str, Any]) -> dict[str, Tensor]:
+    """A second backward through a graph from before ``step``."""
+    case, engine = CASES["wide"](), delayed_engine(stage, offload=offload, gradient_accumulation_steps=1)
+    for step in range(3):
+        loss, *_ = case.seeded_loss(engine, here(step))
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        engine.backward(loss)
+        engine.step()
+    engine.eval()
+    found = snapshot(engine)
+    engine.destroy()
+    return found
+
+
+def second_backwards(stage: int) -> list[str]:
+    """What differs between updates behind the program and ones that it waits for."""
+    bad = []
+    for name, offload in (("at once", CPU), ("delayed", DELAYED)):
+        wanted = twice(stage, offload)
+        with behind(0.02):
+            found = twice(stage, offload)
+        bad += [f"{name}: {key}" for key in wanted if not same(wanted[key], found[key])]
+    return bad
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_backward_through_a_graph_from_before_the_step(pool1: RankPool, stage: int) -> None:
+    assert pool1.run(second_backwards, stage) == [[]]

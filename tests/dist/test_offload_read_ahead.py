@@ -36,6 +36,7 @@ def _train(folder: str | None, door: str) -> dict[str, Any]:
             with GatheredParameters([param], modifier_rank=0):
                 param.data.mul_(0.5)
         engine.step()
+        engine.runtime.settle()
     out = 0 if engine.tiles is None else engine.tiles._staging._out
     values = [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
     for loss in case.seeded_loss(engine, here(3)):  # read ahead for an update that never comes

@@ -1,7 +1,6 @@
 """Faults that a review of the tiers found, each by the guarantee that it broke."""
 
 import copy
-import logging
 import os
 import tempfile
 import threading
@@ -15,12 +14,12 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
-from deepspeed.observe.log import logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
 from deepspeed.tier.drive import Drive
 from deepspeed.verify.models import case_named
 from deepspeed.zero.update.turns import Turns
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 
@@ -394,21 +393,17 @@ def _fault_of(place: str) -> str:
 
 
 def _over_the_limit() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     case, real = case_named("plain"), hostmem.rss_bytes
     engine = start(case.build(), make_config(3, memory={"host_limit": real() + (1 << 30)}))
     try:
-        train_step(engine, case, 0)
-        quiet = [text for text in said if "more than memory.host_limit" in text]
-        hostmem.rss_bytes = lambda: real() + (2 << 30)
-        for step in (1, 2):
-            train_step(engine, case, step)
+        with logged() as said:
+            train_step(engine, case, 0)
+            quiet = [text for text in said if "more than memory.host_limit" in text]
+            hostmem.rss_bytes = lambda: real() + (2 << 30)
+            for step in (1, 2):
+                train_step(engine, case, step)
     finally:
         hostmem.rss_bytes = real
-        logger.removeHandler(handler)
         engine.destroy()
     told = [text for text in said if "more than memory.host_limit" in text]
     return [] if not quiet and len(told) == 1 else [f"before: {quiet}; after: {told}"]

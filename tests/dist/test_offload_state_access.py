@@ -24,12 +24,9 @@ from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
     safe_set_full_grad,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_grad,
-    safe_set_local_optimizer_state,
 )
 from deepspeed.verify.models import Case
 from deepspeed.verify.reference import trainable
@@ -95,55 +92,41 @@ def read_everything(engine: Any, case: Case) -> list[float]:
     return values
 
 
-def edit_full(engine: Any, case: Case) -> list[float]:
-    """Every full setter between steps."""
+def edit(engine: Any, case: Case, of: str) -> list[float]:
+    """Every setter of ``of``, full or local, between steps."""
+    get_grad, set_grad, get_master, set_master, get_slot, set_slot = (
+        getattr(deepspeed.utils, f"safe_{verb}_{of}_{what}")
+        for what in ("grad", "fp32_param", "optimizer_state")
+        for verb in ("get", "set")
+    )
     params, values = trainable(engine.module), list[float]()
     train_step(engine, case, 0)
     for step in range(1, 4):
         backward(engine, case, step)
         for number, name in enumerate(EDITED):
-            grad = safe_get_full_grad(params[name])
-            assert grad is not None
-            if (number + step) % 2:
-                safe_set_full_grad(params[name], grad * 0.5 + noise(grad, number))
-            values += told(safe_get_full_grad(params[name]))
+            grad = get_grad(params[name])
+            if of == "local" or (number + step) % 2:
+                set_grad(params[name], grad * 0.5 + noise(grad, number))
+            values += told(get_grad(params[name]))
         engine.step()
         values.append(engine.get_global_grad_norm())
         for number, name in enumerate(EDITED):
-            param = params[name]
-            master = safe_get_full_fp32_param(param)
-            assert master is not None
-            safe_set_full_fp32_param(param, master + noise(master, number))
+            master = get_master(params[name])
+            set_master(params[name], master + noise(master, number))
             for key in ("exp_avg", "exp_avg_sq"):
-                slot = safe_get_full_optimizer_state(param, key)
-                assert slot is not None
-                safe_set_full_optimizer_state(param, slot + noise(slot, number + 9).abs(), key)
+                slot = get_slot(params[name], key)
+                set_slot(params[name], slot + noise(slot, number + 9).abs(), key)
     return values
+
+
+def edit_full(engine: Any, case: Case) -> list[float]:
+    """The setters of whole tensors."""
+    return edit(engine, case, "full")
 
 
 def edit_local(engine: Any, case: Case) -> list[float]:
-    """Every local setter between steps."""
-    params, values = trainable(engine.module), list[float]()
-    train_step(engine, case, 0)
-    for step in range(1, 4):
-        backward(engine, case, step)
-        for number, name in enumerate(EDITED):
-            grad = safe_get_local_grad(params[name])
-            assert grad is not None
-            safe_set_local_grad(params[name], grad * 0.5 + noise(grad, number))
-            values += told(safe_get_local_grad(params[name]))
-        engine.step()
-        values.append(engine.get_global_grad_norm())
-        for number, name in enumerate(EDITED):
-            param = params[name]
-            master = safe_get_local_fp32_param(param)
-            assert master is not None
-            safe_set_local_fp32_param(param, master + noise(master, number))
-            for key in ("exp_avg", "exp_avg_sq"):
-                slot = safe_get_local_optimizer_state(param, key)
-                assert slot is not None
-                safe_set_local_optimizer_state(param, slot + noise(slot, number + 9).abs(), key)
-    return values
+    """The setters of this rank's part."""
+    return edit(engine, case, "local")
 
 
 def edit_gathered(engine: Any, case: Case) -> list[float]:

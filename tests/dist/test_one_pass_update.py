@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,11 +52,8 @@ pytestmark = [
 def two_passes() -> Iterator[None]:
     """As if the optimizers could not write PARAM."""
     real = GroupStep.writing_outputs
-    GroupStep.writing_outputs = lambda self, outputs, **asked: real(self, {}, **asked)  # type: ignore[method-assign]
-    try:
+    with patch.object(GroupStep, "writing_outputs", lambda self, outputs, **asked: real(self, {}, **asked)):
         yield
-    finally:
-        GroupStep.writing_outputs = real  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -289,13 +287,10 @@ def unit_by_unit_and_at_once(plan: Plan, names: tuple[str, ...]) -> list[str]:
             calls[0] += 1
             return real(self)
 
-        GroupStep.undisturbed = counting  # type: ignore[method-assign]
-        try:
+        with patch.object(GroupStep, "undisturbed", counting):
             found = train(plan, variants("")[name])
-            GroupStep.undisturbed = lambda self: False  # type: ignore[method-assign]
+        with patch.object(GroupStep, "undisturbed", lambda self: False):
             wanted = train(plan, variants("")[name])
-        finally:
-            GroupStep.undisturbed = real  # type: ignore[method-assign]
         bad += [f"{name}: {k}" for k in wanted.keys() | found.keys() if not same(wanted.get(k), found.get(k))]
         bad += [] if calls[0] else [f"{name}: nobody has asked"]
     return bad
@@ -326,12 +321,9 @@ def gathers_of_a_step(stage: int) -> list[str]:
         return real(self)
 
     def holding() -> None:
-        with GatheredParameters([p for unit in engine.runtime.units for p in unit.params]):
-            Unit.start_gather = counting  # type: ignore[method-assign]
-            try:
-                step()
-            finally:
-                Unit.start_gather = real  # type: ignore[method-assign]
+        every = [p for unit in engine.runtime.units for p in unit.params]
+        with GatheredParameters(every), patch.object(Unit, "start_gather", counting):
+            step()
 
     engine.step = holding
     train_step(engine, case, 1)

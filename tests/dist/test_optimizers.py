@@ -83,6 +83,15 @@ def plain_config(stage: int, **changes: Any) -> dict[str, Any]:
     return make_config(stage, zero_allow_untested_optimizer=True, **changes)
 
 
+def trained_error(engine: Any, case: Case, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Train, and say how far the parameters are from those expected."""
+    for step in range(STEPS):
+        train_step(engine, case, step)
+    result = parameter_error(engine.module, expected)
+    engine.destroy()
+    return result
+
+
 def by_name(name: str, stage: int) -> tuple[float, str]:
     """Parameter error of an optimizer named in the configuration."""
     settings, factory, plain = BY_NAME[name]
@@ -93,11 +102,7 @@ def by_name(name: str, stage: int) -> tuple[float, str]:
         "params": {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()},
     }
     engine = start(case.build(), plain_config(stage, optimizer=block))
-    for step in range(STEPS):
-        train_step(engine, case, step)
-    result = parameter_error(engine.module, expected)
-    engine.destroy()
-    return result
+    return trained_error(engine, case, expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -129,11 +134,7 @@ def by_client(name: str, stage: int, form: str) -> tuple[float, str]:
     else:
         config = plain_config(stage, optimizer=None)
         engine = start(model, config, optimizer=lambda params: factory(params, **settings), model_parameters=groups)
-    for step in range(STEPS):
-        train_step(engine, case, step)
-    result = parameter_error(engine.module, expected)
-    engine.destroy()
-    return result
+    return trained_error(engine, case, expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -151,11 +152,7 @@ def config_groups(stage: int) -> tuple[float, str]:
     model = case.build()
     block = {"type": "AdamW", "params": {**SMOOTH, "betas": [0.9, 0.95]}}
     engine = start(model, plain_config(stage, optimizer=block), model_parameters=split_groups(model, lr=5e-3))
-    for step in range(STEPS):
-        train_step(engine, case, step)
-    result = parameter_error(engine.module, expected)
-    engine.destroy()
-    return result
+    return trained_error(engine, case, expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -173,11 +170,7 @@ def muon(stage: int) -> tuple[float, str]:
     engine = start(
         model, plain_config(stage, optimizer=None), optimizer=torch.optim.Muon(model.parameters(), **settings)
     )
-    for step in range(STEPS):
-        train_step(engine, case, step)
-    result = parameter_error(engine.module, expected)
-    engine.destroy()
-    return result
+    return trained_error(engine, case, expected)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

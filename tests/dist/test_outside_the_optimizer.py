@@ -2,6 +2,7 @@
 once.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import MicroBatch, case_named
 from deepspeed.verify.reference import GATE_ADAM, clip_factor
-from tests.dist.test_gradients_by_hand import warned
 from tests.harness.lockstep import TOLERANCE, equal, not_at_rest
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start
 
@@ -42,7 +43,7 @@ def against_plain(stage: int) -> tuple[float, int, list[str], bool, list[str]]:
     """Error against plain training of the chosen ones; gradients left; warnings; the memory of a frozen model; what is
     not at rest.
     """
-    with warned() as said:
+    with logged(logging.WARNING) as said:
         engine = engine_of(stage)
         plain = CASE.build().train()
         optimizer = torch.optim.AdamW(chosen(plain), **GATE_ADAM)

@@ -2,6 +2,7 @@
 the others wait for; and an engine that nobody watches is what it was.
 """
 
+import contextlib
 import gzip
 import json
 import logging
@@ -23,6 +24,7 @@ from deepspeed.observe.runfile import read_run
 from deepspeed.timeline import collect
 from deepspeed.timeline.observer import Observer
 from tests.harness import pipes
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
@@ -180,13 +182,10 @@ def test_the_trace_shows_transfers_between_tiers(pool2: RankPool, tmp_path: Path
 
 
 def _slow(folder: str) -> tuple[list[str], list[Any]]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"}}
     engine = start(_model(), _config(3, folder, observe={"trace": None, "slow_steps": 3}, **monitor))
-    try:
+    with logged(logging.WARNING) as lines, contextlib.ExitStack() as stack:
+        stack.callback(engine.destroy)
         _train(engine, 5, slow_rank=1)
         end = time.monotonic() + 30
         while True:
@@ -196,9 +195,6 @@ def _slow(folder: str) -> tuple[list[str], list[Any]]:
                 break
             _train(engine, 2, slow_rank=1)
         _train(engine, 3, slow_rank=1)
-    finally:
-        engine.destroy()
-        logger.removeHandler(handler)
     return lines, []
 
 
@@ -249,14 +245,10 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(pool2: RankPool,
 
 
 def _early(folder: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine = start(_model(), _config(3, folder, observe={"run": None, "steps": [1, 9]}))
-    _train(engine, 2)
-    engine.destroy()
-    logger.removeHandler(handler)
+    with logged(logging.WARNING) as lines:
+        engine = start(_model(), _config(3, folder, observe={"run": None, "steps": [1, 9]}))
+        _train(engine, 2)
+        engine.destroy()
     return lines
 
 

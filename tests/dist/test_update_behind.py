@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,9 +31,10 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 from deepspeed.zero import GatheredParameters
+from deepspeed.zero.plan import StateKind
 from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
 from tests.dist.test_one_pass_update import changing_rates
-from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, same, train, variants
+from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, engine_for, same, train, variants
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 
@@ -47,16 +50,12 @@ def behind(delay_s: float = 0.002) -> Iterator[list[Turn]]:
     """Inside, engines update in a thread, which takes its time; the turns."""
     real, turns = Worker.hand_over, []
 
-    def slowly(worker: Worker, call: Callable[[], Any]) -> Turn:
-        turns.append(real(worker, lambda: (time.sleep(delay_s), call())[1]))
+    def slowly(worker: Worker, call: Callable[[], Any], **options: Any) -> Turn:
+        turns.append(real(worker, lambda: (time.sleep(delay_s), call())[1], **options))
         return turns[-1]
 
-    os.environ[SWITCH], Worker.hand_over = "1", slowly  # type: ignore[method-assign]
-    try:
+    with patch.dict(os.environ, {SWITCH: "1"}), patch.object(Worker, "hand_over", slowly):
         yield turns
-    finally:
-        Worker.hand_over = real  # type: ignore[method-assign]
-        del os.environ[SWITCH]
 
 
 def both(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
@@ -198,15 +197,21 @@ WHOLE: dict[str, Callable[[Any], Tensor]] = {  # where parameters are never rele
 }
 
 
-def opened(stage: int, precision: str, folder: str) -> list[str]:
+CUT: dict[str, Callable[[Any], Tensor]] = {  # where parameters are
+    "its shard": lambda e: _first(e).ds_tensor.clone(),
+    "all shards": lambda e: _flat([p.ds_tensor for p in e.module.parameters()]),
+}
+
+
+def opened(stage: int, precision: str, folder: str, offload: dict[str, Any]) -> list[str]:
     """Doors through which something else is seen while an update is on its way than after it."""
     os.environ["FOLDER_OF_THIS_TEST"] = folder
     bad = []
-    for name, door in {**DOORS, **(WHOLE if stage < 3 else {})}.items():
+    for name, door in {**DOORS, **(WHOLE if stage < 3 else CUT)}.items():
         values = []
         for late in (False, True):
             with behind(0.02) if late else contextlib.nullcontext([]) as turns:
-                zero = {"offload_optimizer": CPU}
+                zero = {"offload_optimizer": offload}
                 engine = start(CASES["wide"]().build().train(), make_config(stage, **PRECISION[precision], zero=zero))
                 for step in range(2):
                     train_step(engine, CASES["wide"](), step)
@@ -218,17 +223,18 @@ def opened(stage: int, precision: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (2, "fp32"), (3, "bf16")])
-def test_every_door_waits(pool1: RankPool, tmp_path: Path, stage: int, precision: str) -> None:
-    assert pool1.run(opened, stage, precision, str(tmp_path)) == [[]]
+@pytest.mark.parametrize("delayed", [False, True])
+def test_every_door_waits(pool1: RankPool, tmp_path: Path, stage: int, precision: str, delayed: bool) -> None:
+    offload = {**CPU, "delayed_update": delayed}
+    assert pool1.run(opened, stage, precision, str(tmp_path), offload) == [[]]
 
 
 def returned() -> dict[str, Any]:
     """What is true when ``step`` has returned, before anything of the update is done; and after."""
     gate, case, found = threading.Event(), CASES["wide"](), {}
     real = Worker.hand_over
-    os.environ[SWITCH] = "1"
-    Worker.hand_over = lambda self, call: real(self, lambda: (gate.wait(20), call())[1])  # type: ignore[method-assign]
-    try:
+    gated = lambda self, call, **options: real(self, lambda: (gate.wait(20), call())[1], **options)  # noqa: E731
+    with patch.dict(os.environ, {SWITCH: "1"}), patch.object(Worker, "hand_over", gated):
         engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
         before = [p.detach().clone() for p in engine.module.parameters()]
         train_step(engine, case, 0)
@@ -242,9 +248,6 @@ def returned() -> dict[str, Any]:
         changed = [not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)]
         found["changed"] = all(changed)
         engine.destroy()
-    finally:
-        Worker.hand_over = real  # type: ignore[method-assign]
-        del os.environ[SWITCH]
     return found
 
 
@@ -252,6 +255,34 @@ def test_step_returns_before_the_update(pool1: RankPool) -> None:
     (found,) = pool1.run(returned)
     assert set(found["under way"]) == {"fetching"} and found["after a reader"] == "ready"
     assert found["settings are read"] and found["changed"]
+
+
+def left_to_the_thread(folder: str) -> list[Any]:
+    """Of units on a drive: which are updated when ``step`` has returned and the thread is held up; and afterwards."""
+    gate, case = threading.Event(), CASES["wide"]()
+    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+        engine = engine_for("both nvme", folder)
+    train_step(engine, case, 0)
+    first = [unit.updated for unit in engine.runtime.units]  # slots find their place in the step
+    with mock.patch.object(Worker, "hand_over", _gated(gate)):
+        train_step(engine, case, 1)
+    late = [unit.updated for unit in engine.runtime.units if unit.movable]
+    master = engine.runtime.units[0].rest[StateKind.OPTIM].changes
+    gate.set()
+    engine.runtime.settle()
+    changed = engine.runtime.units[0].rest[StateKind.OPTIM].changes > master
+    after = [unit.updated for unit in engine.runtime.units]
+    engine.destroy()
+    return [all(first), late != [] and not any(late), changed, all(after)]
+
+
+def _gated(gate: threading.Event) -> Callable[..., Turn]:
+    real = Worker.hand_over
+    return lambda self, call: real(self, lambda: (gate.wait(20), call())[1])
+
+
+def test_tiles_on_a_drive_are_updated_behind_the_step(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(left_to_the_thread, str(tmp_path)) == [[True] * 4]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

@@ -1,9 +1,18 @@
-"""``ds_verify loop``, ``gas`` and ``teardown``: they pass, they fail, and they say what is wrong with their input."""
+"""``ds_verify loop``, ``gas``, ``optim``, ``lr`` and ``teardown``: they pass, they fail, and say what is wrong."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from deepspeed.verify.cli import main
+from deepspeed.verify.grads import Errors
+from deepspeed.verify.reference import trainable
+from deepspeed.verify.training import gas, lr, optim
 from deepspeed.verify.training.loop import LOOPS, run_loop
+from deepspeed.verify.training.optim import run_optimizer
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(300)
@@ -16,16 +25,57 @@ def test_every_loop_of_the_gate_equals_plain_torch(pool2: RankPool, name: str) -
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("command", ["loop", "gas", "teardown"])
+@pytest.mark.parametrize("command", ["loop", "gas", "optim", "lr", "teardown"])
 def test_the_gates_pass(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 0
     assert "FAIL" not in capsys.readouterr().out
 
 
-def test_splits_that_are_too_far_from_the_whole_batch_fail(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["Adafactor", "a class of a user", "SGD, offloaded"])
+def test_optimizers_of_the_gate_equal_themselves_unsharded(pool2: RankPool, name: str) -> None:
+    for errors in pool2.run(run_optimizer, name, 3, 2):
+        assert max(error for error, _ in errors.values()) <= 1e-6, errors
+
+
+def test_an_optimizer_that_ignores_its_groups_is_noticed(pool2: RankPool) -> None:
+    for errors in pool2.run(_without_groups):
+        assert errors["param"][0] > 1e-4 and errors["grad"][0] <= 1e-6
+
+
+def _without_groups() -> Errors:
+    groups = optim.groups
+    calls: list[nn.Module] = []
+
+    def first_time(model: nn.Module) -> list[dict[str, Any]]:
+        calls.append(model)  # the reference comes first
+        return groups(model) if len(calls) == 1 else [{"params": list(trainable(model).values())}]
+
+    with mock.patch.object(optim, "groups", first_time):
+        return run_optimizer("SGD", 3, 1)
+
+
+@pytest.mark.parametrize("skipped", [(), lr.SKIPPED])
+def test_rates_of_the_gate_equal_plain_torch(pool2: RankPool, tmp_path: Path, skipped: tuple[int, ...]) -> None:
+    folder = None if skipped else str(tmp_path)
+    assert pool2.run(lr.run_trace, 3, 4, skipped, folder) == [lr.plain_trace(skipped)] * 2
+
+
+def test_rates_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(lr, "RANKS", (1,))
+    monkeypatch.setattr(lr, "ACCUMULATION", (1,))
+    monkeypatch.setattr(lr, "plain_trace", lambda skipped: [0.1] * lr.STEPS)
+    assert main(["lr"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("  FAIL\n") == 3 and "0.1 0.1 0.05 0.05" in shown
+
+
+def test_splits_that_are_too_far_from_the_whole_batch_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gas, "SPLITS", ((2, 2, 2),))
     assert main(["gas", "--tolerance", "-1"]) == 1
     shown = capsys.readouterr().out
-    assert shown.count("  FAIL\n") == 20 and "error of the loss" in shown
+    assert shown.count("  FAIL\n") == 12 and "error of the loss" in shown
 
 
 def test_memory_that_grew_too_much_fails(capsys: pytest.CaptureFixture[str]) -> None:

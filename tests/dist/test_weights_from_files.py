@@ -16,10 +16,12 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.observe import hostmem
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.verify.ranks import RankFailure
 from deepspeed.zero import build
 from deepspeed.zero.client import mapped
 from deepspeed.zero.client.mapped import FilePart
 from deepspeed.zero.layout import Place
+from tests.harness.control_group import limited
 from tests.harness.decoders import GPT2, Llama, batch, loss_of
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
@@ -240,3 +242,38 @@ def test_a_rank_holds_little_more_than_its_shard(pool4: RankPool, folder: Path, 
         assert grown <= 1.3 * total / share + largest + slack, grown
     for grown in pool4.run(peak, str(folder), False, ways, stage):
         assert grown >= 0.9 * total, "a control: what is read into memory first is whole there"
+
+
+def confined(folder: str, mmap: bool, nbytes: int) -> bool:  # noqa: FBT001 - crosses processes
+    """Load within ``nbytes`` of new memory; whether the kernel has watched."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    hostmem.HeapTrimmer().trim()
+    with limited(nbytes) as watched:
+        dist.barrier()
+        if watched or mmap:
+            model.load_state_dict(torch.load(f"{folder}/deep.pt", mmap=mmap), assign=True)
+            engine = deepspeed.initialize(model=model, config=config(3))[0]
+    if watched or mmap:
+        engine.destroy()  # makes it whole
+    return watched
+
+
+BOUND = int(1.3 * LAYERS * 4 * WIDTH * WIDTH / 4) + 4 * WIDTH * WIDTH + (12 << 20)
+
+
+def test_a_control_group_of_that_size_is_enough_for_a_rank(pool4: RankPool, folder: Path) -> None:
+    if not all(pool4.run(confined, str(folder), True, BOUND)):
+        pytest.skip("no control groups can be made here; the resident set is asserted above")
+
+
+@pytest.mark.exhaustive
+def test_a_control_group_of_that_size_ends_a_rank_that_reads_all(pool4: RankPool, folder: Path) -> None:
+    """A control: what the one above is worth."""
+    try:
+        watched = pool4.run(confined, str(folder), False, BOUND)
+    except RankFailure:
+        return
+    if not any(watched):
+        pytest.skip("no control groups can be made here")
+    pytest.fail("nobody was ended")

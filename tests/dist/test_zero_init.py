@@ -1,6 +1,7 @@
 """zero.Init: a model that never exists whole trains exactly like one that was built plainly (with rank 0's values)."""
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import deepspeed
-from deepspeed.errors import UsageError
+from deepspeed.errors import ReleasedParameterError, UsageError
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import HIDDEN, VOCABULARY, Case, ResidualBlock, case_named, cross_entropy, token_batch
+from deepspeed.zero import ZeroParamStatus
 from tests.harness.devices import two_devices
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
 from tests.harness.pool import RankPool
@@ -230,7 +232,7 @@ def peak_of_live_parameters(peak: list[int]) -> Iterator[None]:
 
 def _storage_bytes() -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta]
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and not t.is_meta]
         tensors = [t for t in tensors if not isinstance(t, FakeTensor)]  # which a compiler keeps, without memory
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
@@ -451,3 +453,40 @@ def _where_parameters_are_made() -> tuple[str, list[int]]:
 
 def test_every_rank_builds_its_model_on_its_own_device(pool2: RankPool) -> None:
     assert pool2.run(_where_parameters_are_made) == [("cuda:0", [0]), ("cuda:1", [1])]
+
+
+def _copy_of_a_part() -> list[bool]:
+    """PEFT's ``modules_to_save`` copies a part of the model before there is an engine, and trains the copy."""
+    config = make_config(3, zero=ZERO)
+    torch.manual_seed(3)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        expected = [p.detach().clone() for p in model[1].parameters()]
+    copied = copy.deepcopy(model[1])
+    facts = [
+        all(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True)),
+        not any(hasattr(p, "ds_id") for p in copied.parameters()),  # ordinary: initialize shards them
+        all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters()),  # the source was let go again
+    ]
+    model[1].requires_grad_(False)
+    whole = nn.ModuleList([model, copied])
+    whole.forward = lambda x: copied(model[0](x))
+    engine = start(whole, config)
+    loss = engine(torch.ones(2, 4)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    with deepspeed.zero.GatheredParameters(list(whole.parameters())):
+        facts += [
+            not any(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True)),
+            all(torch.equal(a, b) for a, b in zip(model[1].parameters(), expected, strict=True)),
+        ]
+    with pytest.raises(ReleasedParameterError):
+        copy.deepcopy(copied)  # a part of a living engine is not copied in silence
+    engine.destroy()
+    return facts
+
+
+def test_a_part_of_a_model_in_shards_is_copied_with_its_values_before_there_is_an_engine(pool2: RankPool) -> None:
+    for facts in pool2.run(_copy_of_a_part):
+        assert facts == [True] * 5

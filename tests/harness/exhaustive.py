@@ -22,6 +22,9 @@ CORNERS: dict[str, str] = {
     r"test_pipeline_failures.py::test_a_layer_that_raises\[4-(gpipe|zero_bubble).*\]": "on two ranks they stay",
     r"test_pipeline_checkpoints.py::.*\[(one rank-2 stages 1f1b|2 stages interleaved-one rank)\]": "four others stay",
     r"test_pipeline_engine.py::test_sources_of_data\[set_data.*\]": "a function over an iterator stays",
+    r"test_normalize_tokens.py::test_an_update.*\[(plain|told|half and half)-[12]\]": "stages 0 and 3 stay",
+    r"test_normalize_tokens.py::test_any_split.*\[\((1, 8|2, 2).*\]": "the finest splits stay",
+    r"test_quantized_base.py::test_adapters.*-[12]\]": "stages 0 and 3 stay",
     r"test_parity_matrix.py::test_corner\[.*-[12]\]": "stages 0 and 3 take every path that a corner of a model takes",
     r"test_parity_matrix.py::test_three_ranks\[.*-[12]\]": "padding is that of stage 3, or none",
     r"test_parity_matrix.py::test_parity\[(?!plain|accumulation|by_hand-|clipping).*-1\]": "four show stage 1",
@@ -110,6 +113,144 @@ CORNERS: dict[str, str] = {
     r"test_mutants.py::test_each_is_seen_or_cannot_be": "two minutes; the planted faults of the matrix stay",
     r"test_mutants.py::test_a_few_are_seen_by_the_case_that_is_named": "as above",
     r"test_matrix.py::test_agreement_is_hidden_in_a_step_whatever_the_number_of_ranks\[8\]": "1024 ranks stay",
+    r"test_parity_matrix.py::test_parity\[(?!plain|used_twice|tied|unused).*-0\]": ("five cases stay at stage 0"),
+    r"test_parity_matrix.py::test_parity\[(unused|checkpoint_reentrant|manual_accumulation|two_losses)-2\]": (
+        "four cases stay at stage 2"
+    ),
+    r"test_parity_matrix.py::test_(corner|three_ranks)\[(?!everything).*-0\]": "everything stays at stage 0",
+    r"test_parity_matrix.py::test_two_level_sharding\[plain-.*\]": "accumulation stays",
+    r"test_checkpoint_resume.py::test_every_stage_and_precision\[stage [12] (?!fp32|nvme).*\]": ("stages 0 and 3 stay"),
+    r"test_checkpoint_resume.py::test_every_stage_and_precision\[stage [02] (async save|fp32|uneven shards|nvme)\]": (
+        "stages 1 and 3 stay"
+    ),
+    r"test_checkpoint_resume.py::test_optimizers\[(OddElements|Shampooish)-3\]": "OddState, Adafactor and Muon stay",
+    r"test_checkpoint_resume.py::test_models\[.*-3\]": "these are in 16 bits on three ranks",
+    r"test_checkpoint_resume.py::test_meshes_of_four_ranks\[hpz-.*\]": "mics stays",
+    r"test_checkpoint_resume.py::test_half_finished_windows\[3-.*\]": "a window of one step stays",
+    r"test_checkpoint_resume.py::test_windows_under_no_sync\[[12]-0\]": "stage 3 stays",
+    r"test_offload_parity.py::test_lower_stages\[2-bf16\]": "stage 1 in fp16 stays",
+    r"test_offload_parity.py::test_every_way_on_two_ranks\[fp16\]": "fp32 stays",
+    r"test_offload_parity.py::test_models\[(conditional|everything|single)\]": "by_hand and odd_shapes stay",
+    r"test_offload_parity.py::test_four_ranks\[(plain|hpz)\]": "mics stays",
+    r"test_offload_parity.py::test_loops\[3-(unsynced|froze_later)\]": "interrupted stays",
+    r"test_offload_parity.py::test_other_backends\[threads\]": "libaio stays; the tests of the engine take each",
+    r"test_offload_parity.py::test_a_rank_without_an_element.*\[Lamb\]": "AdamW stays",
+    r"test_invariant_i7_divergence.py::.*with_two_engines_interleaved.*": "the surprises of one engine stay",
+    r"test_invariant_i7_divergence.py::.*on_one_of_three_ranks\[needs_another_one\]": "one of three kinds",
+    r"test_invariant_i7_divergence.py::test_invariant_i7_a_surprise_after_a_habit\[(needs_another_one|other_order)\]": (
+        "three kinds stay"
+    ),
+    r"test_invariant_i7_divergence.py::.*before_a_collective_of_the_users\[other_order\]": "one of three kinds",
+    r"test_invariant_i7_divergence.py::.*under_other_plans\[2-(skips_an_expert|needs_another_one)\]": "one kind stays",
+    r"test_invariant_i7_divergence.py::.*error_mode_after_a_habit\[(other_order|needs_another_one)\]": (
+        "one of seven surprises"
+    ),
+    r"test_invariant_i7_divergence.py::.*ranks_may_diverge\[(twice|recomputed|disjoint_experts|skip_tower)-.*\]": (
+        "five of eleven scenarios"
+    ),
+    r"test_invariant_i7_divergence.py::.*with_accumulation\[.*-[12]\]": "stage 3 stays",
+    r"test_invariant_i7_divergence.py::.*under_other_plans\[(skip_tower|disjoint_experts)-.*\]": (
+        "the plans that differ most stay"
+    ),
+    r"test_launcher_hosts.py::test_(two_hosts_reduce_through_ssh|a_silence_ends_the_job_over_ssh.*)": (
+        "nodes that are started by hand reduce; a dead host ends the job"
+    ),
+    r"test_launcher_hosts.py::.*dead_host_ends_the_job\[b\]": "the other host stays",
+    r"test_update_behind.py::test_every_door_waits\[.*-2-.*\]": "stage 3 stays",
+    r"test_update_behind.py::test_nor_on_two.*\[(bf16|fp16)\]": "fp32 stays",
+    r"test_dtypes.py::test_bf16_with_exact_reduction.*\[(accumulation|unused|clipping|constants|rotary|tied)-0\]": (
+        "stage 3 stays"
+    ),
+    r"test_dtypes.py::test_bf16_with_exact_reduction.*\[(constants|rotary|tied|clipping)-3\]": "four cases stay",
+    r"test_dtypes.py::test_fp16_static_scale.*\[.*-0\]": "stage 3 stays",
+    r"test_dtypes.py::test_dynamic_scale.*-0\]": "stage 3 stays",
+    r"test_dtypes.py::test_bf16_default_reduction.*\[[012]\]": "stage 3 stays",
+    r"test_dtypes.py::test_the_gate_sees_a_changed_dtype\[fp32\]": "bf16 stays",
+    r"test_loops.py::test_loop\[.*-[12]\]": "stages 0 and 3 stay",
+    r"test_loops.py::test_(scale_wrt_gas_false_does_not_divide|unmanaged_accumulation)\[[012]\]": "stage 3 stays",
+    r"test_offload_optimizers.py::test_optimizers_on_two_ranks\[(Adagrad|adafactor|Lamb)\]": (
+        "an elementwise one, Muon and a user's stay"
+    ),
+    r"test_optimizers.py::test_optimizer_by_name\[.*-[12]\]": "stages 0 and 3 stay",
+    r"test_optimizers.py::test_client_optimizer_with_groups\[.*-callable-.*\]": (
+        "an object stays; by name is a callable of ours"
+    ),
+    r"test_bench_tools.py::test_an_interrupted_run_leaves_nothing\[.*(15|9).*\]": "an interrupt stays",
+    r"test_checkpoint_crash.py::test_killed_at_random_instants": "the turning points stay",
+    r"test_checkpoint_crash.py::test_killed_at_a.*of_a_save\[(before the [om].*|after latest.*)\]": (
+        "five turning points stay"
+    ),
+    r"test_checkpoint_crash.py::test_killed_twice_in_a_row.*": "once stays",
+    r"test_one_pass_update.py::test_units_updated.*": "every stage stays",
+    r"test_one_pass_update.py::test_classes_with_groups\[(FusedLion-True|SGD-False)\]": "one stays; FusedAdam's groups",
+    r"test_one_pass_update.py::test_parts_that_are_frozen_later_are_put_back\[1\]": "stage 3 stays",
+    r"test_one_pass_update.py::test_two_levels\[mics\]": "hpz stays",
+    r"test_launched.py::test_fresh_processes\[init_first-deepspeed-2\]": (
+        "the launcher's own tests and the examples start such jobs"
+    ),
+    r"test_compile.py::test_compiled_as_plain_in_whole_graphs\[(plain-0-2|used_twice-3-1)\]": (
+        "frozen on two ranks stays"
+    ),
+    r"test_compile.py::test_blocks_that_the_client_compiles.*\[(_compile_blocks-False|_compile_forwards-True)\]": (
+        "one of each stays"
+    ),
+    r"test_compile.py::test_a_block_entered_by_what_is_inside\[(Pairs|Within)-.*\]": "one stays",
+    r"test_example.py::test_an_interrupted_run_goes_on.*": "resuming is held cell by cell elsewhere",
+    r"test_checkpoint_layouts.py::test_any_layout_to_any_layout\[(1 rank stage 0)\]": (
+        "each is loaded from the other sources as well"
+    ),
+    r"test_checkpoint_layouts.py::test_half_a_window_keeps_its_mean\[.*-reduced\]": "without reduction stays",
+    r"test_checkpoint_layouts.py::test_odd_models_change_their_layout\[(frozen|tied)\]": "odd shapes stay",
+    r"test_tensor_parallel.py::test_saved_at_one_layout.*": "three axes go on at any other layout",
+    r"test_tensor_parallel.py::test_norms_on.*": "a second layout of the sequence; the refusals stay",
+    r"test_started_by_others.py::test_(torchrun|two_ranks_of_a_scheduler\[_open_mpi\])": "Slurm's variables stay",
+    r"test_offload_delayed.py::test_beside_the_next_step.*\[fp(16|32)-3\]": "bf16 stays",
+    r"test_offload_delayed.py::test_a_hook_on_one_rank.*\[(bf16|fp16)\]": "fp32 stays",
+    r"test_offload_state_access.py::test_as_in_memory\[(edit_full|edit_gathered|edit_local)-fp32\]": (
+        "lower stages edit whole weights, bf16 reads"
+    ),
+    r"test_offload_state_access.py::test_optimizer_state_round_trip\[ways[034]-.*\]": "two ways stay",
+    r"test_invariant_i8_errors.py::test_invariant_i8_with_recomputation\[checkpoint_reentrant\]": (
+        "the other kind stays"
+    ),
+    r"test_invariant_i8_errors.py::test_invariant_i8_no_memory_for_a_gather\[[36]\]": "two gathers stay",
+    r"test_invariant_i8_errors.py::.*destroy_leaves_a_plain_model\[.*-at_rest\]": "amid a backward stays",
+    r"test_three_axes.py::test_a_run_goes_on_at_any_other_layout\[stages of parts-(parts|stages of data ranks)\]": (
+        "the others stay"
+    ),
+    r"test_zero_init.py::test_the_model_is_never_whole\[device\]": "meta stays",
+    r"test_memory_present.py::test_states_go_to_the_drive_until_they_fit\[2\]": "one rank stays",
+    r"test_verify_training.py::test_splits_that_are_too_far_from_the_whole_batch_fail": "what passes stays",
+    r"test_bad_input.py::test_the_command_names_what_is_missing_and_fails\[odd batch\]": "in one process it stays",
+    r"test_data_position.py::test_samplers_of_the_user\[.*-[013]-2\]": "two samplers stay with workers",
+    r"test_data_position.py::test_only_batches_handed_out_count\[[0135]-2\]": "one stays with workers",
+    r"test_invariant_i5_recomputation.py::test_invariant_i5_recomputation_never_releases\[.*-False\]": (
+        "the other half of each stays"
+    ),
+    r"test_checkpoint_full_disk.py::test_a_full_and_then_a_read_only_filesystem": "a save that finds no space stays",
+    r"test_calibrate.py::test_(one_rank_says|two_ranks_write).*": "several nodes stay",
+    r"test_pipelines.py::test_(messages_travel.*\[(gpipe|1f1b)\]|four_stages_wait.*\[(interleaved|zbv)\])": (
+        "one of each stays"
+    ),
+    r"test_checkpoint_held.py::test_(state_on_a_drive.*\[(SGD-.*|A.*-True)\]|an_update_waits.*\[(SGD|Adafactor)\])": (
+        "one of each kind of state stays"
+    ),
+    r"test_io_tools.py::test_an_interrupted_run_leaves_no_file\[.*(-9|15)-.*\]": "interrupts stay",
+    r"test_late_norm.py::test_not_one_bit_and_no_count_differs\[[012]-.*-Lion\]": "Lion stays at stage 3",
+    r"test_pipeline_parity.py::test_four_ranks\[4-zero_bubble.*\]": "two stages stay",
+    r"test_aio_failures.py::test_full_disk\[ext4\]": "tmpfs stays",
+    r"test_elastic_ranks.py::test_a_signal_to_the_command.*-10-200\]": "another signal stays",
+    r"test_offload_visits.py::test_an_update_away_from_home_is_the_same\[(fp16|fp32)\]": "bf16 stays",
+    r"test_invariant_i6_prefetch.py::test_invariant_i6_mispredictions.*\[(poked|eval)\]": "four kinds stay",
+    r"test_agreement_cost.py::test_agreement_costs_what_the_formulas_say\[12\]": "other numbers of ranks stay",
+    r"test_weights_from_files.py::test_each_rank_reads.*\[gpt2-3\]": "llama stays",
+    r"test_failures_of_one_rank.py::test_a_micro_batch_that_only_one_rank_takes.*\[0\]": "stage 3 stays",
+    r"test_hang.py::test_an_endless_loop.*": "the other faults stay",
+    r"test_example_nvme.py::.*": "half a minute of jobs; the tests of drives stay",
+    r"test_offload_early.py::test_not_one_bit.*\[[12]-.*\]": "stage 3 stays, and stage 2 where somebody meddles",
+    r"test_offload_early.py::.*meddles_before_the_step\[(looking|dropped|twice|by hand|held|unsynced)-2\]": (
+        "the others stay at stage 2"
+    ),
 }
 
 

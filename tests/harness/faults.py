@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,21 @@ def modules_replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
         for name in stand_ins:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+@contextlib.contextmanager
+def no_room(count: int) -> Iterator[None]:
+    """The ``count``-th full buffer finds no memory, as on a device that has no more."""
+    real, left = torch.UntypedStorage.resize_, [count]
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        left[0] -= size > 0
+        if left[0] == 0 and size:
+            raise torch.OutOfMemoryError("injected: out of memory")
+        return real(self, size)
+
+    with patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
 
 
 class InjectedFault(RuntimeError):

@@ -4,10 +4,12 @@ It writes the moment of the fault to ``DIR/fault``. Used by tests/dist/test_hang
 """
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -61,6 +63,17 @@ WORDS = {
 }
 
 
+# Of a fault that may also end its rank at once, before anybody has waited for long, what the launcher says then.
+ENDS = {
+    "loader_dies": r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid \d+\) exited unexpec"
+}
+
+
+def ends_at_once(fault: str, status: int, text: str) -> bool:
+    """Whether the job has ended as one whose rank raises, and ``text`` names the rank and the error."""
+    return status == 1 and fault in ENDS and re.search(ENDS[fault], text) is not None
+
+
 def spin() -> None:
     """An endless loop of the user's."""
     count = 0
@@ -102,11 +115,17 @@ class Model(nn.Module):
         return self.head(x).mean()
 
 
+def _note_fault(folder: str) -> None:
+    """The moment of the fault, unless it is known."""
+    with contextlib.suppress(FileExistsError), open(os.path.join(folder, "fault"), "x") as file:
+        file.write(repr(time.time()))
+
+
 class Samples(torch.utils.data.Dataset):
     """Random rows; behind the sixth batch a worker may go wrong."""
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def __init__(self, fault: str, folder: str) -> None:
+        self.fault, self.folder = fault, folder
 
     def __len__(self) -> int:
         return 1000
@@ -114,14 +133,15 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index >= 6 and self.fault == "loader":
             time.sleep(600)
-        if index >= 6 and self.fault == "loader_dies":
+        if index >= 6 and self.fault == "loader_dies":  # while the loader reads ahead, in an earlier step
+            _note_fault(self.folder)
             os._exit(1)
         return torch.randn(16)
 
 
 def _drive_hangs() -> None:
     for thing in gc.get_objects():
-        if isinstance(thing, AioEngine):
+        if type(thing) is AioEngine:
             thing._calls.wait = functools.partial(ctypes.CDLL(None).sleep, 600)
 
 
@@ -174,13 +194,12 @@ def main() -> None:
         file.write(str(os.getpid()))
     batches = None
     if fault.startswith("loader"):
-        samples = Samples(fault if faulty else "")
+        samples = Samples(fault if faulty else "", options.folder)
         batches = iter(torch.utils.data.DataLoader(samples, batch_size=2, num_workers=1, prefetch_factor=1))
     for step in range(options.steps):
         if step == 3:
             if faulty:
-                with open(os.path.join(options.folder, "fault"), "w") as file:
-                    file.write(repr(time.time()))
+                _note_fault(options.folder)
                 if fault == "fewer":
                     break
             _go_wrong(fault, engine.module, faulty=faulty)

@@ -114,7 +114,7 @@ _PURE = (
     Mutant(
         "P1",
         "deepspeed/zero/partition.py",
-        "[index_of[p] for p in module.parameters(recurse=False)]",
+        "[index_of[p] for p in module.parameters(recurse=False) if p in names]",
         "[index_of[p] for p in module.parameters(recurse=False) if all(p is not q for m in touches for q in "
         "m.parameters(recurse=False))]",
         _PARTITION,
@@ -267,6 +267,22 @@ _STEPS = (
         "accumulate=accumulate",
         (f"{_TWO_LEVELS}[accumulation-shard_groups]",),
         "only the last axis of a reduction adds to the rest gradient",
+    ),
+    Mutant(
+        "G5",
+        "deepspeed/zero/gradients.py",
+        "place.copy_(torch.zeros_like(place) if grad is None else grad)",
+        "pass",
+        ("tests/pure/test_pipeline_hooks.py",),
+        "what a hook puts in the place of a gradient in a pipeline's batch is the gradient",
+    ),
+    Mutant(
+        "G6",
+        "deepspeed/zero/gradients.py",
+        "unit.restore_partial(unit.partial.clone(), unit.fired)",
+        "pass",
+        ("tests/pure/test_pipeline_hooks.py",),
+        "a gradient that a hook keeps is not the memory of later batches",
     ),
     Mutant(
         "S1",

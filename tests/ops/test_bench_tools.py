@@ -1,4 +1,4 @@
-"""``ds_bench ckpt``, ``load`` and ``cpu-adam``: they measure, say what is wrong, and leave nothing behind."""
+"""``ds_bench``: its commands measure, say what is wrong, and leave nothing behind."""
 
 import argparse
 import contextlib
@@ -120,6 +120,31 @@ def test_faults_are_sentences(
     assert not list(tmp_path.iterdir())
 
 
+def test_reading_whole_states_is_measured_beside_one_all_gather(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["access", "--params", "20K", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters on 2 ranks, ZeRO-3, bf16, AdamW" in shown and "of one all-gather in fp32" in shown
+    names = ["gradients", "fp32 weights", "first moments", "weights gathered", "all-gather", "step"]
+    rows = [line.rsplit(maxsplit=2) for line in shown.splitlines()[3:]]
+    assert [name for name, _, _ in rows] == names and all(float(seconds) > 0 for _, seconds, _ in rows)
+    assert float(rows[4][2]) == 1.0
+
+
+def test_the_exposed_update_is_what_a_step_takes_beside_its_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["step", "--params", "20K", "--steps", "2", "--offload", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    seconds = facts["seconds"]
+    assert facts["exposed"] == max(0.0, seconds["step"] - seconds["forward and backward"]) and seconds["update"] > 0
+
+
+def test_zero_and_fsdp2_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["vs-fsdp2", "--params", "20K", "--steps", "1", "--rounds", "1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"ZeRO-3", "FSDP2"}
+    for each in facts.values():
+        assert each["samples_per_s"] == pytest.approx(2 * 256 / each["step_s"]) and each["grew_bytes"] > 0
+
+
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=1000))
     assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
@@ -149,6 +174,9 @@ def test_a_save_that_fails_is_a_sentence(
         ["ckpt", "--folder", ".", "--async", "--sync"],
         ["cpu-adam", "--params", "0"],
         ["cpu-adam", "--threads", "4097"],
+        ["access", "--zero", "4"],
+        ["step", "--steps", "0"],
+        ["vs-fsdp2", "--ranks", "none"],
         ["nvme"],
     ],
 )
@@ -158,45 +186,37 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert caught.value.code == 2 and f"ds_bench {arguments[0]}: error:" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    endings = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
-    runs = {}
-    for ending in endings:
-        (tmp_path / ending.name).mkdir()
-        endless = [
-            "ckpt",
-            "--folder",
-            str(tmp_path / ending.name),
-            "--params",
-            "20K",
-            "--steps",
-            "1000000",
-            "--every",
-            "1",
-            "--ranks",
-            "1",
-        ]
-        command = [sys.executable, str(ROOT / "bin" / "ds_bench"), *endless]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        pipe = subprocess.PIPE
-        runs[ending] = subprocess.Popen(
-            command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-        )
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        (signal.SIGINT, INTERRUPTED),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGKILL, -signal.SIGKILL),  # which only the command itself gets, and its folder stays
+    ],
+)
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, ending: signal.Signals, status: int) -> None:
+    endless = ["--params", "20K", "--steps", "1000000", "--every", "1", "--ranks", "1"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "bin" / "ds_bench"), "ckpt", "--folder", str(tmp_path), *endless],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
     until = time.monotonic() + 90
     try:
-        for ending, process in runs.items():
-            while not list((tmp_path / ending.name).glob("ds_bench_ckpt_*/step*")):
-                assert process.poll() is None and time.monotonic() < until, process.communicate()
-                time.sleep(0.05)
-            killed = ending is signal.SIGKILL  # which only the command itself gets, and its folder stays
-            (os.kill if killed else os.killpg)(process.pid, ending)  # the group: as a terminal does
-            _, errors = process.communicate(timeout=60)  # the pipe is open for as long as one of its processes lives
-            assert process.returncode == endings[ending], errors
-            assert "Traceback" not in errors and (killed or not list((tmp_path / ending.name).iterdir()))
+        while not list(tmp_path.glob("ds_bench_ckpt_*/step*")):
+            assert process.poll() is None and time.monotonic() < until, process.communicate()
+            time.sleep(0.05)
+        killed = ending is signal.SIGKILL
+        (os.kill if killed else os.killpg)(process.pid, ending)  # the group: as a terminal does
+        _, errors = process.communicate(timeout=60)  # the pipe is open for as long as one of its processes lives
+        assert process.returncode == status, errors
+        assert "Traceback" not in errors and (killed or not list(tmp_path.iterdir()))
     finally:
-        for process in runs.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_reader_that_left_ends_a_command_with_closed_errors_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

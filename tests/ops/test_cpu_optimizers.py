@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,24 @@ def tensors(
 
 def adam(values: list[torch.Tensor], step: int = 3, **changes: object) -> None:
     host.adam_step(*values, step=step, **ADAM | changes)
+
+
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("start", [0, 3])  # the second is where no vector begins
+def test_adam_beside_is_adam_in_place_and_leaves_the_old_values(
+    grad: torch.dtype, out: torch.dtype | None, start: int
+) -> None:
+    values = [t[start:] for t in tensors(1 << 15, grad=grad)]
+    before = [t.clone() for t in values]
+    new = [torch.empty(1 << 15)[start:] for _ in range(3)]
+    rounded = [None if out is None else torch.empty(values[0].numel(), dtype=out) for _ in range(2)]
+    adam(values, out=rounded[0], beside=new, grad_scale=0.3)
+    assert all(torch.equal(a, b) for a, b in zip(values, before, strict=True))
+    adam(values, out=rounded[1], grad_scale=0.3)
+    for mine, wanted in zip(new, (values[0], *values[2:]), strict=True):
+        assert torch.equal(mine, wanted)
+    assert out is None or torch.equal(*rounded)
 
 
 # --- the arithmetic ---
@@ -147,11 +166,12 @@ def test_16_bit_parameters_run_on_the_kernels_and_are_rounded_once(
     """
     calls: list[tuple[torch.dtype, ...]] = []
     run = host._run
-    monkeypatch.setattr(
-        host,
-        "_run",
-        lambda op, tensors, *rest: (calls.append(tuple(t.dtype for t in tensors)), run(op, tensors, *rest)),
-    )
+
+    def noted(op: Any, tensors: list[torch.Tensor], *rest: Any, **more: Any) -> None:
+        calls.append(tuple(t.dtype for t in tensors))
+        run(op, tensors, *rest, **more)
+
+    monkeypatch.setattr(host, "_run", noted)
     param, wide = (
         torch.nn.Parameter(tensors()[0].to(low).view(17, 59)),
         torch.nn.Parameter(tensors()[0].to(low).float().view(17, 59)),

@@ -22,9 +22,9 @@ import pytest
 from deepspeed.errors import BuildError, DeepSpeedError
 from deepspeed.native import build, builders, cache, compiler
 from deepspeed.native.spec import OpSpec
-from deepspeed.observe.log import logger
 from tests.budget.source import ROOT
 from tests.harness.compilers import GXX
+from tests.harness.logs import logged
 from tests.harness.patience import too_long
 
 pytestmark = [pytest.mark.skipif(GXX is None, reason="needs a C++ compiler"), pytest.mark.usefixtures("native_cache")]
@@ -43,15 +43,8 @@ assert "torch" not in sys.modules
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """What was logged."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with logged(set_level=logging.INFO) as found:
+        yield found
 
 
 @pytest.fixture

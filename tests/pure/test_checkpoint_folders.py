@@ -185,6 +185,16 @@ def test_without_latest_the_newest_complete_one_is_found(tmp_path: Path) -> None
     assert folders.find_checkpoint(tmp_path) == tmp_path / "a"
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", bytes(12)])
+def test_a_latest_whose_content_is_lost_is_as_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match="latest is empty, and there is no complete checkpoint here; remove it"):
+        folders.find_checkpoint(tmp_path)
+    whole(tmp_path, "z")
+    whole(tmp_path, "a")
+    assert folders.find_checkpoint(tmp_path) == tmp_path / "a"
+
+
 def test_nothing_is_found_in_an_empty_or_missing_folder(tmp_path: Path) -> None:
     assert folders.find_checkpoint(tmp_path) is None
     assert folders.find_checkpoint(tmp_path / "missing") is None
@@ -200,7 +210,7 @@ def test_a_named_checkpoint_that_is_not_there_lists_the_others(tmp_path: Path) -
         folders.find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"../../etc", b"\xff\xfe", b"", b"a/b"])
+@pytest.mark.parametrize("content", [b"../../etc", b"\xff\xfe", b"a/b"])
 def test_a_latest_that_names_no_folder_is_refused(tmp_path: Path, content: bytes) -> None:
     whole(tmp_path, "good")
     (tmp_path / "latest").write_bytes(content)

@@ -279,9 +279,6 @@ def test_all_auto_files_are_for_an_integration(config: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "zero_optimization.offload_optimizer.super_offload": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
-    },
     "compression_training": {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     "autotuning.enabled": {"autotuning": {"enabled": True, "fast": False}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},

@@ -13,6 +13,7 @@ from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.errors import DeepSpeedError, NotYetError
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.utils import clip_grad_norm_, get_global_norm, prefix_sum_inc
@@ -135,6 +136,77 @@ def test_a_loss_of_two_engines_goes_through_the_scale_of_each() -> None:
         assert engine.was_step_applied()
         assert float(engine.get_global_grad_norm()) == pytest.approx(float(torch.tensor([8 * 4.0 + 2 * 4.0]).sqrt()))
         engine.destroy()
+
+
+@pytest.mark.parametrize("given", ["nothing", "an iterator", "groups"])
+def test_an_optimizer_by_a_function_gets_the_trained_parameters(given: str) -> None:
+    """As a list, or as the groups it was given, without those that have nothing to train."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    frozen, trained = (list(layer.parameters()) for layer in model)
+    groups = [{"params": frozen, "lr": 1.0}, {"params": [*frozen, *trained], "lr": 0.5}]
+    parameters = {"nothing": None, "an iterator": iter([*frozen, *trained]), "groups": groups}[given]
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        assert isinstance(params, list)
+        if given == "groups":
+            assert [group["lr"] for group in params] == [0.5]
+            params = params[0]["params"]
+        assert [id(p) for p in params] == [id(p) for p in trained]
+        return torch.optim.Adam(params)
+
+    config = {"train_batch_size": 1}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make, model_parameters=parameters, config=config)
+    assert isinstance(engine.basic_optimizer, torch.optim.Adam)
+    engine.destroy()
+
+
+def test_a_class_of_optimizers_and_one_of_schedules_are_called() -> None:
+    class Schedule:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.steps = optimizer, 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    for schedule in (Schedule, lambda optimizer: Schedule(optimizer)):
+        engine, _, _, made = deepspeed.initialize(
+            model=nn.Linear(2, 2), optimizer=torch.optim.Adagrad, lr_scheduler=schedule, config={"train_batch_size": 1}
+        )
+        assert type(made) is Schedule and made is engine.lr_scheduler and made.optimizer is engine.basic_optimizer
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        assert made.steps == 1
+        engine.destroy()
+    made = Schedule(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    engine, *_, kept = deepspeed.initialize(
+        model=nn.Linear(2, 2), optimizer=torch.optim.Adagrad, lr_scheduler=made, config={"train_batch_size": 1}
+    )
+    assert kept is made
+    engine.destroy()
+
+
+def test_the_blocks_of_monitors_make_a_monitor(tmp_path: Any) -> None:
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": block})
+    monitor = MonitorMaster(config.monitor_config)
+    monitor.write_events([("Train/loss", 0.5, 3)])
+    assert config.monitor_config.enabled and (tmp_path / "run/Train_loss.csv").read_text() == "step,loss\n3,0.5\n"
+    assert config.monitor_config.model_dump()["csv_monitor"]["job_name"] == "run"
+    assert config.flops_profiler_config.model_dump()["profile_step"] == 1
+    assert not deepspeed.DeepSpeedConfig({"train_batch_size": 1}).monitor_config.enabled
+
+
+def test_the_dtype_between_ranks_can_be_asked_and_is_settled() -> None:
+    engine = _engine(bf16={"enabled": True}, communication_data_type="fp32")
+    assert engine.communication_data_type is torch.float32
+    engine.communication_data_type = torch.float32
+    with pytest.raises(RuntimeError, match="set it in the configuration"):
+        engine.communication_data_type = torch.bfloat16
+    engine.destroy()
+    engine = _engine(bf16={"enabled": True})
+    assert engine.communication_data_type is torch.bfloat16
+    engine.destroy()
 
 
 @pytest.mark.parametrize("folder", ["", None])

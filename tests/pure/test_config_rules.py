@@ -53,6 +53,7 @@ BROKEN = [
     ),
     ({"gradient_predivide_factor": 2.0, **z(stage=2)}, "gradient_predivide_factor must be 1.0"),
     ({"gradient_allreduce_op": "sum", **z(stage=3)}, 'gradient_allreduce_op "sum" cannot be combined'),
+    ({"normalize": "tokens", "gradient_allreduce_op": "sum"}, 'normalize "tokens" cannot be combined'),
     ({"managed_gradient_accumulation": False, **z(stage=1, overlap_comm=True)}, "only from stage 2 on"),
     (z(compute_grad_norm=False, stage=2), "needs gradient_clipping 0"),
     ({"gradient_clipping": 0, **z(compute_grad_norm=False, stage=3)}, "needs stage 1 or 2, not 3"),
@@ -77,6 +78,14 @@ BROKEN = [
     (
         z(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "delayed_update": True}),
         "delayed_update cannot be combined with an update that the device shares",
+    ),
+    (
+        z(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/x", "super_offload": True}),
+        "an update on a drive does not begin beside the backward",
+    ),
+    (
+        z(stage=3, offload_optimizer={"device": "cpu", "delayed_update": True, "super_offload": True}),
+        "super_offload cannot be combined with an update that is delayed",
     ),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
     (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),

@@ -27,6 +27,7 @@ EXTENSIONS = {
         f"zero_optimization.offload_optimizer.{n}"
         for n in ("device_states", "delayed_update", "delayed_update_warm_up")
     ),
+    "normalize",
     "optimizer.torch_adam",
     *("zero_optimization.separate_reduce_group", "zero_optimization.copy_engine_gathers"),
     *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),

@@ -323,7 +323,7 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_parts_say_so() -> None:
-    for make in (moe_layer.MoE, legacy.TiledLinear, legacy.BF16_Optimizer):
+    for make in (moe_layer.MoE, legacy.FP16_Optimizer, legacy.BF16_Optimizer):
         assert not isinstance(object(), make)
         with pytest.raises(NotImplementedError, match=make.__name__):
             make(1, size=2)

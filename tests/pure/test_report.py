@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -304,6 +305,16 @@ def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: R
     assert list(content) == [*report, cli.VERDICT]
     assert content["versions"]["numpy"] == _named(report["versions"])["numpy"].value
     assert content[cli.VERDICT] == doubts(report)
+
+
+def test_an_output_that_takes_nothing_is_a_sentence() -> None:
+    code = "import sys; from deepspeed.report.cli import main; sys.exit(main(['--hide_operator_status']))"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, timeout=60, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("ds_report: ") and "Traceback" not in done.stderr
+    closed = f"exec {sys.executable} -c {shlex.quote(code)} >&-"
+    done = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, timeout=60, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_takes_less_than_five_seconds() -> None:

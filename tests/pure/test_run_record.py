@@ -5,7 +5,10 @@ a page that stands alone.
 import gzip
 import json
 import math
+import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -16,10 +19,10 @@ import pytest
 
 from deepspeed.errors import UsageError
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
-from deepspeed.observe.runfile import RECORDS, RunFile, read_run
+from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, read_run
 from deepspeed.observe.tracefile import TraceFile, lanes
 from deepspeed.report.cli import main
-from deepspeed.report.run.figures import Curve, Figure, draw, thinned, ticks
+from deepspeed.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
 from deepspeed.report.run.live import spark
 from deepspeed.report.run.page import facts, figures, page
 from deepspeed.timeline.board import Board
@@ -188,6 +191,7 @@ def test_a_record_is_followed_line_by_line(tmp_path: Path) -> None:
         (b'{"a": 1}\n', "no line of a start"),
         (b"\x00\xff\n", "no line of a start"),
         (b'{"kind": "start", "format": "else/9"}\n', "the format 'else/9'"),
+        (b"[" * 100_000 + b"\n", "no line of a start"),
     ],
 )
 def test_what_is_no_record_is_said_in_a_sentence(
@@ -203,6 +207,73 @@ def test_what_is_no_record_is_said_in_a_sentence(
         assert sentence in error and "Traceback" not in error
     assert main(["run", str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "start", "format": FORMAT, "batch": "many", "parameters": "x"},
+        {"kind": "start", "format": FORMAT, "plan": 5, "time": "now"},
+        {"kind": "checkpoint", "step": "first", "seconds": "long"},
+        {"kind": "warning"},
+        {"kind": "ranks", "ranks": [{"rank": 0}, 7]},
+        {"kind": "step", "step": 41, "metrics": 5, "memory": [1], "loss": {}, "skipped": "yes"},
+        {"kind": "slow"},
+        {"kind": "step", "step": 41, "time": 1e300},
+    ],
+)
+def test_lines_of_another_schema_are_shown_or_said_in_a_sentence(
+    tmp_path: Path, line: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(_run(tmp_path) / RECORDS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    (tmp_path / "ranks.json").write_text(json.dumps({"ranks": [line], "of": "x", "slow": 3}))
+    before = (tmp_path / RECORDS).read_bytes()
+    for words in (["run", str(tmp_path)], ["run", str(tmp_path), "--follow"], ["--job", str(tmp_path)]):
+        status, error = main(words), capsys.readouterr().err
+        assert status == 0 or (status == 2 and "lines that no run of this release writes" in error)
+        assert "Traceback" not in error
+    assert (tmp_path / RECORDS).read_bytes() == before
+
+
+def test_a_record_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / RECORDS).symlink_to("/proc/self/mem")  # whose first bytes nobody may read, root neither
+    assert main(["run", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ds_report run: [Errno") and error.count("\n") == 1
+
+
+def test_what_was_written_before_a_kill_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = f"""
+import os, signal
+from deepspeed.observe.runfile import RunFile
+file = RunFile({str(tmp_path)!r}, {FACTS!r})
+for n in range(1, 8):
+    file.step({{"total_ms": 5.0}}, {{"step": n, "loss": 1.0}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert main(["run", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "goes on, or was killed: there is no last line; last update 7" in text and "5.0 ms (median)" in text
+
+
+def test_a_run_that_is_followed_is_left_with_ctrl_c(tmp_path: Path) -> None:
+    file = RunFile(tmp_path, FACTS)  # goes on
+    file.step({"total_ms": 5.0}, {"step": 1, "loss": 1.0})
+    terminal, behind = pty.openpty()
+    code = f"import sys; from deepspeed.report.cli import main; sys.exit(main(['run', {str(tmp_path)!r}, '--follow']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=behind, stderr=subprocess.PIPE)
+    os.close(behind)
+    shown = b""
+    while b"goes on" not in shown:
+        shown += os.read(terminal, 4096)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert process.stderr is not None and process.stderr.read() == b"ds_report run: interrupted\n"
+    process.stderr.close()
+    os.close(terminal)
+    file.close()
 
 
 def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -> None:
@@ -305,6 +376,8 @@ def test_curves_keep_their_extremes_and_axes_have_round_numbers() -> None:
     rising = draw(Figure("log", "x", [Curve("a", [(1.0, 1e-3), (2.0, 1e3)])], log=True))
     assert all(len(_svgs(text)) == 1 and "nan" not in text for text in (flat, single, rising))
     assert spark([1, 2, 3], 2) == " @"
+    assert [*map(short, (100_000, 150_000, 1.2e-5, -2e7, 0, 5e-4))] == ["1e5", "1.5e5", "1.2e-5", "-2e7", "0", "0.0005"]
+    assert all(len(_log_ticks(low, 3.01 * low)) > 1 for low in (1e-9, 0.021, 0.9, 2.1, 3.4, 5.1, 7e5))
 
 
 def test_updates_made_again_after_a_restart_are_shown_once(tmp_path: Path) -> None:
@@ -330,6 +403,13 @@ def test_areas_of_many_points_lie_on_top_of_each_other() -> None:
     lower, upper = sorted(tops.values(), key=max, reverse=True)
     assert max(lower) - min(lower) < 5 and max(upper) - min(upper) < 5, "no curve falls onto another"
     assert min(lower) - max(upper) > 50
+
+
+def test_a_line_within_areas_lies_on_top_of_them() -> None:
+    areas = [Curve(name, [(1.0, 4.0), (2.0, 4.0)]) for name in "ab"]
+    (svg,) = _svgs(draw(Figure("t", "ms", [*areas, Curve("c", [(1.0, 3.0), (2.0, 3.0)], dashed=True)], stacked=True)))
+    drawn = [element.tag.rpartition("}")[2] for element in svg if element.tag.endswith(("polygon", "polyline"))]
+    assert drawn == ["polygon", "polygon", "polyline"]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_lines_and_not_the_run(tmp_path: Path) -> None:

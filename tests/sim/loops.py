@@ -4,6 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -11,7 +12,6 @@ from torch.nn import functional
 
 import deepspeed
 from deepspeed.simulate.device import MODULE, NAME
-from deepspeed.simulate.install import replaced
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
@@ -95,6 +95,16 @@ def _look(model: Any, step: int) -> None:
         engine = parameter._ds_unit.keeper.client()
         engine.offload_states()
         engine.reload_states()
+
+
+def _evaluate(model: Any, step: int) -> None:
+    """In the middle of the second window, whose first gradients are on their way, weights are brought up to date."""
+    if step == 3:
+        parameter = model.tokens.weight  # the last whose gradient is reduced
+        engine = parameter._ds_unit.keeper.client()
+        engine.eval()
+        engine.train()
+        safe_get_local_grad(parameter).sum()
 
 
 def _set(model: Any, step: int) -> None:
@@ -189,7 +199,7 @@ def _fail(model: Any, step: int) -> None:
             raise OSError("planted")
         return times[-1]
 
-    with replaced(store, "get", get_some), contextlib.suppress(OSError):
+    with patch.object(store, "get", get_some), contextlib.suppress(OSError):
         unit.keeper.client()(torch.randint(VOCABULARY, (TOKENS,), device=NAME))
 
 
@@ -232,4 +242,5 @@ LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
     "reading": (_read, 2), "setting": (_set, 2), "leaving": (_leave, 2), "failing": (_fail, 2), "torn": (_tear, 2),
     "saving": (_save, 2), "sooner": (_save_early, 2), "writing": (_save_and_write, 2), "slots": (_save_and_set, 2),
     "lending": (_save_and_lend, 2), "asking": (_ask, 2),
+    "evaluating": (_evaluate, 2),
 }  # fmt: skip

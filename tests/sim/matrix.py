@@ -28,7 +28,7 @@ from deepspeed.simulate import run as run_module
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.events import Event, HostWait, Launch, Phase
-from deepspeed.simulate.install import recording, replaced
+from deepspeed.simulate.install import recording
 from deepspeed.simulate.models import Shape, Subject, decoder_subject
 from deepspeed.simulate.natives import _Pages
 from deepspeed.simulate.record import Recorder
@@ -42,6 +42,7 @@ from tests.sim.loops import LOOPS, TOKENS, VOCABULARY, WIDTH, Model
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _LATE = {**_CPU, "delayed_update": True}
+_EARLY = {**_CPU, "super_offload": True}
 _TRAVEL = {**_CPU, "device_states": "travel"}
 _BUCKETS = {"reduce_bucket_size": 600_000}  # several units
 _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
@@ -150,6 +151,13 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed-on-host": _config(3, offload_optimizer=_LATE),
     "stage2-delayed-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_LATE) | _UNCHECKED,
     "slots-delayed-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_LATE),
+    "evaluating-delayed-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_LATE),
+    # updates that begin beside the backward
+    "single-early-on-host": _config(3, offload_optimizer=_EARLY),
+    "single-stage2-early-on-host-fp32": _config(2, dtype="fp32", offload_optimizer=_EARLY, **_BUCKETS),
+    "early-both-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_EARLY, offload_param=_CPU),
+    "stage2-early-on-host": _config(2, offload_optimizer=_EARLY, **_BUCKETS),
+    "slots-early-on-host": _config(3, offload_optimizer=_EARLY),
     # optimizer states that visit the device: every second unit, or as the rates say
     "slots-visiting-on-host": _config(3, offload_optimizer={**_TRAVEL, "ratio": 0.5}),
     "visiting-on-host": _config(3, offload_optimizer={**_TRAVEL, "ratio": 0.5}),
@@ -290,7 +298,7 @@ def planted() -> dict[str, list[str]]:
     """What is said of each."""
     said = {}
     for fault, (case, owner, name, instead) in PLANTED.items():
-        with replaced(owner, name, instead):
+        with mock.patch.object(owner, name, instead):
             try:
                 said[fault] = order_of(case)
             except CheckpointError as error:
@@ -331,7 +339,7 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
-def _hear(hear: Callable[[Event], None]) -> contextlib.AbstractContextManager[None]:
+def _hear(hear: Callable[[Event], None]) -> contextlib.AbstractContextManager[Any]:
     """Inside, ``hear`` is told every event of a simulation, and so is whoever else wants to."""
     inner = run_module.recording
 
@@ -341,7 +349,7 @@ def _hear(hear: Callable[[Event], None]) -> contextlib.AbstractContextManager[No
             recorder.listeners.append(hear)
             yield recorder
 
-    return replaced(run_module, "recording", heard)
+    return mock.patch.object(run_module, "recording", heard)
 
 
 PRINTED, TIMED_STEPS = 3, 7  # every so many updates; of so many

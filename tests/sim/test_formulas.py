@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 from deepspeed.simulate import run
 from deepspeed.simulate.costs import load_machine
@@ -42,7 +43,7 @@ def counted() -> dict[str, float]:
             yield recorder
 
     subject = decoder_subject("a decoder", SHAPE, samples=SAMPLES, sequence=SEQUENCE, recompute=False)
-    with run.replaced(run, "recording", recorded):
+    with patch.object(run, "recording", recorded):
         outcome = run.simulate(subject, CONFIG, load_machine("h100"), world=WORLD, steps=4)
     sums = Counter[str]()
     for event in events:

@@ -1,0 +1,396 @@
+"""A model that is changed after initialize trains as in plain torch, or is refused by a sentence that names what."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.models import MicroBatch, case_named
+from tests.harness.logs import logged
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, outcome, start
+
+pytestmark = pytest.mark.timeout(90)
+CASE = case_named("plain")
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
+ZERO = {"param_persistence_threshold": 20}
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload_optimizer": {"device": "cpu"}},
+}
+
+
+def engine_of(stage: int, place: str = "device", **changes: Any) -> Any:
+    config = make_config(stage, zero=ZERO | PLACES[place], **({"optimizer": SGD} | changes))
+    return start(CASE.build().train(), config)
+
+
+class Plain:
+    """The same by hand: gradients averaged over the data of all ranks."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.dtype = CASE.build().train(), dtype
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD["params"])
+
+    def step(self, step: int) -> None:
+        shown = CASE.build().train().to(self.dtype)  # what the forward sees of the masters
+        with torch.no_grad():
+            for p, master in zip(shown.parameters(), self.model.parameters(), strict=True):
+                p.copy_(master)
+                p.requires_grad_(master.requires_grad)
+        world = dist.get_world_size()
+        sums: dict[str, Tensor] = {}
+        for rank in range(world):
+            shown.zero_grad()
+            CASE.seeded_loss(shown, MicroBatch(step, 0, rank, world))[0].backward()
+            for name, p in shown.named_parameters():
+                if p.grad is not None:
+                    sums[name] = sums.get(name, torch.zeros(p.shape)) + p.grad.float() / world
+        for name, p in self.model.named_parameters():
+            p.grad = sums.get(name)
+        self.optimizer.step()
+
+
+def error_of(engine: Any, plain: Plain) -> float:
+    whole = full_parameters(engine.module)
+    expected = dict(plain.model.named_parameters())
+    return max(scaled_error(value.float(), expected[name].detach().float()) for name, value in whole.items())
+
+
+def step(engine: Any, number: int) -> None:
+    place = MicroBatch(number, 0, dist.get_rank(), dist.get_world_size())
+    engine.backward(CASE.seeded_loss(engine, place)[0])
+    engine.step()
+
+
+def _load(model: nn.Module) -> None:
+    torch.manual_seed(9)
+    state = {n: torch.randn(v.shape).bfloat16().float() * 0.1 for n, v in sorted(CASE.build().state_dict().items())}
+    model.load_state_dict(state)
+
+
+def _initialise(model: nn.Module) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.125)
+
+    model.apply(fill)
+
+
+def _edit(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.weight[0] = 0.25  # type: ignore[union-attr,index,operator]
+
+
+EDITS: dict[str, Callable[[nn.Module], None]] = {"load_state_dict": _load, "apply": _initialise, "in place": _edit}
+
+
+def edited(how: str, stage: int, place: str, half: bool) -> float:  # noqa: FBT001
+    engine = engine_of(stage, place, **({"bf16": {"enabled": True}} if half else {}))
+    plain = Plain(torch.bfloat16 if half else torch.float32)
+    for number in range(4):
+        if number == 2 and stage == 3:
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+                EDITS[how](engine.module)
+        elif number == 2:
+            EDITS[how](engine.module)
+        if number == 2:
+            EDITS[how](plain.model)
+        step(engine, number)
+        plain.step(number)
+    error = error_of(engine, plain)
+    engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device")])
+@pytest.mark.parametrize("how", EDITS)
+def test_values_written_into_parameters_are_what_trains_on(
+    pool2: RankPool, how: str, stage: int, place: str, half: bool
+) -> None:
+    assert max(pool2.run(edited, how, stage, place, half)) < (0.01 if half else 1e-6)
+
+
+def masters_after_an_edit() -> tuple[bool, bool]:
+    """Whether the masters of what was not edited keep their bits, and a checkpoint has what was."""
+    engine = engine_of(1, bf16={"enabled": True})
+    step(engine, 0)
+    name = {id(p): n for n, p in engine.module.named_parameters()}
+    get = deepspeed.utils.safe_get_full_fp32_param
+    before = {name[id(p)]: get(p).clone() for p in engine.module.parameters()}
+    with torch.no_grad():
+        for p in engine.module.parameters():
+            p.copy_(p.clone())
+        engine.module.head.weight[0] = 0.25
+    engine._parts.hooks.take_edits()
+    after = {name[id(p)]: get(p).clone() for p in engine.module.parameters()}
+    before["head.weight"][0] = 0.25
+    same = all(torch.equal(before[n], after[n]) for n in before)
+    rounded = any(not torch.equal(v, v.bfloat16().float()) for v in after.values())
+    engine.destroy()
+    return same, rounded
+
+
+def test_elements_that_nobody_edits_keep_the_bits_of_their_masters(pool2: RankPool) -> None:
+    assert pool2.run(masters_after_an_edit) == [(True, True)] * 2
+
+
+def released(how: str) -> str:
+    engine = engine_of(3)
+    said = outcome(lambda: EDITS[how](engine.module))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_writing_into_shards_is_refused_with_the_context_that_can(pool2: RankPool, how: str) -> None:
+    for said in pool2.run(released, how):
+        assert "GatheredParameters" in said and "modifier_rank" in said and "weight" in said
+
+
+def frozen(stage: int, place: str) -> tuple[float, bool, list[str]]:
+    """Frozen for two steps, then trained again; the error meanwhile, whether it stood still, and what is said."""
+    engine, plain = engine_of(stage, place), Plain()
+    wrong: list[str] = []
+    names = [n for n, _ in plain.model.named_parameters() if "layers.0" in n]
+    before: dict[str, Tensor] = {}
+    for number in range(4):
+        if number == 2:
+            before = {n: v.clone() for n, v in full_parameters(engine.module).items() if n in names}
+            for model in (engine.module, plain.model):
+                for name in names:
+                    model.get_parameter(name).requires_grad_(False)
+        step(engine, number)
+        plain.step(number)
+    error = error_of(engine, plain)
+    still = all(torch.equal(v, before[n]) for n, v in full_parameters(engine.module).items() if n in names)
+    for name in names:
+        engine.module.get_parameter(name).requires_grad_(True)
+    step(engine, 4)
+    moved = [n for n, v in full_parameters(engine.module).items() if n in names and torch.equal(v, before[n])]
+    engine.destroy()
+    return error, still, wrong + moved
+
+
+@pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device"), (3, "host")])
+def test_what_is_frozen_stands_still_and_the_rest_trains_on(pool2: RankPool, stage: int, place: str) -> None:
+    for error, still, wrong in pool2.run(frozen, stage, place):
+        assert error < 1e-6 and still and wrong == []
+
+
+def unfrozen(stage: int, grouped: bool) -> tuple[str, list[str]]:  # noqa: FBT001
+    model = CASE.build().train()
+    name = next(n for n, _ in model.named_parameters() if "layers.0" in n)
+    model.get_parameter(name).requires_grad_(False)
+    wanted = [p for p in model.parameters() if grouped or p.requires_grad]
+    optimizer = torch.optim.SGD(wanted, **SGD["params"])
+    config = make_config(stage, zero=ZERO, optimizer=None)
+    with logged(logging.WARNING) as lines:
+        engine = start(model, config | {"zero_allow_untested_optimizer": True}, optimizer=optimizer)
+        step(engine, 0)
+        model.get_parameter(name).requires_grad_(True)
+        said = outcome(lambda: step(engine, 1))
+    engine.destroy()
+    return said, [line for line in lines if name in line]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_unfrozen_and_was_to_train_is_refused_by_name(pool2: RankPool, stage: int) -> None:
+    for said, _ in pool2.run(unfrozen, stage, True):
+        assert "UsageError" in said and "layers.0" in said and "was unfrozen after deepspeed.initialize" in said
+    for said, lines in pool2.run(unfrozen, stage, False):
+        assert not said and len(lines) == 1 and "unfrozen" in lines[0], "plain torch would not train it either"
+
+
+def _replace(model: Any) -> None:
+    model.head = nn.Linear(model.head.in_features, model.head.out_features)
+
+
+def _untie(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(model.head.weight.shape))
+
+
+def _tie(model: Any) -> None:
+    model.layers[1].up.weight = model.layers[0].up.weight
+
+
+def _add(model: Any) -> None:
+    model.layers[0].extra = nn.Linear(2, 2)
+
+
+def _add_frozen_then_train(model: Any) -> None:
+    model.extra = nn.Linear(2, 2).requires_grad_(False)
+    model.extra.requires_grad_(True)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "another head": (_replace, "'head.weight' was replaced"),
+    "another parameter": (_untie, "'head.weight' was replaced"),
+    "tied": (_tie, "'layers.1.up.weight' was tied to 'layers.0.up.weight'"),
+    "added": (_add, "'layers.0.extra.weight' was added"),
+    "added and unfrozen": (_add_frozen_then_train, "'extra.weight' was added"),
+}
+
+
+def refused(what: str, stage: int) -> str:
+    engine = engine_of(stage)
+    step(engine, 0)
+    REFUSED[what][0](engine.module)
+    said = outcome(lambda: step(engine, 1))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("what", REFUSED)
+def test_another_model_is_refused_by_name(pool2: RankPool, what: str, stage: int) -> None:
+    for said in pool2.run(refused, what, stage):
+        assert "UsageError" in said and REFUSED[what][1] in said and "initialize again" in said, said
+
+
+def kept_going(stage: int) -> tuple[float, list[str]]:
+    """Modules that are wrapped, dropped or added frozen leave the training as it is."""
+    engine, plain = engine_of(stage), Plain()
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    with logged(logging.WARNING) as lines:
+        for number in range(4):
+            if number == 2:
+                engine.module.layers[0].up = Wrapped(engine.module.layers[0].up)
+                engine.module.extra = nn.Linear(2, 2).requires_grad_(False)
+            step(engine, number)
+            plain.step(number)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        whole = {n.replace(".inner", ""): p.detach().clone() for n, p in engine.module.named_parameters()}
+    expected = dict(plain.model.named_parameters())
+    error = max(scaled_error(v, expected[n].detach()) for n, v in whole.items() if n in expected)
+    engine.destroy()
+    return error, [line for line in lines if "added after" in line]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_wrapped_modules_and_frozen_ones_that_are_added_leave_training_as_it_is(pool2: RankPool, stage: int) -> None:
+    for error, lines in pool2.run(kept_going, stage):
+        assert error < 1e-6 and len(lines) == 1 and "extra.weight" in lines[0]
+
+
+def dropped() -> list[str]:
+    engine = engine_of(3)
+    step(engine, 0)
+    with logged(logging.WARNING) as lines:
+        engine.module.layers[1].norm = nn.Identity()
+        step(engine, 1)
+        step(engine, 2)
+    engine.destroy()
+    return [line for line in lines if "no longer in the model" in line]
+
+
+def test_what_is_dropped_is_said_once(pool2: RankPool) -> None:
+    for lines in pool2.run(dropped):
+        assert len(lines) == 1 and "layers.1.norm" in lines[0]
+
+
+def averaged(stage: int) -> tuple[float, float, float]:
+    """A copy of the model that follows it, evaluated on one rank alone, and in place of the weights on all."""
+    engine, plain = engine_of(stage), Plain()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        mine = copy.deepcopy(engine.module)
+    theirs = copy.deepcopy(plain.model)
+    for number in range(3):
+        step(engine, number)
+        plain.step(number)
+        with torch.no_grad():
+            names = dict(mine.named_parameters())
+            for bucket in engine.stream_weights("1MB"):
+                for name, values in bucket:
+                    names[name].lerp_(values, 0.25)
+            for p, q in zip(theirs.parameters(), plain.model.parameters(), strict=True):
+                p.lerp_(q, 0.25)
+    place = MicroBatch(8, 0, 0, 1)
+    expected = float(CASE.seeded_loss(theirs, place)[0])
+    alone = float(CASE.seeded_loss(mine, place)[0]) if dist.get_rank() == 1 else expected  # the other does not come
+    state = {n: p.detach() for n, p in mine.named_parameters()}
+
+    class Swapped:
+        def __init__(self, module: nn.Module) -> None:
+            self._module = module
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._module, name)
+
+        def __call__(self, *inputs: Any) -> Any:
+            return torch.func.functional_call(self._module, state, inputs)
+
+    with engine.unsharded() as module, torch.no_grad():
+        swapped = float(CASE.seeded_loss(Swapped(module), place)[0])
+    step(engine, 3)
+    plain.step(3)
+    error = error_of(engine, plain)
+    engine.destroy()
+    return abs(alone - expected), abs(swapped - expected), error
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_averaged_copies_run_alone_and_in_place_of_the_weights(pool2: RankPool, stage: int) -> None:
+    for alone, swapped, error in pool2.run(averaged, stage, time_limit=30):
+        assert alone < 1e-6 and swapped < 1e-6 and error < 1e-6
+
+
+def looks(stage: int, place: str) -> list[str]:
+    engine = engine_of(stage, place, bf16={"enabled": True})
+    for number in range(3):
+        step(engine, number)
+    engine.eval()
+    with torch.no_grad():
+        CASE.seeded_loss(engine, MicroBatch(9, 0, 0, 1))
+    versions = engine._parts.hooks._tree._versions
+    changed = [p._ds_name for p, version in versions.items() if p._version != version]
+    assert versions or stage == 3
+    engine.destroy()
+    return changed
+
+
+@pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device")])
+def test_training_alone_makes_no_step_look_for_edits(pool2: RankPool, stage: int, place: str) -> None:
+    assert pool2.run(looks, stage, place) == [[], []]
+
+
+def loaded_under_delay(stage: int) -> list[str]:
+    """What the steps after a load say, after an edit, and after the load that its refusal names."""
+    delayed = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    engine = start(CASE.build().train(), make_config(stage, zero=ZERO | delayed, bf16={"enabled": True}))
+    state = {n: torch.full_like(v, 0.01) for n, v in CASE.build().state_dict().items()}
+
+    def load() -> None:
+        engine.load_module_state_dict(state)
+        step(engine, 2)
+
+    step(engine, 0)
+    said = [outcome(load)]
+    with torch.no_grad():
+        engine.module.head.bias.fill_(0.25)
+    said += [outcome(lambda: step(engine, 1)), outcome(load)]
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_under_delayed_updates_weights_are_loaded_by_the_engine(pool2: RankPool, stage: int) -> None:
+    for loaded, edited, again in pool2.run(loaded_under_delay, stage):
+        assert loaded == again == ""
+        assert "'head.bias' was written in place under delayed_update" in edited

@@ -1,0 +1,296 @@
+"""Frozen weights that are codes beside their scales, in classes nobody here knows: they shard, gather, save and load.
+
+``Codes4`` is made like the 4-bit parameters of bitsandbytes: bytes, and an attribute with an object that holds the
+scales, themselves quantized. ``Rows8`` is made like a tensor of torchao: one tensor for its users, made of two.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.reference import gate_optimizer
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, make_config, outcome, start
+
+pytestmark = pytest.mark.timeout(120)
+WIDTH, BLOCK, RANK = 16, 8, 2
+aten = torch.ops.aten
+
+
+class State:
+    """Scales of blocks, as bytes with a scale of their own."""
+
+    def __init__(self, absmax: Tensor, shape: torch.Size) -> None:
+        self.shape = shape
+        self.nested = {"top": absmax.max().reshape(1)}
+        self.absmax = (absmax / self.nested["top"] * 255).round().to(torch.uint8)
+
+    def scales(self) -> Tensor:
+        return self.absmax.float() / 255 * self.nested["top"]
+
+
+class Codes4(nn.Parameter):
+    """Two codes a byte."""
+
+    quant_state: State
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Codes4":  # noqa: FBT001, FBT002
+        return torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[no-any-return]
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Codes4":
+        blocks = values.reshape(-1, BLOCK)
+        state = State(blocks.abs().amax(1), values.shape)
+        codes = (blocks / state.scales().clamp(min=1e-8)[:, None] * 7 + 8).round().clamp(0, 15).to(torch.uint8).view(-1)
+        made = cls((codes[::2] * 16 + codes[1::2]).unsqueeze(1))
+        made.quant_state = state
+        return made
+
+    def dequantized(self) -> Tensor:
+        assert type(self) is Codes4
+        packed, state = self.as_subclass(Tensor).view(-1), self.quant_state
+        codes = torch.stack([packed // 16, packed % 16], 1).view(-1, BLOCK).float()
+        return ((codes - 8) / 7 * state.scales()[:, None]).view(state.shape)
+
+
+class Rows8(Tensor):
+    """Codes, and a scale for each row."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def __new__(cls, codes: Tensor, scale: Tensor) -> "Rows8":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values: Tensor) -> nn.Parameter:
+        scale = values.abs().amax(1, keepdim=True) / 127
+        return nn.Parameter(cls((values / scale).round().to(torch.int8), scale), requires_grad=False)
+
+    def dequantized(self) -> Tensor:
+        return self.codes.float() * self.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "Rows8":
+        return Rows8(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.detach.default, aten._to_copy.default, aten.clone.default):
+            return cls(func(args[0].codes), func(args[0].scale))
+        raise NotImplementedError(f"{func} of Rows8")
+
+
+class Adapted(nn.Module):
+    """A frozen base of one of these classes and an adapter that trains: [samples, WIDTH] -> [samples, WIDTH]."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.weight: Any = kind.of(torch.randn(WIDTH, WIDTH))
+        self.down, self.up = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
+        self.norm.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + F.linear(y, self.weight.dequantized()) + self.up(self.down(y))
+
+
+def build(kind: Any, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Adapted(kind) for _ in range(3)))
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def codes_of(model: Any) -> list[Tensor]:
+    """The base as numbers, of a whole model."""
+    return [block.weight.dequantized().clone() for block in model]
+
+
+def begin(kind: Any, stage: int, seed: int = 0, **changes: Any) -> Any:
+    model = build(kind, seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    zero = {"param_persistence_threshold": 0, **changes}
+    return deepspeed.initialize(model=model, model_parameters=trained, config=make_config(stage, zero=zero))[0]
+
+
+def run_training(kind: Any, stage: int, changes: dict[str, Any]) -> tuple[float, str, bool]:
+    """The error of the adapters, and whether the base is the first rank's to the bit, at the end and when destroyed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine, plain = begin(kind, stage, seed=rank, **changes), build(kind)
+    optimizer, base = gate_optimizer(plain), codes_of(plain)
+    for step in range(3):
+        engine.backward(loss_of(engine, step, rank))
+        engine.step()
+        sum(loss_of(plain, step, r) / world for r in range(world)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    adapters = {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
+    worst = (0.0, "")
+    for name, value in full_parameters(engine.module).items():
+        if name in adapters:
+            worst = max(worst, (float((value - adapters[name]).abs().max()), name))
+    model = engine.module
+    engine.destroy()
+    same = all(torch.equal(a, b) for a, b in zip(codes_of(model), base, strict=True))
+    return (*worst, same)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [Codes4, Rows8])
+def test_adapters_train_on_a_quantized_base_as_in_plain_torch(pool2: RankPool, kind: Any, stage: int) -> None:
+    for error, where, same in pool2.run(run_training, kind, stage, {}):
+        assert error <= 1e-6 and same, where
+
+
+@pytest.mark.parametrize("kind", [Codes4, Rows8])
+def test_a_quantized_base_rests_in_host_memory(pool2: RankPool, kind: Any) -> None:
+    changes = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    for error, where, same in pool2.run(run_training, kind, 3, changes):
+        assert error <= 1e-6 and same, where
+
+
+def run_bytes() -> tuple[int, int, int]:
+    engine = begin(Codes4, 3)
+    units = [unit for unit in engine.runtime.units if unit.full.dtype is torch.uint8]
+    held = sum(unit.shard.nbytes for unit in units), sum(unit.full.untyped_storage().nbytes() for unit in units)
+    engine.destroy()
+    return *held, 3 * WIDTH * WIDTH // 2
+
+
+def test_codes_take_their_share_of_bytes_on_each_rank(pool2: RankPool) -> None:
+    for shard, gathered, whole in pool2.run(run_bytes):
+        assert (shard, gathered) == (whole // 2, 0)
+
+
+def run_saved(kind: Any, folder: Path, *, frozen: bool) -> tuple[bool, bool, str]:
+    """Loaded into an engine over another base: whether that is the saved one then, and the adapters; else the error."""
+    engine = begin(kind, 3)
+    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    engine.step()
+    engine.save_checkpoint(folder, exclude_frozen_parameters=not frozen)
+    adapters = {n: v for n, v in full_parameters(engine.module).items() if "up" in n}
+    engine.destroy()
+    other = begin(kind, 3, seed=9)
+    said = outcome(lambda: other.load_checkpoint(folder))
+    if said:
+        other.load_checkpoint(folder, load_module_strict=False)
+    loaded = {n: v for n, v in full_parameters(other.module).items() if "up" in n}
+    model = other.module
+    other.destroy()
+    same = all(torch.equal(a, b) for a, b in zip(codes_of(model), codes_of(build(kind)), strict=True))
+    return same, all(torch.equal(loaded[n], adapters[n]) for n in adapters), said
+
+
+@pytest.mark.parametrize("kind", [Codes4, Rows8])
+def test_a_checkpoint_has_codes_and_scales(pool2: RankPool, kind: Any, tmp_path: Path) -> None:
+    for base, adapters, said in pool2.run(run_saved, kind, tmp_path, frozen=True):
+        assert base and adapters and not said
+
+
+@pytest.mark.parametrize("kind", [Codes4, Rows8])
+def test_one_of_the_adapters_alone_leaves_the_base(pool2: RankPool, kind: Any, tmp_path: Path) -> None:
+    for base, adapters, said in pool2.run(run_saved, kind, tmp_path, frozen=False):
+        assert not base and adapters and "missing there" in said
+        assert ("weight.quant_state.nested.top" if kind is Codes4 else "weight.codes") in said
+
+
+def run_file(folder: Path) -> dict[str, torch.dtype]:
+    engine = begin(Codes4, 3, gather_16bit_weights_on_model_save=True)
+    engine.save_16bit_model(folder, "model.bin")
+    engine.destroy()
+    return {name: value.dtype for name, value in torch.load(folder / "model.bin").items()}
+
+
+def test_a_file_of_weights_has_codes_and_scales(pool2: RankPool, tmp_path: Path) -> None:
+    dtypes = pool2.run(run_file, tmp_path)[0]
+    found = {name.partition(".")[2]: dtype for name, dtype in dtypes.items() if name.startswith("1.weight")}
+    assert found == {
+        "weight": torch.uint8,
+        "weight.quant_state.absmax": torch.uint8,
+        "weight.quant_state.nested.top": torch.float32,
+    }
+
+
+def run_trained() -> str:
+    model = build(Rows8)
+    model[0].weight.requires_grad_()  # type: ignore[operator]
+    return outcome(lambda: start(model, make_config(1)))
+
+
+def test_a_tensor_made_of_others_is_not_trained(pool1: RankPool) -> None:
+    (said,) = pool1.run(run_trained)
+    assert "parameter '0.weight' is a Rows8, made of other tensors" in said
+
+
+def born_sharded(kind: Any) -> tuple[float, bool]:
+    """How far the outputs are from plain torch's, and whether the base is the first rank's, to the bit."""
+    config, rank = make_config(3, zero={"param_persistence_threshold": 0}), dist.get_rank()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build(kind, rank)
+    engine, plain = start(model, config), build(kind)
+    error = float((loss_of(engine, 0, rank) - loss_of(plain, 0, rank)).abs().detach())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        same = all(torch.equal(a, b) for a, b in zip(codes_of(model), codes_of(plain), strict=True))
+    engine.destroy()
+    return error, same
+
+
+@pytest.mark.parametrize("kind", [Codes4, Rows8])
+def test_a_model_born_sharded_keeps_its_quantized_base(pool2: RankPool, kind: Any) -> None:
+    for error, same in pool2.run(born_sharded, kind):
+        assert error <= 1e-6 and same
+
+
+class Tuned(nn.Module):
+    """An adapted layer as PEFT makes them: the base quantized anew in ``merge``, in a parameter of its own."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind, self.base_layer, self.merged_adapters = kind, nn.Module(), list[str]()
+        self.base_layer.weight = kind.of(torch.randn(WIDTH, WIDTH))
+        self.delta = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.base_layer.weight
+        return F.linear(x, weight.dequantized()) + self.delta(x)
+
+    def merge(self, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
+        weight: Any = self.base_layer.weight
+        self.base_layer.weight = self.kind.of(weight.dequantized() + self.delta.weight)
+        self.merged_adapters.append("default")
+
+
+def merged_stream(kind: Any, stage: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Tuned(kind), Tuned(kind))
+    engine = start(model, make_config(stage, zero={"param_persistence_threshold": 0}))
+    x = torch.ones(2, WIDTH)
+    before = engine(x).detach().clone()
+    said = outcome(lambda: list(engine.stream_weights(merge_adapters=True)))
+    same = torch.equal(engine(x).detach(), before)
+    engine.destroy()
+    return said, same
+
+
+@pytest.mark.parametrize("kind", [Codes4, Rows8])
+def test_merging_into_a_quantized_base_is_refused_and_leaves_it(pool2: RankPool, kind: Any) -> None:
+    for said, same in pool2.run(merged_stream, kind, 3):
+        assert "UsageError" in said and "0.base_layer.weight is quantized" in said and same

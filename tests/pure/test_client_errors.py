@@ -1,0 +1,182 @@
+"""Wrong uses raise the exception types that programs written for DeepSpeed 0.19 catch."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupLR
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from tests.pure.test_public_api import make_engine
+
+Engines = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    """An engine of each kind, made once."""
+    made: dict[str, Any] = {}
+
+    def get(kind: str) -> Any:
+        if kind not in made:
+            made[kind] = make_engine(kind)
+        return made[kind]
+
+    yield get
+    for engine in made.values():
+        engine.destroy()
+
+
+def _initialize(model: Any = None, **arguments: Any) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 1}
+    return deepspeed.initialize(model=model or nn.Linear(2, 2), **{"config": config, **arguments})
+
+
+def _config(**keys: Any) -> dict[str, Any]:
+    return {"config": {"train_micro_batch_size_per_gpu": 1, **keys}}
+
+
+def _weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.Adam(_weights())
+
+
+ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
+WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
+    "no model": (AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 1})),
+    "no configuration": (AssertionError, lambda: deepspeed.initialize(model=nn.Linear(2, 2))),
+    "two configurations": (AssertionError, lambda: _initialize(args={"deepspeed_config": "file.json"})),
+    "a batch that does not close": (
+        AssertionError,
+        lambda: _initialize(**_config(train_batch_size=7, gradient_accumulation_steps=2)),
+    ),
+    "an unknown key of a block": (ValueError, lambda: _initialize(**_config(zero_optimization={"stagee": 1}))),
+    "keys that cannot be combined": (
+        AssertionError,
+        lambda: _initialize(**_config(managed_gradient_accumulation=False, zero_optimization={"overlap_comm": True})),
+    ),
+    "a sum of gradients that stage 3 has not": (
+        ValueError,
+        lambda: _initialize(**_config(gradient_allreduce_op="sum", zero_optimization={"stage": 3})),
+    ),
+    "stage 2 without an optimizer": (AssertionError, lambda: _initialize(**_config(zero_optimization={"stage": 2}))),
+    "an unknown optimizer": (AssertionError, lambda: _initialize(**_config(optimizer={"type": "Adamm"}))),
+    "an optimizer of other parameters than listed twice": (
+        ValueError,
+        lambda: _initialize(model_parameters=[*_weights() * 2], **_config(optimizer=ADAM)),
+    ),
+    "max_grad_norm in an optimizer": (
+        ValueError,
+        lambda: _initialize(**_config(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})),
+    ),
+    "an unknown schedule": (
+        AssertionError,
+        lambda: _initialize(**_config(optimizer=ADAM, scheduler={"type": "warmuplr", "params": {}})),
+    ),
+    "what optimizer= returns": (
+        AssertionError,
+        lambda: _initialize(optimizer=lambda params: list(params), **_config()),
+    ),
+    "amsgrad, fused": (RuntimeError, lambda: FusedAdam(_weights(), amsgrad=True)),
+    "amsgrad, on the CPU": (RuntimeError, lambda: DeepSpeedCPUAdam(_weights(), amsgrad=True)),
+    "amsgrad, Lamb": (RuntimeError, lambda: FusedLamb(_weights(), amsgrad=True)),
+    "a schedule of no optimizer": (TypeError, lambda: WarmupLR(object())),
+    "a range test of no steps": (ValueError, lambda: LRRangeTest(_optimizer(), lr_range_test_step_size=0)),
+    "a cycle of no steps": (ValueError, lambda: OneCycle(_optimizer(), 0.1, 0.2, cycle_first_step_size=0)),
+    "rates for other groups": (ValueError, lambda: WarmupLR(_optimizer(), warmup_min_lr=[0.1, 0.2])),
+    "a pipeline of no stages": (RuntimeError, lambda: PipelineModule([nn.Linear(2, 2)])),
+    "a layer that is none": (RuntimeError, lambda: LayerSpec(int)),
+    "a leaf class that no module has": (
+        ValueError,
+        lambda: deepspeed.utils.set_z3_leaf_modules(nn.Linear(2, 2), [nn.Conv2d]),
+    ),
+    "a leaf class that no module has had": (
+        ValueError,
+        lambda: deepspeed.utils.unset_z3_leaf_modules(nn.Linear(2, 2), [nn.Conv2d]),
+    ),
+    "an external parameter that is none": (
+        RuntimeError,
+        lambda: deepspeed.zero.register_external_parameter(nn.Linear(2, 2), torch.ones(2)),
+    ),
+    "contiguous activations in one piece": (
+        AssertionError,
+        lambda: deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, partition_activations=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_ENGINE)
+def test_without_an_engine(case: str) -> None:
+    kind, call = WITHOUT_ENGINE[case]
+    with pytest.raises(kind):
+        call()
+
+
+def _nested(engine: Any) -> None:
+    with engine.no_sync(), engine.no_sync():
+        pass
+
+
+def _step_inside(engine: Any) -> None:
+    with engine.no_sync():
+        engine.step()
+
+
+WITH_ENGINE: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
+    "a loss that is no scalar": ("2", AssertionError, lambda e: e.backward(e(torch.ones(2, 4)))),
+    "a loss without a graph": ("2", AssertionError, lambda e: e.backward(torch.ones(()))),
+    "backward without an optimizer": ("infer", AssertionError, lambda e: e.backward(e(torch.ones(2, 4)).sum())),
+    "step inside no_sync": ("1", AssertionError, _step_inside),
+    "no_sync inside no_sync": ("1", AssertionError, _nested),
+    "a batch that no accumulation makes": ("1", ValueError, lambda e: e.set_train_batch_size(3)),
+    "a folder without a name": ("1", ValueError, lambda e: e.save_checkpoint("")),
+    "states to a drive": ("1", ValueError, lambda e: e.offload_states(device=OffloadDeviceEnum.nvme)),
+    "all weights of a model that is whole": ("2", ValueError, lambda e: e._zero3_consolidated_16bit_state_dict()),
+    "and by its other name": ("0", ValueError, lambda e: e._consolidated_16bit_state_dict()),
+    "a forward of a pipeline": ("pipe", deepspeed.pipe.PipelineError, lambda e: e(torch.ones(2, 4))),
+    "a backward of a pipeline": ("pipe", deepspeed.pipe.PipelineError, lambda e: e.backward(torch.ones(()))),
+    "a step of a pipeline": ("pipe", deepspeed.pipe.PipelineError, lambda e: e.step()),
+    "a batch without gradients": ("pipe", RuntimeError, lambda e: torch.no_grad()(e.train_batch)(iter(()))),
+    "an unknown reduction": ("pipe", NotImplementedError, lambda e: e.eval_batch(iter(()), reduce_output="sum")),
+}
+
+
+@pytest.mark.parametrize("case", WITH_ENGINE)
+def test_with_an_engine(engines: Engines, case: str) -> None:
+    kind, error, call = WITH_ENGINE[case]
+    with pytest.raises(error):
+        call(engines(kind))
+
+
+def test_a_gradient_under_a_loss_scale_has_to_come_through_scale() -> None:
+    engine, *_ = _initialize(nn.Linear(4, 2), **_config(optimizer=ADAM, fp16={"enabled": True}))
+    with pytest.raises(RuntimeError, match=r"engine.scale\(loss\)"):
+        engine(torch.ones(2, 4).half()).sum().backward()
+    engine.destroy()
+
+
+def test_an_unmanaged_window_has_no_boundary() -> None:
+    engine, *_ = _initialize(nn.Linear(4, 2), **_config(optimizer=ADAM, managed_gradient_accumulation=False))
+    with pytest.raises(AssertionError):
+        engine.set_gradient_accumulation_boundary(True)
+    engine.destroy()
+
+
+def test_a_folder_without_checkpoints_is_no_error(engines: Engines, tmp_path: Path) -> None:
+    assert engines("2").load_checkpoint(str(tmp_path)) == (None, None)
+
+
+def test_states_that_stay(engines: Engines) -> None:
+    engines("2").offload_states(device=OffloadDeviceEnum.none)
+    x = torch.ones(2, 4)
+    assert engines("2")(x).shape == (2, 2)
