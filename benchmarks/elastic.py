@@ -19,11 +19,6 @@ HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 
 
-def _line(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def _newest_round(folder: Path) -> tuple[int, int]:
     """The newest round that has made an update, and how many updates it has made."""
     rounds = [int(file.name.split(".")[1]) for file in (folder / "record").glob("[0-9]*.*.*")]
@@ -54,13 +49,14 @@ def restarts(ranks: int, kills: int, every: int) -> None:
                 started.append(time.monotonic() - killed)
                 job.until(lambda old=newest: _newest_round(folder)[0] > old, "an update")
                 trained.append(time.monotonic() - killed)
-                _line(
+                print(
                     f"kill {number + 1}: rank {victim} of {len(alive)}; {len(job.pids())} ranks started after "
-                    f"{started[-1]:.1f} s, first update after {trained[-1]:.1f} s"
+                    f"{started[-1]:.1f} s, first update after {trained[-1]:.1f} s",
+                    flush=True,
                 )
             sizes = re.findall(r"round \d+: (\d+) ranks", job.out.read_text())
-            _line(f"sizes {', '.join([str(ranks), *sizes])}")
-            _line(
+            print(f"sizes {', '.join([str(ranks), *sizes])}")
+            print(
                 f"first update after a kill: median {statistics.median(trained):.1f} s, most {max(trained):.1f} s "
                 f"(ranks started after {statistics.median(started):.1f} s)"
             )

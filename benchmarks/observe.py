@@ -7,62 +7,37 @@ a trace are noted too, which a run does for a few updates only.
 """
 
 import argparse
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.watched import compare, launch, small_job
 
 
 def train(options: argparse.Namespace) -> None:
     """One rank: rounds of steps without and with an observer."""
-    import torch
-    from torch import nn
-
-    import deepspeed
     from deepspeed.timeline.observer import Observer
 
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(options.width, options.width), nn.Tanh()) for _ in range(options.layers)]
-    config = {"train_micro_batch_size_per_gpu": 32, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
-    engine, *_ = deepspeed.initialize(model=nn.Sequential(*layers), config=config)
+    engine, steps = small_job(options)
     settings = engine._config.observe.model_copy(update={"run": options.folder})
     engine._config = engine._config.model_copy(update={"observe": settings})
-    x = torch.randn(32, options.width)
 
-    def steps() -> tuple[float, float]:
-        torch.distributed.barrier()
-        wall, processor = time.perf_counter(), time.process_time()
-        for _ in range(options.steps):
-            engine.backward(engine(x).square().mean())
-            engine.step()
-        torch.distributed.barrier()
-        return (time.perf_counter() - wall) / options.steps, (time.process_time() - processor) / options.steps
+    def settled() -> tuple[float, float, float]:
+        steps()  # the interpreter meets methods that have been replaced
+        return steps()
 
-    for _ in range(3):
-        steps()
-    rounds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    for index in range(2 * options.rounds):
-        on = index % 4 in (1, 2)  # off, on, on, off: a drift of the machine meets both alike
-        observer = Observer(engine) if on else None
-        if observer is not None and options.trace:
+    def watched() -> tuple[float, float, float]:
+        observer = Observer(engine)
+        if options.trace:
             observer._listener.detail()
-        rounds[on].append(steps())
-        if observer is not None:
-            observer._listener.less()
-            observer.close()
-    if engine.mesh.job.index == 0:
-        for position, what in enumerate(("clock", "processor")):
-            off, on_s = (statistics.median(r[position] for r in rounds[kind]) for kind in (False, True))
-            sys.stdout.write(
-                f"{what}: {off * 1e3:.2f} ms a step without, {on_s * 1e3:.2f} ms with: {on_s / off - 1:+.2%}\n"
-            )
+        seconds = settled()
+        observer._listener.less()
+        observer.close()
+        return seconds
+
+    compare(options.rounds, settled, watched, shown=engine.mesh.job.index == 0)
     engine.destroy()
 
 
@@ -78,13 +53,9 @@ def main() -> int:
     if options.folder:
         train(options)
         return 0
-    threads = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))} | threads
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--{name}={getattr(options, name)}" for name in defaults] + ["--trace"] * options.trace
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(options.ranks)]
-        command += [str(Path(__file__).resolve()), *words, f"--folder={folder}"]
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+        done = launch(options.ranks, str(Path(__file__).resolve()), *words, f"--folder={folder}", folder=folder)
     sys.stdout.write(done.stdout if done.returncode == 0 else done.stderr)
     return done.returncode
 

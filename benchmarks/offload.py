@@ -70,12 +70,13 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", default=ROWS, help="MODEL:STAGE:RANKS")
     parser.add_argument("--cores", type=int, choices=(16, 128), default=16)
     parser.add_argument("--unclipped", action="store_true", help="nothing needs the norm")
+    parser.add_argument("--early", action="store_true", help="updates begin beside the backward: super_offload")
     options = parser.parse_args()
-    say = sys.stdout.write
+    say, block = sys.stdout.write, {"super_offload": True} if options.early else {}
     say("| model, stage, ranks | step | the program waits | places | kernels | bus | host memory | step / bound |\n")
     say("|---|---|---|---|---|---|---|---|\n")
     for row in options.rows:
-        outcome, machine, ranks = run(row, options.cores, norm=not options.unclipped)
+        outcome, machine, ranks = run(row, options.cores, block=block, norm=not options.unclipped)
         mine = outcome.parameters / ranks
         bounds = [outcome.busy[COMPUTE], BUS_BYTES * mine / machine["bus_rate"]]
         bounds.append(HOST_BYTES * mine / machine["adam_rate"])

@@ -20,6 +20,7 @@ from deepspeed.simulate.timeline import Interval
 WIDTH = 72
 POLICIES: dict[str, dict[str, Any]] = {
     "host": {},
+    "early": {"super_offload": True},
     "rest": {"ratio": 0.5},
     "travel": {"device_states": "travel"},
     "delayed": {"delayed_update": True},

@@ -144,7 +144,7 @@ def write_results(history: History, text: str, out: Path) -> None:
     plot({"training": training, "held out": history.validation}, title, out / f"loss_{history.config}.png")
 
 
-def plot(curves: dict[str, list[tuple[int, float]]], title: str, path: Path) -> None:
+def plot(curves: dict[str, list[tuple[int, float]]], title: str, path: Path, unit: str = "nats per byte") -> None:
     """Curves of (step, loss) into one picture, where matplotlib is installed."""
     try:
         import matplotlib  # a plot is the only thing that needs it, and only on one rank
@@ -157,7 +157,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], title: str, path: Path) -> 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for (label, points), style in zip(curves.items(), STYLES, strict=False):
         axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel="nats per byte", title=title)
+    axes.set(xlabel="step", ylabel=unit, title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
