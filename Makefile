@@ -1,4 +1,5 @@
-# make train | train-nvme | test | test-all | lint | bench   each sets up .venv first, once.
+# make train | train-nvme | test | test-all | lint | bench | docs | docs-serve   each sets up .venv first, once.
+# make compat-table CLIENTS=DIR   runs tests/compat in the environment DIR (tests/compat/README.md) and writes docs/compat.md.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +14,7 @@ TEST_LIMIT ?= 3600
 WORKERS ?= 3
 PYTEST_ARGS ?=
 
-.PHONY: venv train train-nvme test test-all lint bench clean
+.PHONY: venv train train-nvme test test-all lint bench docs docs-serve compat-table clean
 
 venv: $(STAMP)
 
@@ -49,6 +50,23 @@ lint: venv
 
 bench: venv
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train.py
+
+# The site, into build/site; what it needs beside .venv is installed once.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	$(MKDOCS) build --strict --clean --config-file docs/site/mkdocs.yml
+
+docs-serve: $(VENV)/.docs
+	$(MKDOCS) serve --config-file docs/site/mkdocs.yml
+
+CLIENTS ?= clients
+COMPAT ?= tests/compat
+compat-table:
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/bin/python -m pytest -p tests.compat.table $(COMPAT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
