@@ -1,4 +1,5 @@
 """One AdamW step in host memory: our kernel, torch's fused one, a loop of the same traffic, and the reference's kernel.
+"beside" is our kernel that leaves weights and moments alone and writes the new ones elsewhere.
 
     python benchmarks/cpu_adam.py [--dtypes float32 bfloat16] [--numel 50000000] [--threads 2] [--reference-python PATH]
 
@@ -24,7 +25,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference"
 NAMES = {
-    "float32": ["ours", "torch", "loop", REFERENCE],
+    "float32": ["ours", "beside", "torch", "loop", REFERENCE],
     "bfloat16": ["ours", REFERENCE],
     "float16": ["ours", REFERENCE],
 }
@@ -46,6 +47,11 @@ def update_of(name: str, dtype: str, numel: int, threads: int) -> Callable[[], o
         from deepspeed.bench import cpu_adam
 
         return cpu_adam.loop([torch.randn(numel) for _ in range(4)], threads, ThreadPoolExecutor(threads))
+    if name == "beside":
+        from deepspeed.optim.host import adam_step
+
+        kept, made = ([torch.rand(numel) for _ in range(count)] for count in (4, 3))
+        return lambda: adam_step(*kept, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3, beside=made)
     param = torch.nn.Parameter(torch.randn(numel).to(getattr(torch, dtype)))
     param.grad = torch.randn(numel).to(param.dtype)
     if name == "torch":
