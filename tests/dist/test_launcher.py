@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 from deepspeed.launcher import runner
+from deepspeed.launcher.job import encode_world
+from deepspeed.launcher.node.ranks import Guard, Ranks
 from tests.harness.patience import slowdown, too_long
 from tests.harness.warm import Warm, warm  # noqa: F401
 
@@ -232,6 +235,50 @@ def test_ranks_do_not_survive_a_killed_launcher(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), 5, "the ranks and their children to end")
     wait_until(lambda: not list((tmp_path / "a" / "tmp").iterdir()), 5, "the temporary files to go")
     job.finish()
+
+
+KILLED_AS_IT_MAKES_ITS_FOLDER = """
+import os, signal, sys
+
+from deepspeed.launcher import launch
+
+mkdir = os.mkdir
+def last_act(path, *rest, **more):
+    mkdir(path, *rest, **more)
+    if os.path.dirname(path) == os.environ["TMPDIR"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.mkdir = last_act
+launch.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--elastic_training"]], ids=["fixed", "elastic"])
+def test_a_launcher_killed_as_it_makes_its_temporary_folder_leaves_none(tmp_path: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-c", KILLED_AS_IT_MAKES_ITS_FOLDER, "--world_info", encode_world({"localhost": [0]})]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([*command, *flags, __file__], env=env, capture_output=True, text=True, timeout=START_S)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    wait_until(lambda: not list(tmp_path.iterdir()), 5, "the temporary folder to go")
+
+
+def test_children_of_killed_ranks_have_ended_when_their_launcher_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where SIGKILL takes effect late, as it does on a busy machine."""
+    guardian, ended = Guard(), threading.Event()
+    ranks = Ranks(guardian, lambda exitcode: ended.set(), scratch=str(tmp_path), stdin=None)
+    try:
+        ranks.start(0, ["sh", "-c", f"sleep 300 & echo $! >{tmp_path}/child; exit 3"], {}, "", ())
+        assert ended.wait(START_S)
+        child = int((tmp_path / "child").read_text())
+        killpg, late = os.killpg, threading.Timer(0.2, lambda: os.kill(child, signal.SIGKILL))
+        monkeypatch.setattr(os, "killpg", lambda group, number: late.start() if number else killpg(group, 0))
+        ranks.kill_groups()
+        ranks.reap()
+        assert not is_alive(child)
+        late.join()
+    finally:
+        guardian.dismiss()
 
 
 def test_program_that_cannot_be_started_is_the_rank_s_failure(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -33,7 +32,7 @@ from deepspeed.launcher.job import Job
 from deepspeed.launcher.machine import own_address, pid_file, plan_cores
 from deepspeed.launcher.node.hub import await_port, bind_store
 from deepspeed.launcher.node.loop import FAILURE_GRACE_S, join_limit, signals_to, tell_command, watch_command
-from deepspeed.launcher.node.ranks import Guard, Ranks
+from deepspeed.launcher.node.ranks import KILL_S, Guard, Ranks, made, scratch_path
 from deepspeed.launcher.node.supervisor import rank_arguments, rank_environment, rank_log_files
 from deepspeed.launcher.node.verdict import (
     LOST_HOST_STATUS,
@@ -48,7 +47,6 @@ from deepspeed.observe.log import logger
 _TORCHS = re.compile(r"torch\.distributed\.elastic(\.|$)")  # loggers; several have a level of their own
 _POLL_S = 0.1
 _TELL_S = 3.0  # how long to wait for what other nodes say of their ranks
-_KILL_S = 2.0
 _FAREWELL_S = 1.0
 
 
@@ -194,7 +192,7 @@ class NodeAgent(SimpleElasticAgent):
             self._ranks.signal(number)
         self._wait(grace_s)
         self._ranks.kill_groups()
-        self._wait(_KILL_S)
+        self._wait(KILL_S)
         self._ranks.reap()
         self.guard, before = Guard([self._scratch]), self.guard  # the numbers of these groups may come to be others'
         before.dismiss()
@@ -269,9 +267,10 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         stack.enter_context(signals_to(stop, signal.SIGUSR1))
         if job.pid_file:
             stack.enter_context(pid_file(job.pid_file))
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
+        scratch = scratch_path()
         guard = Guard([scratch])
         stack.callback(lambda: (guard if agent is None else agent.guard).dismiss())
+        stack.enter_context(made(scratch))
         if runner == "ssh":
             tell_command({"kind": "join"})
             watch_command(hear)

@@ -6,18 +6,58 @@ after a failure, leaves the children of a dead rank alone, and raises exceptions
 
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import psutil
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.node import guard
 from deepspeed.launcher.node.verdict import RankEnd
 
 TRACEBACK_CHARACTERS = 16_384  # what is kept of one, from its end: reports of many ranks travel in one message
+KILL_S = 2.0  # a process that SIGKILL has not ended by then is stuck in the kernel; the job does not wait for it
+
+
+def scratch_path() -> str:
+    """A path for a launcher's temporary files, where nothing is yet: its guard has to know it before ``made`` makes it,
+    or a launcher that is killed in between leaves it behind.
+    """
+    return os.path.join(tempfile.gettempdir(), f"deepspeed_{secrets.token_hex(8)}")
+
+
+@contextlib.contextmanager
+def made(folder: str) -> Iterator[str]:
+    """The folder, for as long as the block. Raises UsageError when it cannot be made."""
+    try:
+        os.mkdir(folder, 0o700)
+    except OSError as error:
+        what = "name a folder with space for temporary files in TMPDIR"
+        raise UsageError(f"cannot make {folder}: {error.strerror}; {what}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(group: int) -> bool:
+    """Whether anything of the process group runs; what has ended and waits for its parent does not."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 class Guard:
@@ -53,6 +93,7 @@ class Ranks:
         self._guardian, self._ended, self._scratch, self._stdin = guardian, ended, scratch, stdin
         self._ends: dict[int, tuple[int, float]] = {}  # status and moment
         self._killed: set[int] = set()
+        self._killing = False
         self._processes: list[tuple[int, subprocess.Popen[bytes]]] = []  # with the global rank
 
     def _report_file(self, index: int) -> str:
@@ -108,15 +149,25 @@ class Ranks:
 
     def kill_groups(self) -> None:
         """SIGKILL to every rank's process group: the rank itself and what it started."""
+        self._killing = True
         self._killed |= {index for index in range(len(self._processes)) if index not in self._ends}
         for _, process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take in all that have ended; the last thing to do."""
-        for _, process in self._processes:
-            process.poll()
+        """Take in all that have ended, after a kill their children too, which takes a moment on a busy machine; the
+        last thing to do.
+        """
+        until = time.monotonic() + KILL_S
+        while True:
+            for _, process in self._processes:
+                process.poll()
+            if not self._killing or time.monotonic() > until:
+                return
+            if not any(_runs(process.pid) for _, process in self._processes):
+                return
+            time.sleep(0.01)
 
     def failures(self, *, ended_only: bool = False) -> list[RankEnd]:
         """How ranks ended that did not return 0; one that SIGKILL has not ended, too, unless ``ended_only``."""

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 from deepspeed.device import get_accelerator
@@ -28,10 +27,8 @@ from deepspeed.launcher.node.loop import (
     watch_command,
     watch_output,
 )
-from deepspeed.launcher.node.ranks import Guard, Ranks
+from deepspeed.launcher.node.ranks import KILL_S, Guard, Ranks, made, scratch_path
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted
-
-_KILL_S = 2.0  # a process that SIGKILL has not ended by then is stuck in the kernel; the job does not wait for it
 
 
 def rank_environment(job: Job, node_rank: int, local: int, go: Message, cores: tuple[int, ...]) -> dict[str, str]:
@@ -183,7 +180,7 @@ class Member(EventLoop):
         else:
             self._killed = True
             self._ranks.kill_groups()
-            self.deadline = time.monotonic() + _KILL_S
+            self.deadline = time.monotonic() + KILL_S
 
     def _report(self) -> None:
         """Tell the hub how the ranks of this node ended, once."""
@@ -215,9 +212,10 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         stack.enter_context(signals_to(lambda number: member.post("signal", number), signal.SIGUSR1))
         if job.pid_file:
             stack.enter_context(pid_file(job.pid_file))
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
+        scratch = scratch_path()
         guardian = Guard([scratch, *([job.pid_file] if job.pid_file else [])])
         stack.callback(guardian.dismiss)
+        stack.enter_context(made(scratch))
         stdin = subprocess.DEVNULL if runner else None
         ranks = Ranks(guardian, lambda exitcode: member.post("rank", exitcode), scratch=scratch, stdin=stdin)
         # The store goes last: it must be there until the last rank of the last node has ended.
