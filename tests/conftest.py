@@ -50,10 +50,28 @@ def pool4() -> Iterator[RankPool]:
     yield from _pool(4)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the corners of matrices; a pattern that no test of a whole run answers to is an error."""
+class StalePatterns(pytest.Item):
+    """Fails in the words of its ``patterns``, as a test does: an error in a hook ends a worker without saying why."""
+
+    patterns: tuple[str, ...] = ()
+
+    def runtest(self) -> None:
+        pytest.fail("\n    ".join(["tests/harness/exhaustive.py names tests that do not exist:", *self.patterns]))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: object) -> str:
+        return str(excinfo.value)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        return "tests/harness/exhaustive.py", None, self.name
+
+
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the corners of matrices; a pattern that no test of a whole run answers to is a failure."""
     for item in items:
         if corner(item.nodeid):
             item.add_marker("exhaustive")
     if config.args == ["tests"] and (stale := unmatched(item.nodeid for item in items)):
-        raise pytest.UsageError(f"tests/harness/exhaustive.py names tests that do not exist: {sorted(stale)}")
+        name = "test_every_pattern_names_a_test"
+        item = StalePatterns.from_parent(session, name=name, nodeid=f"tests/harness/exhaustive.py::{name}")
+        item.patterns = tuple(sorted(stale))
+        items.insert(0, item)

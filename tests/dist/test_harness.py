@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.verify import ranks
+from tests.conftest import StalePatterns
+from tests.harness.exhaustive import CORNERS, unmatched
 from tests.harness.faults import Faults, InjectedFault, modules_replaced
 from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
@@ -103,7 +105,7 @@ def test_a_hang_ends_within_its_limit_and_shows_the_stack() -> None:
     started = time.monotonic()
     with RankPool(2) as pool, pytest.raises(RankFailure) as failure:
         pool.run(_sum_of_ranks, 0)
-        pool.run(_hang_on, 1, time_limit=slowdown())  # enough for the rank that answers
+        pool.run(_hang_on, 1, time_limit=2 * slowdown())  # enough for the rank that answers
     assert failure.value.types == {0: "hung"}
     assert "_hang_on" in str(failure.value)
     assert not too_long(started, 30)
@@ -208,3 +210,11 @@ def test_a_replaced_module_forgets_nothing_that_was_imported_meanwhile() -> None
         with pytest.raises(ImportError):
             importlib.import_module("colorsys_of_nobody")
     assert sys.modules["colorsys"] is colorsys and "colorsys_of_nobody" not in sys.modules
+
+
+def test_a_pattern_of_corners_that_names_no_test_fails_in_words(request: pytest.FixtureRequest) -> None:
+    assert unmatched(["tests/dist/test_that_is_not.py::test_there"]) == set(CORNERS)
+    item = StalePatterns.from_parent(request.session, name="stale")
+    item.patterns = ("one", "two")
+    with pytest.raises(pytest.fail.Exception, match=r"exhaustive\.py names tests that do not exist:\s+one\s+two"):
+        item.runtest()
