@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RANKS ?= 2
 CONFIG ?= examples/configs/zero3.json
-# Wall-clock bound of a whole test run; single tests are bounded in pyproject.toml.
+# Wall-clock bound of a whole test run; single tests are bounded in tests/conftest.py.
 TEST_LIMIT ?= 3600
 # Test files run side by side in so many processes; the tests of one file stay together.
 WORKERS ?= 3

@@ -10,7 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 
 from tests.harness.exhaustive import corner, unmatched
-from tests.harness.pool import RankPool
+from tests.harness.pool import PatientPool, RankPool
+
+LIMIT_S = 120.0  # of a test without a mark of its own
+PATIENCE = 5  # a limit is meant for an idle machine; it ends what hangs, and nothing that is only slow
 
 # The same commit gives the same verdict; HYPOTHESIS_PROFILE=search looks for new counterexamples.
 with contextlib.suppress(ImportError):  # the tests of clients and of devices do without it
@@ -22,7 +25,7 @@ with contextlib.suppress(ImportError):  # the tests of clients and of devices do
 
 
 def _pool(world: int) -> Iterator[RankPool]:
-    with RankPool(world) as pool:
+    with PatientPool(world) as pool:
         yield pool
 
 
@@ -66,10 +69,12 @@ class StalePatterns(pytest.Item):
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the corners of matrices; a pattern that no test of a whole run answers to is a failure."""
+    """Marks the corners of matrices and sets limits; a pattern that no test of a whole run answers to is a failure."""
     for item in items:
         if corner(item.nodeid):
             item.add_marker("exhaustive")
+        limit = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(PATIENCE * (limit.args[0] if limit else LIMIT_S)), append=False)
     if config.args == ["tests"] and (stale := unmatched(item.nodeid for item in items)):
         name = "test_every_pattern_names_a_test"
         item = StalePatterns.from_parent(session, name=name, nodeid=f"tests/harness/exhaustive.py::{name}")
