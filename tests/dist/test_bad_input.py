@@ -21,6 +21,7 @@ from deepspeed.errors import DeepSpeedError, RankFailedError
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
 from tests.harness.lockstep import equal
+from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 
@@ -189,8 +190,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
 }
 
 
-def committed(name: str) -> tuple[str, list[str], bool, float]:
-    """(text, class names of the error, is it one of ours, seconds) of one mistake on every rank."""
+def committed(name: str) -> tuple[str, list[str], bool, bool]:
+    """(text, class names of the error, is it one of ours, did it take long) of one mistake on every rank."""
     started = time.monotonic()
     try:
         MISTAKES[name][0]()
@@ -199,20 +200,20 @@ def committed(name: str) -> tuple[str, list[str], bool, float]:
             str(error),
             [c.__name__ for c in type(error).__mro__],
             isinstance(error, DeepSpeedError),
-            time.monotonic() - started,
+            too_long(started, 10),
         )
-    return "NO ERROR", [], False, time.monotonic() - started
+    return "NO ERROR", [], False, too_long(started, 10)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence_on_every_rank(pool2: RankPool, name: str) -> None:
     _, parts, kind = MISTAKES[name]
-    for text, classes, ours, took in pool2.run(committed, name, time_limit=LIMIT):
+    for text, classes, ours, late in pool2.run(committed, name, time_limit=LIMIT):
         missing = [part for part in parts if part not in text]
         assert not missing, f"{missing} not in: {text}"
         assert kind.__name__ in classes, classes
         assert ours or name in ("missing file", "backward twice"), classes
-        assert took < 10.0
+        assert not late
 
 
 def after_mistakes(stage: int) -> bool:
@@ -247,7 +248,7 @@ def test_training_goes_on_after_mistakes(pool2: RankPool, stage: int) -> None:
 def _command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 SCRIPT = """

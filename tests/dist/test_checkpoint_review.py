@@ -145,7 +145,7 @@ def test_a_process_that_ends_finishes_its_save_without_native_code_too(tmp_path:
 
 def stall_of_a_failure_elsewhere(folder: str) -> float:
     torch.manual_seed(3)
-    config = make_config(2, checkpoint={"async": True, "rate_limit": "1MiB"})
+    config = make_config(2, checkpoint={"async": True, "rate_limit": "256KiB"})
     engine = start(torch.nn.Linear(1024, 1024), config)
     engine.backward(engine(torch.ones(2, 1024)).sum())
     engine.step()
@@ -167,8 +167,8 @@ def stall_of_a_failure_elsewhere(folder: str) -> float:
 
 def test_a_failure_elsewhere_is_not_waited_for_at_the_rate_limit(pool2: RankPool, tmp_path: Path) -> None:
     assert (
-        max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 3.0
-    )  # at the rate limit about six
+        max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 12.0
+    )  # at the rate limit about 24
     assert not list(tmp_path.iterdir())
 
 

@@ -22,6 +22,7 @@ from deepspeed.checkpoint.format.files import ChunkReader, ChunkWriter, Wanted
 from deepspeed.checkpoint.format.manifest import Box
 from deepspeed.errors import CheckpointError
 from deepspeed.tier import aio
+from tests.harness.patience import too_long
 
 PIECE = files.PIECE_BYTES
 SIZES = (0, 1, 63, 64, 65, 4095, 4096, 4097, 0, 100_000)
@@ -168,7 +169,7 @@ def test_a_rate_bounds_the_time_from_below_and_may_be_lifted(tmp_path: Path, sma
         writer.rate_bytes = 0
         writer.append(drawn(16384), SPAN)
         writer.close()
-    assert time.monotonic() - begin < 30
+    assert not too_long(begin, 30)  # at the rate more than four hours
 
 
 def test_a_file_that_is_there_is_not_replaced(tmp_path: Path) -> None:

@@ -360,7 +360,7 @@ assert "torch" not in sys.modules
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
     )
     assert done.returncode == 0, done.stderr
 
