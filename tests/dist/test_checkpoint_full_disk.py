@@ -118,7 +118,7 @@ def held() -> Iterator[threading.Event]:
     gate, real = threading.Event(), RankFile.close
 
     def close(file: RankFile) -> None:
-        gate.wait(30)
+        gate.wait(60)
         real(file)
 
     with mock.patch.object(RankFile, "close", close):
@@ -127,7 +127,7 @@ def held() -> Iterator[threading.Event]:
 
 def steps_until_it_is_told(engine: Any) -> tuple[int, str]:
     """How many steps were done before one raised, and what that said."""
-    for count in range(400):
+    for count in range(3000):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(count + 100 * dist.get_rank()))
         engine.backward(engine(x).square().mean())
         said = outcome(engine.step)

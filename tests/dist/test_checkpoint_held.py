@@ -222,7 +222,7 @@ def failing_read(folder: str, drive: str) -> list[str]:
     with mock.patch.object(Held, "read", broken) if dist.get_rank() == 1 else contextlib.nullcontext():
         engine.save_checkpoint(folder, tag="b")
         told = ""
-        for seed in range(60):
+        for seed in range(1500):
             try:
                 train(engine, seed)  # never waits for a reader that has failed
             except CheckpointError as error:

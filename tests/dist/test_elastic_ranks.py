@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.patience import slowdown
 from tests.harness.warm import Warm, warm as warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ class Started:
     def lose(self, number: int, pid: int) -> None:
         """Kill a rank of this round; the others notice."""
         os.kill(pid, signal.SIGKILL)
-        time.sleep(0.3)
+        time.sleep(0.3 * slowdown())
         (self.out / f"broken.{number}").touch()
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -145,15 +146,14 @@ def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path, warm: Warm) -> 
 
 
 def test_a_command_that_is_killed_while_it_waits_for_nodes_leaves_nothing(tmp_path: Path, warm: Warm) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     flags = ("--min_elastic_nodes", "2", "--max_elastic_nodes", "2", "--node_rank", "1", "--num_gpus", "1")
-    job = Started(tmp_path, warm.python, *flags, "--master_addr", "127.0.0.1", "--master_port", port)
-    job.until(lambda: any(job.tmp.iterdir()), "a temporary folder")
-    time.sleep(0.5)  # the guard starts
-    job.process.kill()
-    job.process.wait()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody else listens there either
+        port = str(free.getsockname()[1])
+        job = Started(tmp_path, warm.python, *flags, "--master_addr", "127.0.0.1", "--master_port", port)
+        job.until(lambda: any(job.tmp.iterdir()), "a temporary folder")
+        job.process.kill()
+        job.process.wait()
     end = time.monotonic() + LIMIT_S
     while any(job.tmp.iterdir()):
         assert time.monotonic() < end, list(job.tmp.iterdir())

@@ -66,7 +66,7 @@ def watched(*, delay_s: float = 0.0, finished: bool = True) -> Iterator[Seen]:
     def finishes(update: EarlyUpdate, ordinary: Callable[[], Any]) -> Any:
         redone = []
         if finished:
-            for _ in range(2000):
+            for _ in range(30_000):
                 if update.turn.done():
                     break
                 time.sleep(0.001)

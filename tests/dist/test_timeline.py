@@ -25,6 +25,7 @@ from deepspeed.timeline import collect
 from deepspeed.timeline.observer import Observer
 from tests.harness import pipes
 from tests.harness.logs import logged
+from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
@@ -43,12 +44,12 @@ def _config(stage: int, folder: str, **changes: Any) -> dict[str, Any]:
     return make_config(stage, zero=zero, **config, **changes)
 
 
-def _train(engine: Any, steps: int, *, slow_rank: int = -1) -> list[float]:
+def _train(engine: Any, steps: int, *, slow_rank: int = -1, nap_s: float = 0.0) -> list[float]:
     torch.manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps * MICROS):
         if dist.get_rank() == slow_rank:
-            time.sleep(0.05)
+            time.sleep(nap_s)
         loss = engine(torch.randn(2, WIDTH)).square().mean()
         engine.backward(loss)
         engine.step()
@@ -181,25 +182,26 @@ def test_the_trace_shows_transfers_between_tiers(pool2: RankPool, tmp_path: Path
     assert all(names[rank, what] for rank in (0, 1) for what in ("read", "write"))
 
 
-def _slow(folder: str) -> tuple[list[str], list[Any]]:
+def _slow(folder: str, nap_s: float) -> tuple[list[str], list[Any]]:
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"}}
     engine = start(_model(), _config(3, folder, observe={"trace": None, "slow_steps": 3}, **monitor))
     with logged(logging.WARNING) as lines, contextlib.ExitStack() as stack:
         stack.callback(engine.destroy)
-        _train(engine, 5, slow_rank=1)
+        _train(engine, 5, slow_rank=1, nap_s=nap_s)
         end = time.monotonic() + 30
         while True:
             named = torch.tensor(float(any("is slow" in line for line in lines) or time.monotonic() > end))
             dist.all_reduce(named)
             if named:
                 break
-            _train(engine, 2, slow_rank=1)
-        _train(engine, 3, slow_rank=1)
+            _train(engine, 2, slow_rank=1, nap_s=nap_s)
+        _train(engine, 3, slow_rank=1, nap_s=nap_s)
     return lines, []
 
 
 def test_a_rank_that_sleeps_is_named_once_and_the_others_are_not(pool3: RankPool, tmp_path: Path) -> None:
-    lines = [lines for lines, _ in pool3.run(_slow, str(tmp_path))]
+    nap_s = 0.05 * slowdown()  # longer than what a busy machine adds to the others' work
+    lines = [lines for lines, _ in pool3.run(_slow, str(tmp_path), nap_s)]
     slow = [line for line in lines[0] if "is slow" in line]
     assert len(slow) == 1 and slow[0].startswith("rank 1 "), lines
     assert not [line for line in lines[1] + lines[2] if "is slow" in line], "one rank says it"

@@ -233,7 +233,7 @@ def returned() -> dict[str, Any]:
     """What is true when ``step`` has returned, before anything of the update is done; and after."""
     gate, case, found = threading.Event(), CASES["wide"](), {}
     real = Worker.hand_over
-    gated = lambda self, call, **options: real(self, lambda: (gate.wait(20), call())[1], **options)  # noqa: E731
+    gated = lambda self, call, **options: real(self, lambda: (gate.wait(60), call())[1], **options)  # noqa: E731
     with patch.dict(os.environ, {SWITCH: "1"}), patch.object(Worker, "hand_over", gated):
         engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
         before = [p.detach().clone() for p in engine.module.parameters()]
@@ -278,7 +278,7 @@ def left_to_the_thread(folder: str) -> list[Any]:
 
 def _gated(gate: threading.Event) -> Callable[..., Turn]:
     real = Worker.hand_over
-    return lambda self, call: real(self, lambda: (gate.wait(20), call())[1])
+    return lambda self, call, **options: real(self, lambda: (gate.wait(60), call())[1], **options)
 
 
 def test_tiles_on_a_drive_are_updated_behind_the_step(pool1: RankPool, tmp_path: Path) -> None:
@@ -333,10 +333,11 @@ def test_a_failure_is_named_at_every_door_until_a_checkpoint_is_loaded(
 
 def ended() -> list[Any]:
     """The thread of an engine that is dropped, of one that is destroyed after a failure; and a forked child."""
-    case, found = CASES["wide"](), []
-    with behind(0.05):
+    case, found, gate = CASES["wide"](), [], threading.Event()
+    with behind():
         engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
-        train_step(engine, case, 0)
+        with patch.object(Worker, "hand_over", _gated(gate)):
+            train_step(engine, case, 0)
         child = os.fork()
         if not child:  # it has no thread
             try:
@@ -345,6 +346,7 @@ def ended() -> list[Any]:
             except UsageError as error:
                 os._exit(0 if "forked" in str(error) else 2)
         found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        gate.set()
         engine.destroy()
         del engine
         gc.collect()
