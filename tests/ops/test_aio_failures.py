@@ -238,7 +238,7 @@ def test_no_descriptor_is_left(make_engine: Make, file: DirectFile) -> None:
     for _ in range(20):
         with make_engine() as engine, DirectFile(file.path) as again:
             engine.write(again, 0, torch.zeros(5000)).wait()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 FORK = """

@@ -145,7 +145,7 @@ def test_many_operations_then_one_wait(made: aio_handle, folder: Path) -> None:
     assert made.sync_pwrite(torch.ones(5), folder / "between") == 1
     assert made.wait() == count
     assert made.wait() == 0
-    assert open_files() == before
+    assert open_files() <= before
     outs = [torch.zeros(500) for _ in values]
     for i, out in enumerate(outs):
         made.async_pread(out, folder / str(i % 5), i // 5 * 2000)
@@ -180,7 +180,7 @@ def test_failures_name_the_file(made: aio_handle, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="/proc/data"):  # nobody may make a file there, whoever runs this
         made.sync_pwrite(torch.zeros(3), "/proc/data")
     assert made.wait() == 0
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_full_disk_is_told_by_wait(made: aio_handle, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -489,7 +489,7 @@ def test_drives_that_nobody_closes_leak_no_descriptors(make_drive: Callable[...,
     for _ in range(10):
         once()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 _WITHOUT_ROOM = """
