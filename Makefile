@@ -34,7 +34,7 @@ train: venv
 train-nvme: venv
 	$(BIN)/python benchmarks/nvme.py train $(if $(NVME),--folder $(NVME))
 
-PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Every guarantee, on the settings that differ most; all corners of the matrices are in test-all.
 test: venv

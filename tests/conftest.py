@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from tests.harness.exhaustive import corner, unmatched
 from tests.harness.pool import PatientPool, RankPool
 
 LIMIT_S = 120.0  # of a test without a mark of its own
+FOLDERS = ("sim", "dist", "compat", "gpu", "ops", "budget", "pure")  # in the order of a whole run
 PATIENCE = 5  # a limit is meant for an idle machine; it ends what hangs, and nothing that is only slow
 
 # The same commit gives the same verdict; HYPOTHESIS_PROFILE=search looks for new counterexamples.
@@ -68,6 +70,14 @@ class StalePatterns(pytest.Item):
         return "tests/harness/exhaustive.py", None, self.name
 
 
+def _order(items: list[pytest.Item]) -> None:
+    """Files whose tests take seconds before those whose tests take milliseconds: these fill what is left over when few
+    workers have something to do. Tests of a file stay together, in their order.
+    """
+    size, place = Counter(item.path for item in items), {name: number for number, name in enumerate(FOLDERS)}
+    items.sort(key=lambda item: (place.get(item.path.parent.name, 0), -size[item.path], item.path.name))
+
+
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the corners of matrices and sets limits; a pattern that no test of a whole run answers to is a failure."""
     for item in items:
@@ -75,6 +85,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             item.add_marker("exhaustive")
         limit = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(PATIENCE * (limit.args[0] if limit else LIMIT_S)), append=False)
+    if config.args == ["tests"]:
+        _order(items)
     if config.args == ["tests"] and (stale := unmatched(item.nodeid for item in items)):
         name = "test_every_pattern_names_a_test"
         item = StalePatterns.from_parent(session, name=name, nodeid=f"tests/harness/exhaustive.py::{name}")
