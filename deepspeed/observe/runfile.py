@@ -118,17 +118,18 @@ class _StepSums:
 
     def __init__(self) -> None:
         self.count, self.last = 0, Record()
-        self._totals: dict[str, float] = {}
+        self._values: dict[str, tuple[float, int]] = {}  # a sum, and of how many: not every update has each
 
     def add(self, means: Record, last: Record) -> None:
         self.count += 1
         skipped = int(self.last.get("skipped", 0)) + int(last.get("skipped", 0))
         self.last |= last | ({"skipped": skipped} if "skipped" in last else {})
         for name, value in means.items():
-            self._totals[name] = self._totals.get(name, 0.0) + value
+            total, count = self._values.get(name, (0.0, 0))
+            self._values[name] = total + value, count + 1
 
     def means(self) -> Record:
-        return {name: value / self.count for name, value in self._totals.items()}
+        return {name: total / count for name, (total, count) in self._values.items()}
 
 
 def _claim(file: int) -> bool:

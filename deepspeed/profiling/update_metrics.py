@@ -21,6 +21,8 @@ from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.timeline.listen import Listener
 from deepspeed.timeline.spans import StepSpans, clock_for
 
+_PENDING = 64
+
 
 def tokens_in(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The elements of ``input_ids``, or of the first tensor of whole numbers with two dimensions; 0 without one."""
@@ -51,7 +53,8 @@ class UpdateMetrics:
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
         self._listener: Listener | None = None
-        self._steps = deque[StepSpans]()  # that the device has not passed yet
+        self.observed = False  # an observer, which listens already, puts what it hears into ``steps``
+        self.steps = deque[StepSpans](maxlen=_PENDING)  # that the device has not passed yet
 
     def note_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch of this rank sets out."""
@@ -80,15 +83,16 @@ class UpdateMetrics:
         """Milliseconds of the newest update that the device has passed: collectives under way, and waits for them."""
         if engine.mesh.job.size == 1:
             return {}
-        if self._listener is None:
+        if self._listener is not None:
+            self.steps.append(self._listener.turn())
+        elif not self.observed:
             self._listener = Listener(engine, clock_for(engine.device.type))
             engine._lasting.callback(self._listener.close)
             return {}
-        self._steps.append(self._listener.turn())
         newest: StepSpans | None = None
-        while self._steps and self._steps[0].known():
-            newest = self._steps.popleft()
-        if newest is None:
+        while self.steps and self.steps[0].known():
+            newest = self.steps.popleft()
+        if newest is None or not newest.noted:
             return {}
         times = newest.summary()
         return {"communication_ms": times["communication_ms"], "exposed_communication_ms": times["wait_ms"]}

@@ -130,7 +130,8 @@ class Board:
                     get_accelerator().synchronize()
                 times = step.summary()
                 self._last_step = step.number
-                self._pace.add(times["total_ms"] - times["wait_ms"], times["wait_ms"])
+                if step.noted:
+                    self._pace.add(times["total_ms"] - times["wait_ms"], times["wait_ms"])
                 if self.file is not None:
                     self.file.step(times, {"step": step.number, **facts, "memory": self._memory})
 

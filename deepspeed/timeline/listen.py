@@ -8,6 +8,7 @@ watches does not even ask whether somebody does.
 import contextlib
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -22,8 +23,13 @@ from deepspeed.zero.hooks import inside_backward, tensors_in
 from deepspeed.zero.partition import UnitState
 
 _MOST = 20_000  # spans of one step
+# What one note costs, in situ, where every call meets cold caches (benchmarks/observe.py), and the share of the time of
+# an update that notes may cost: of shorter updates not all are noted, after the first ones.
+_NOTE_NS, _PRICE, _FIRST = 10_000, 0.005, 10
+_GOLDEN = 0.6180339887498949  # multiples of it fall in step with no other period
 # Calls that return when the values are there: the time between begin and end is a wait.
 _AT_ONCE = ("sum_in_place", "broadcast")
+_MAY_BE_AT_ONCE = ("all_reduce", "broadcast")  # what these tell of
 
 
 class Wraps:
@@ -31,22 +37,37 @@ class Wraps:
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
+        self._made: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def put(self, owner: object, name: str, call: Callable[..., Any], *given: Any) -> None:
         """Let ``owner.name(...)`` be ``call(*given, method, ...)``. AttributeError where there is no such method."""
         names, method = vars(owner), getattr(owner, name)
         before = names.get(name)
         names[name] = made = functools.wraps(method)(functools.partial(call, *given, method))
+        self._made.append((names, name, method, made))
 
         def back() -> None:
-            if names.get(name) is made:  # else another has wrapped it since
+            if names.get(name) in (made, method):  # else another has wrapped it since
                 names.pop(name)
                 if before is not None:
                     names[name] = before
 
         self._undo.callback(back)
 
+    def rest(self) -> None:
+        """Let the methods be called as they are, until ``wake``; one that another has wrapped since stays."""
+        for names, name, method, made in self._made:
+            if names.get(name) is made:  # it stays in the dict: an interpreter that specializes looks it up again else
+                names[name] = method
+
+    def wake(self) -> None:
+        """The end of ``rest``."""
+        for names, name, method, made in self._made:
+            if names.get(name) is method:
+                names[name] = made
+
     def close(self) -> None:
+        self._made.clear()
         self._undo.close()
 
     def on_close(self, call: Callable[..., Any], *args: Any) -> None:
@@ -64,17 +85,22 @@ def _caller() -> str:
 
 class Listener:
     """Notes the spans of ``engine`` in ``step``, which is replaced at every update: phases, waits and collectives; with
-    ``detail`` the modules, transfers between tiers and each use of a unit, too.
+    ``detail`` the modules, transfers between tiers and each use of a unit, too. Of updates so short that notes would
+    cost more than ``_PRICE`` of them, phases alone, but for a share of them (``StepSpans.noted``).
     """
 
     def __init__(self, engine: Any, clock: MarkClock) -> None:
         self._engine, self._clock, self._mark = engine, clock, clock.mark
         self.step = StepSpans(clock, clock.mark(), _MOST)
-        self._wraps, self._details = Wraps(), Wraps()
+        self._wraps, self._notes, self._details = Wraps(), Wraps(), Wraps()
+        self._groups: list[AxisGroup] = []
+        self._updates, self._share, self._begun_ns = 0, 1.0, time.perf_counter_ns()
+        self._resting = False
         self._open: list[tuple[str, Any]] = []  # the block whose backward is under way
         self._forwards: dict[nn.Module, Any] = {}
         self._unit, self._titles = "", dict[int, str]()  # what is issued now is for; names of units
         self._beside = 0  # streams beside the computation that are given work right now
+        self._hear = self._collective  # one object, to be found again
         self._follow()
 
     def turn(self) -> StepSpans:
@@ -82,11 +108,46 @@ class Listener:
         now, last = self._mark(), self.step
         last.end = now
         self.step = StepSpans(self._clock, now, _MOST)
+        self._choose(last)
         return last
+
+    def _choose(self, last: StepSpans) -> None:
+        """Whether the update that begins is noted: after ``last``, by what its notes cost."""
+        begun, self._begun_ns = self._begun_ns, time.perf_counter_ns()
+        if last.noted:  # what is waited for in an update may have been issued in the one before, so two are listened to
+            price_ns = 2 * _NOTE_NS * (len(last.spans) + last.hits + last.misses)
+            self._share = _PRICE * (self._begun_ns - begun) / max(1, price_ns)
+        self._updates += 1
+        this, following = (
+            n < _FIRST or n * _GOLDEN % 1 < self._share or self._detailed for n in (self._updates, self._updates + 1)
+        )
+        self.step.noted = this and not self._resting
+        if not (this or following):
+            self._rest()
+        else:
+            self.wake()
+
+    def _rest(self) -> None:
+        if not self._resting:
+            self._resting = True
+            self._notes.rest()
+            for group in self._groups:
+                self._leave(group)
+
+    def wake(self) -> None:
+        """Listen at least until the next update, though that may not be noted."""
+        if self._resting:
+            self._resting = False
+            self._notes.wake()
+            for group in self._groups:
+                group.ledger.append(self._hear)
 
     def close(self) -> None:
         self._details.close()
+        self._notes.close()
         self._wraps.close()
+        for group in self._groups:
+            self._leave(group)
 
     @contextlib.contextmanager
     def _span(self, row: int, name: str, **facts: Any) -> Iterator[None]:
@@ -105,13 +166,11 @@ class Listener:
 
     # -- always -----------------------------------------------------------------------------------------------------
     def _follow(self) -> None:
-        engine, put = self._engine, self._wraps.put
+        engine, put = self._engine, self._notes.put
         runtime, mesh = engine.runtime, engine.mesh
-        put(engine, "_clock", self._phase)
+        self._wraps.put(engine, "_clock", self._phase)
         put(runtime, "need", self._need)
         put(runtime, "publication", self._publication)
-        put(runtime, "_gather", self._for_unit)
-        put(runtime.gradients, "reduce", self._for_unit)
         if runtime.agreement.speaks:
             put(runtime.agreement, "_message", self._timed, WAITS, "agreement")
         gradients = runtime.gradients
@@ -123,14 +182,13 @@ class Listener:
         if hasattr(engine, "_links"):
             put(engine._links, "_wait", self._timed, WAITS, "messages of the pipeline")
         each = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, mesh.fetching, *mesh.groups)
-        for group in {id(g): g for g in each if isinstance(g, AxisGroup) and g.size > 1}.values():
-            group.ledger.append(listener := self._collective)
-            self._wraps.on_close(self._leave, group, listener)
+        self._groups += {id(g): g for g in each if isinstance(g, AxisGroup) and g.size > 1}.values()
+        for group in self._groups:
+            group.ledger.append(self._hear)
 
-    @staticmethod
-    def _leave(group: AxisGroup, listener: Any) -> None:
-        if listener in group.ledger:
-            group.ledger.remove(listener)
+    def _leave(self, group: AxisGroup) -> None:
+        if self._hear in group.ledger:
+            group.ledger.remove(self._hear)
 
     @contextlib.contextmanager
     def _phase(self, method: Callable[..., Any], name: str) -> Iterator[None]:
@@ -183,7 +241,7 @@ class Listener:
 
     def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
         begin, nbytes, unit = self._mark(), numel * dtype.itemsize, self._unit
-        at_once = not unit and _caller() in _AT_ONCE
+        at_once = not unit and op in _MAY_BE_AT_ONCE and _caller() in _AT_ONCE
         self.step.bytes_sent += nbytes
 
         def end() -> None:
@@ -203,6 +261,9 @@ class Listener:
         """From here on more is noted, until ``less``."""
         engine, details = self._engine, self._details
         self._detailed = True
+        self.wake()
+        details.put(engine.runtime, "_gather", self._for_unit)
+        details.put(engine.runtime.gradients, "reduce", self._for_unit)
         hooks, units = engine._parts.hooks, engine.runtime.units
         names = {module: name for name, module in engine.module.named_modules()}
         blocks = {m: root for root in hooks._roots for m in root.modules() if m is not root}

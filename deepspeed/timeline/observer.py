@@ -85,6 +85,8 @@ class Observer:
         file = self._open(settings)
         self._listener, self._wraps = Listener(engine, self._clock), Wraps()
         self._wraps.put(engine, "_write_metrics", self._after_metrics)
+        self._metered = engine.update_metrics
+        self._metered.observed = True
         if settings.run:
             self._record(file, settings)
         self._open_window()
@@ -132,6 +134,7 @@ class Observer:
         """The engine ends: the last words of this rank."""
         self._wraps.close()
         self._listener.close()
+        self._metered.observed = False
         window = self._window
         if window is not None and window.begun and not window.over:
             if self._mesh.job.size == 1:
@@ -212,6 +215,7 @@ class Observer:
     def _boundary(self) -> None:
         step, window = self._listener.turn(), self._window
         step.number = self._engine.global_steps
+        self._metered.steps.append(step)
         if self._board is not None:
             losses, self._losses = self._losses, []
             self._waiting.append((step, self._engine._result, LateMean(losses) if losses else None, self._facts()))
@@ -265,6 +269,8 @@ class Observer:
         """Begin with the trace, if the next update is of it. Collective then."""
         window, n = self._window, self._engine.global_steps + 1
         if window is None or n < window.first:
+            if window is not None and n + 1 == window.first:
+                self._listener.wake()  # for what the trace's first update waits for
             return
         window.begun = True
         window.offset = clock_offset(self._mesh.talk)

@@ -95,6 +95,7 @@ class StepSpans:
         self.spans: list[TimedSpan] = []
         self.left_out = self.hits = self.misses = self.bytes_sent = 0
         self.number = 0
+        self.noted = True  # else phases alone are known of it
 
     def add(self, row: int, name: str, begin: Any, end: Any, facts: dict[str, Any] | None = None) -> None:
         """One more span, if there is room."""
@@ -114,7 +115,7 @@ class StepSpans:
 
     def summary(self) -> dict[str, float]:
         """In milliseconds, once ``known``: the whole step, each phase and what is outside of them, collectives under
-        way, and waits, which nothing hid. ``prefetch_hits`` and ``prefetch_misses``: uses of units that were on their
+        way, and waits, which nothing hid; not of an update that is not ``noted``. ``prefetch_hits`` and ``prefetch_misses``: uses of units that were on their
         way or had arrived, and that had to be asked for; ``sent_bytes``: sizes of collectives.
         """
         since, start = self.clock.between_ns, self.begin
@@ -128,6 +129,9 @@ class StepSpans:
                 rows[row].append((begin, end) if host else (since(start, begin), since(start, end)))
         wait, flight = union_ns(rows[WAITS]), union_ns(rows[COLLECTIVES] + rows[WAITS])
         times = {"total_ms": whole, **{f"{name}_ms": ns for name, ns in phases.items()}}
-        times |= {"other_ms": max(0, whole - sum(phases.values())), "wait_ms": wait, "communication_ms": flight}
-        counts = {"prefetch_hits": self.hits, "prefetch_misses": self.misses, "sent_bytes": self.bytes_sent}
+        times |= {"other_ms": max(0, whole - sum(phases.values()))}
+        counts = dict[str, int]()
+        if self.noted:
+            times |= {"wait_ms": wait, "communication_ms": flight}
+            counts |= {"prefetch_hits": self.hits, "prefetch_misses": self.misses, "sent_bytes": self.bytes_sent}
         return {name: ns / 1e6 for name, ns in times.items()} | counts
