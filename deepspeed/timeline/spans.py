@@ -114,9 +114,9 @@ class StepSpans:
         return isinstance(begin, int) or self.clock.known(begin if end is None else end)
 
     def summary(self) -> dict[str, float]:
-        """In milliseconds, once ``known``: the whole step, each phase and what is outside of them, collectives under
-        way, and waits, which nothing hid; not of an update that is not ``noted``. ``prefetch_hits`` and ``prefetch_misses``: uses of units that were on their
-        way or had arrived, and that had to be asked for; ``sent_bytes``: sizes of collectives.
+        """In milliseconds, once ``known``: the whole step, each phase and what is outside of them; if it is ``noted``,
+        also collectives under way, and waits, which nothing hid. ``prefetch_hits`` and ``prefetch_misses``: uses of
+        units that were on their way or had arrived, and that had to be asked for; ``sent_bytes``: sizes of collectives.
         """
         since, start = self.clock.between_ns, self.begin
         whole, phases = since(start, self.end), dict[str, int]()

@@ -228,6 +228,9 @@ class HangWatch:
             claim = self._store.compare_set("leader", claim.decode(), mine.decode())  # that rank has stopped, too
             if claim != mine:
                 return
+        # Few of the alarms that come to nothing, as others work, ask before they know; it leaves more time to answer.
+        count = self._store.add("alarms", 1)
+        asked = self._ask() if count & (count - 1) == 0 else None
         first = self._pulses()
         time.sleep(max(2.5 * self._beat_s, 2 * _BEAT_S if self._limit_s >= 2 else 0.0))
         second = self._pulses()
@@ -236,7 +239,7 @@ class HangWatch:
         left = {r for r in silent if self._store.check([f"left/{r}"])}
         moved = bool(left - self._left) or any(second[r]["still"] < self._limit_s for r in others - silent)
         self._left = left  # who has ended since the last look has come further
-        text, processes = ("", []) if moved or not self._waits_too_long() else self._judge(second, silent)
+        text, processes = ("", []) if moved or not self._waits_too_long() else self._judge(second, silent, asked)
         if not text or self._stopped.is_set() or not self._waits_too_long():  # what it waited for has come meanwhile
             self._store.compare_set("leader", mine.decode(), "")
             return
@@ -253,15 +256,21 @@ class HangWatch:
             self._silent_store_s = 0.0
         return pulses
 
-    def _judge(self, pulses: dict[int, dict[str, Any]], silent: set[int]) -> tuple[str, list[list[Any]]]:
-        """Why the job stands still, and the processes that cannot end by themselves: host, id, start."""
-        turn = f"{self._rank}.{self._beats}"
+    def _ask(self) -> tuple[str, float]:
+        """Ask all ranks where they are: how their answers are called, and until when they are waited for."""
+        self._answered = turn = f"{self._rank}.{self._beats}"
         self._store.set("order", json.dumps({"kind": "report", "turn": turn}))
-        self._answered, reports = turn, {self._rank: self._report()}
+        return turn, time.monotonic() + _REPORTS_S + 2 * self._beat_s
+
+    def _judge(
+        self, pulses: dict[int, dict[str, Any]], silent: set[int], asked_for: tuple[str, float] | None
+    ) -> tuple[str, list[list[Any]]]:
+        """Why the job stands still, and the processes that cannot end by themselves: host, id, start."""
+        turn, end = asked_for or self._ask()
+        reports = {self._rank: self._report()}
         reports |= {rank: self._of_silent(rank, pulses[rank]) for rank in silent}
         # Whose interpreter is only slow to let its watch run may answer yet.
         asked = {r for r in range(self._size) if r not in reports or reports[r].what.startswith(_NO_ANSWER)}
-        end = time.monotonic() + _REPORTS_S + 2 * self._beat_s
         while asked and time.monotonic() < end:
             for rank in [*asked]:
                 if self._store.check([key := f"report/{turn}/{rank}"]):
