@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator, map_tensors
@@ -30,6 +31,7 @@ from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.client.gathered import leave_device
+from deepspeed.zero.failures import settle_together
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import StateKind
@@ -501,7 +503,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, *, alone: bool = True) -> None:
+        """UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks hear of
+        (``_settle_together``).
+        """
         self._check_destroyed()
         self._end_flow()
         self.runtime.rejoin()
@@ -517,8 +522,17 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
         if self.tiles is not None:
             self.tiles.check_whole()
-        if self.runtime.worker is not None:
+        if self.runtime.worker is not None and alone:
             self.runtime.worker.check()
+
+    def _settle_together(self) -> None:
+        """Begin a call of the client that is collective: all raise what has become of an update on one of them."""
+        try:
+            settle_together(self.runtime.worker, self.runtime.settle, self.mesh)
+        except RuntimeError as error:  # a rank that is gone, or in another call, may have said why
+            if not self.runtime.broken and is_of_backend(error):
+                self._recover(error)
+            raise
 
     def _end_update(self) -> Exception | None:
         """Wait for an update under way at the end of the engine; its failure."""

@@ -96,18 +96,19 @@ class EngineCheckpoint:
         checkpoint gets its name when every byte is on the disk; ``latest`` then names it if ``save_latest``. With
         ``checkpoint.async`` the state of this moment is written while training goes on, and a failure is raised by a
         later call. Raises CheckpointError (nothing was replaced), PlainStateError for client state that needs pickle,
-        ValueError for an empty ``save_dir``, UsageError inside a forward or backward.
+        ValueError for an empty ``save_dir``, UsageError inside a forward or backward, and on all ranks where an update
+        behind the program has failed on one.
         """
-        self._check_alive()
+        self._check_alive(alone=False)
         if save_dir is None or not str(save_dir):
             raise FolderNameError(f"save_checkpoint needs a save_dir, and got {save_dir!r}")
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         self._check_between_passes("save_checkpoint")
         config = self._config.checkpoint
+        self._settle_together()
         name, state = self._common_tag(tag), client_state or {}
         gradients = self.runtime.gradients
-        self.runtime.settle()
         self.runtime.catch_up()
         self._parts.hooks.take_edits()
         gradients.withdraw()

@@ -59,7 +59,7 @@ class EngineWeights:
         go on raise UsageError with their next bucket, as they do for an error in the loop of another where that stands
         in a ``with``. Raises UsageError inside a forward or backward, ValueError for ``max_bytes``.
         """
-        self._check_alive()
+        self._check_alive(alone=False)
         self._check_between_passes("stream_weights")
         try:
             limit = byte_count(max_bytes)
@@ -78,7 +78,7 @@ class EngineWeights:
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:
         self._end_flow()
-        self.runtime.settle()
+        self._settle_together()
         self.runtime.catch_up()
         options: Any = {"max_bytes": limit, "device": self.device, "target": target, "parcels": parcels}
         flow = WeightFlow(self.mesh, tensors, **options)
@@ -104,14 +104,14 @@ class EngineWeights:
         until then. Raises UsageError on all ranks where one has not so much, inside a forward or backward, and for
         pipelines.
         """
-        self._check_alive()
+        self._check_alive(alone=False)
         self._check_between_passes("unsharded")
         if self.mesh.pp.size > 1:
             raise UsageError("unsharded(): each rank of a pipeline has its stage only; stream_weights() gives all")
         if self._generating:  # the outer one has gathered, and gives the hooks back
             yield self.module
             return
-        self.runtime.settle()
+        self._settle_together()
         self.runtime.catch_up()
         missing = [u for u in self.runtime.units if u.movable and u.state is UnitState.ABSENT]
         nbytes = sum(u.layout.numel * u.full.element_size() for u in missing)
@@ -152,7 +152,7 @@ class EngineWeights:
         if saver is not None and options:
             saver(save_directory, max_shard_size=max_shard_size, **options)
             return
-        self._check_alive()
+        self._check_alive(alone=False)
         self._check_between_passes("save_pretrained")
         tensors, aliases = state_names(self.module, exclude_frozen=False)
         folder = Path(save_directory)

@@ -8,15 +8,16 @@ place afterwards, with nothing in flight. docs/architecture.md, section 6.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.errors import RankFailedError
+from deepspeed.errors import RankFailedError, UsageError
 from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe.log import logger
+from deepspeed.tier.behind import Worker
 
 _LOUD_AFTER_S = 2.0
 _PATIENCE_S = 10.0
@@ -58,6 +59,23 @@ def error_of(states: dict[int, RankState], mesh: Mesh) -> RankFailedError:
     error = (RankOutOfMemoryError if any(s.memory for s in failed.values()) else RankFailedError)(f"{causes}; {advice}")
     error.torn, error.window = torn, all(s.in_forward for s in states.values())
     return error
+
+
+def settle_together(worker: Worker | None, settle: Callable[[], object], mesh: Mesh) -> None:
+    """Wait, by ``settle``, for updates behind the program. Collective: what has failed on one rank is a UsageError on
+    all, which names it, so that none waits in what follows.
+    """
+    fault = None
+    try:
+        settle()
+        if worker is not None:
+            worker.check()
+    except UsageError as error:
+        fault = error
+    for rank, text in collectives.failures(fault, mesh.job).items():
+        assert worker is not None, text
+        worker.announced, worker.failure = True, worker.failure or UsageError(f"on {mesh.title(rank)}: {text}")
+        worker.check()  # raises
 
 
 @contextlib.contextmanager

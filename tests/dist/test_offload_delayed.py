@@ -7,6 +7,7 @@ w_{t+1} = m_t from the first delayed update on, m_{t+1} before it, and after wha
 import contextlib
 from collections.abc import Collection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -271,11 +272,12 @@ def test_what_saves_or_edits_whole_weights_has_the_last_update(pool2: RankPool) 
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
-def failed_alone(way: str, door: str) -> list[str]:
+def failed_alone(way: str, door: str, folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
     """A kernel fails on the second rank in the second update: what this rank hears at ``door``, and at the end."""
     case = CASES["wide"]()
     with behind() if way == "thread" else contextlib.nullcontext():
-        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": DELAYED}))
+        zero = {"offload_optimizer": offload, "stage3_gather_16bit_weights_on_model_save": True}
+        engine = start(case.build().train(), make_config(stage, zero=zero))
         train_step(engine, case, 0)
         engine.runtime.settle()
         update = type(engine.basic_optimizer)._update_group
@@ -289,9 +291,16 @@ def failed_alone(way: str, door: str) -> list[str]:
             "step": lambda: train_step(engine, case, 2),
             "eval": lambda: engine.eval(),
             "destroy": lambda: engine.destroy(),
+            "save": lambda: engine.save_checkpoint(folder),
+            "stream": lambda: engine.stream_weights(),
+            "pretrained": lambda: engine.save_pretrained(folder),
+            "16 bit": lambda: engine.save_16bit_model(folder),
+            "unsharded": lambda: engine.unsharded().__enter__(),
+            "edit": lambda: GatheredParameters(engine.module.parameters(), modifier_rank=0).__enter__(),
+            "load": lambda: engine.load_module_state_dict(case.build().state_dict()),
         }
         heard = [said, outcome(doors[door])]
-        if door == "eval":
+        if door not in ("step", "destroy"):
             heard.append(outcome(lambda: train_step(engine, case, 2)))
         outcome(engine.destroy)
     return heard
@@ -301,15 +310,46 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("planted")
 
 
+WHOLE = ("save", "stream", "pretrained", "16 bit", "unsharded", "edit", "load")
+
+
 @pytest.mark.parametrize(
-    ("way", "door"),
-    [("thread", "step"), ("thread", "eval"), ("thread", "destroy"), ("program", "step")],
+    ("way", "door", "stage", "offload"),
+    [
+        ("thread", "step", 2, DELAYED),
+        ("thread", "eval", 2, DELAYED),
+        ("thread", "destroy", 2, DELAYED),
+        ("program", "step", 2, DELAYED),
+        *(("thread", door, 3, DELAYED) for door in WHOLE),
+        *(("thread", door, 3, CPU) for door in WHOLE),
+        ("thread", "save", 2, DELAYED),
+    ],
 )
-def test_one_rank_that_fails_ends_all_with_its_name(pool2: RankPool, way: str, door: str) -> None:
-    other, own = pool2.run(failed_alone, way, door, time_limit=40)
+def test_one_rank_that_fails_ends_all_with_its_name(
+    pool2: RankPool, tmp_path: Any, way: str, door: str, stage: int, offload: dict[str, Any]
+) -> None:
+    other, own = pool2.run(failed_alone, way, door, str(tmp_path), stage, offload, time_limit=40)
     assert "planted" in own[0] + own[1], own
     assert "rank 1" in other[1] and "planted" in other[1], (other, own)
     assert "planted" in own[-1] and "rank 1" in other[-1], "goes on"
+
+
+def failed_before_a_save(folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
+    """The same where the program itself updates: the first rank goes on to a save."""
+    with mock.patch("deepspeed.zero.failures._PATIENCE_S", 0.5):
+        return failed_alone("program", "save", folder, stage, offload)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(2, CPU), *(pytest.param(s, DELAYED, marks=pytest.mark.exhaustive) for s in (1, 3))]
+)
+def test_a_save_by_the_others_names_the_rank_whose_update_has_failed(
+    pool2: RankPool, tmp_path: Any, stage: int, offload: dict[str, Any]
+) -> None:
+    other, own = pool2.run(failed_before_a_save, str(tmp_path), stage, offload, time_limit=40)
+    assert "planted" in own[0], own
+    assert "rank 1 failed: ArithmeticError: planted" in other[1], other
+    pool2.close(at_once=True)  # their connections are closed
 
 
 def twice(stage: int, offload: dict[str, Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.client.incoming import incoming_of
+from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import is_composed, local_of, part_of, pieces_of, point, whole_of
 from deepspeed.zero.plan import StateKind
@@ -81,6 +82,8 @@ class GatheredParameters:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
         for runtime in dict.fromkeys(map(runtime_of, units.values())) if self._modifier is not None else ():
             if runtime is not None and not runtime.may_fetch_on_demand():
+                if runtime.worker is not None:
+                    settle_together(runtime.worker, runtime.settle, runtime.mesh)
                 runtime.catch_up()  # masters will be what is shown here, and must not lose their last update
         with ExitStack() as pinned:  # also when a later gather fails
             for unit in sorted(units.values(), key=lambda u: u.index):

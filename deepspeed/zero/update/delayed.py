@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.optim.base import GroupStep
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import OptimView, captured_groups, frozen_later, run_step
 from deepspeed.zero.unit import Unit
@@ -119,27 +119,15 @@ class Delayed:
         """The weights become those of the masters. Collective, where an update has begun; UsageError on all ranks where
         it has failed on one.
         """
-        runtime, worker = self._runtime, self._runtime.worker
+        runtime = self._runtime
         if not self._begun:
             return
-        failed = collectives.failures(self._failure(), runtime.mesh.job)
-        if failed:
-            self._begun.clear()
-            assert worker is not None
-            rank, text = next(iter(failed.items()))
-            worker.announced, worker.failure = (
-                True,
-                worker.failure or UsageError(f"on {runtime.mesh.title(rank)}: {text}"),
-            )
-            worker.check()  # raises: no rank can go on
-        self._publish()
-
-    def _failure(self) -> UsageError | None:
         try:
-            self.settle()
-        except UsageError as error:
-            return error
-        return None
+            settle_together(runtime.worker, self.settle, runtime.mesh)
+        except UsageError:  # no rank can go on
+            self._begun.clear()
+            raise
+        self._publish()
 
     def _publish(self) -> None:
         self.settle()
