@@ -132,6 +132,12 @@ class EngineCheckpoint:
         gradients.show()
         return True
 
+    def follow_data(self) -> None:
+        """See ``optimizer.refresh_fp32_params``."""
+        self._check_alive()
+        self._check_between_passes("refresh_fp32_params")
+        self._parts.hooks.take_edits(unseen=True)
+
     def _check_between_passes(self, call: str) -> None:
         if self.runtime.depth or self.runtime.in_backward or inside_backward():
             raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")

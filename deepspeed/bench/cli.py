@@ -6,6 +6,8 @@ ds_bench load       what getting its part of a model from safetensors files cost
 ds_bench access     what reading whole gradients, weights and optimizer states costs
 ds_bench step       how much of the optimizer's update a training step hides
 ds_bench vs-fsdp2   the same model under ZeRO-3 and torch's FSDP2
+ds_bench stream     whole weights out of a running engine, beside plain messages of as many bytes
+ds_bench generate   tokens a second under unsharded(), beside plain PyTorch
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
 Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from deepspeed.observe.program import BAD_INPUT, guarded
 
 _MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "load": "load", "cpu-adam": "cpu_adam", "access": "access"}
-_MODULES |= {"step": "step", "vs-fsdp2": "vs_fsdp2"}
+_MODULES |= {"step": "step", "vs-fsdp2": "vs_fsdp2", "stream": "stream", "generate": "generate"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from deepspeed.bench.common import block_of, check_folder, size_of, spread
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import CommandLine, columns, count_of, guarded
+from deepspeed.observe.program import CommandLine, columns, count_of, guarded, whole_of
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
@@ -174,7 +174,7 @@ def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
     threads = "threads where the page cache is in the way, or the backend is threads"
     parser.option("--io_parallel --threads", count_of, 1, "N", threads)
     parser.option("--loops", count_of, 3, "N", "repetitions")
-    parser.option("--warmup_loops", int, 1, "N", "untimed repetitions before")
+    parser.option("--warmup_loops", whole_of, 1, "N", "untimed repetitions before")
     parser.add_argument("--engine", choices=("aio_handle",), default="aio_handle", help="there is one")
     backends = ("auto", "io_uring", "libaio", "threads")
     parser.add_argument("--backend", choices=backends, default="auto", help="how requests reach the kernel")

@@ -7,7 +7,7 @@
 CPU ranks of this machine map the files and let deepspeed.initialize take over the weights, or, with --transformers,
 call from_pretrained under ZeRO-3 as a training script does. Measured are the seconds of the slowest rank, the bytes
 that each rank read, and by how much its resident memory grew at most, beside the bound: so many times its part, the
-largest tensor, and 16 MiB. What the system has in its cache is read faster. Exit status: 0; 2 above the bound, and for
+largest tensor, and 16 MiB. What the system has in its cache is read faster. Exit status: 0; 1 above the bound; 2 for
 wrong input.
 """
 
@@ -28,7 +28,7 @@ from deepspeed import comm
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
-from deepspeed.observe.program import CommandLine, columns, count_of, size
+from deepspeed.observe.program import CheckFailedError, CommandLine, columns, count_of, size
 from deepspeed.verify.ranks import RankPool
 from deepspeed.zero.client.mapped import identity_of
 
@@ -146,7 +146,7 @@ def _as_text(facts: dict[str, Any]) -> str:
 
 
 def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
+    """Measure as the command line says; a table, or facts. Raises CheckFailedError, UsageError, DeepSpeedError."""
     parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="FOLDER", help="safetensors files, as of save_pretrained")
     parser.option("--ranks", count_of, 2, "N", "processes")
@@ -158,5 +158,5 @@ def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
         raise UsageError("--transformers loads in shards under ZeRO-3 alone; leave --zero out")
     facts = measure(plan)
     if (most := max(facts["grew_bytes"])) > facts["bound_bytes"]:
-        raise DeepSpeedError(f"{_as_text(facts)}: above the bound by {size(most - facts['bound_bytes'])}")
+        raise CheckFailedError(f"{_as_text(facts)}: above the bound by {size(most - facts['bound_bytes'])}")
     return facts if plan.json else _as_text(facts)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,11 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+
+class CheckFailedError(Exception):
+    """What was to be checked is not so; the text says what is."""
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -39,6 +44,29 @@ def count_of(text: str, most: int = sys.maxsize) -> int:
     return int(text)
 
 
+def whole_of(text: str) -> int:
+    """A whole number from 0 on. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def number_of(text: str) -> float:
+    """A number from 0 on. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+
+
+def positive_of(text: str) -> float:
+    """A number above 0. Raises ArgumentTypeError."""
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if (number := number_of(text)) > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
 def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
     """The lines of a table; the first ``left`` columns begin at their left edge, the others end at their right."""
     texts = [[cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row] for row in rows]
@@ -48,7 +76,8 @@ def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
 
 
 def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
-    """The exit status: that of ``run``, or 2 for wrong input and failures, 130 for Ctrl-C, 141 when no one reads on.
+    """The exit status: that of ``run``, or 1 for a failed check, 2 for wrong input and failures, 130 for Ctrl-C, 141 if
+    no one reads on.
 
     ``run`` may instead return what is to be said: text, or facts, which are written as JSON; the status is 0 then.
     """
@@ -68,9 +97,9 @@ def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
             with contextlib.suppress(io.UnsupportedOperation):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
-    except (DeepSpeedError, OSError, ValueError) as error:
+    except (CheckFailedError, DeepSpeedError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
-        return BAD_INPUT
+        return FAILED if isinstance(error, CheckFailedError) else BAD_INPUT
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
         return INTERRUPTED

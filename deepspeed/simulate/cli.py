@@ -30,7 +30,7 @@ from deepspeed.bench.common import size_of
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
-from deepspeed.observe.program import CommandLine, count_of, guarded, say
+from deepspeed.observe.program import CommandLine, count_of, guarded, say, whole_of
 from deepspeed.simulate import report
 from deepspeed.simulate.calibrate.run import calibrate
 from deepspeed.simulate.costs import load_machine, machines
@@ -56,7 +56,7 @@ def _parser() -> CommandLine:
     parser.option("--model", str, None, "M", "module:build, or a Hugging Face config.json")
     parser.option("--config", str, None, "FILE", "the DeepSpeed configuration")
     parser.option("--gpus", count_of, 8, "N", "devices of the job")
-    parser.option("--rank", int, 0, "R", "the rank to be simulated")
+    parser.option("--rank", whole_of, 0, "R", "the rank to be simulated")
     parser.option("--device", str, "h100", "D", f"{', '.join(machines())} or a JSON file")
     parser.option("--sequence", count_of, None, "N", "tokens of a sample, for a config.json")
     parser.option("--steps", count_of, 5, "N", "steps, of which the last is reported")

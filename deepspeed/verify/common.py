@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from deepspeed.config.parse import read_config_source
-from deepspeed.observe.program import CommandLine, count_of
+from deepspeed.observe.program import CommandLine, count_of, positive_of
 from deepspeed.verify.ranks import RankFailure
 from deepspeed.verify.user_model import load_user_case
 
@@ -37,7 +37,7 @@ def add_runs(parser: CommandLine, *, steps: int, limit: float, ranks: int = 2) -
     """What all gates take that train."""
     parser.option("--ranks", count_of, ranks, "N", "number of CPU ranks")
     parser.option("--steps", count_of, steps, "N", "optimizer steps of one run")
-    parser.option("--time-limit", float, limit, "N", "seconds one run may take")
+    parser.option("--time-limit", positive_of, limit, "N", "seconds one run may take")
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.observe.program import CommandLine
+from deepspeed.observe.program import CommandLine, number_of
 from deepspeed.verify.common import Printout, add_training, aligned, config_of
 from deepspeed.verify.grads import TOLERANCE, Cell, Errors, largest, run_cell
 from deepspeed.verify.ranks import RankPool
@@ -53,7 +53,7 @@ def train_compiled(cell: Cell, steps: int, backend: str, case: Any = None) -> Co
 def add_options(parser: CommandLine) -> None:
     add_training(parser, "the configuration to check your model under", steps=4, limit=600.0)
     parser.option("--backend", str, "inductor", "NAME", "what compiles; aot_eager needs no C++ compiler")
-    parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
+    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def _cells(model: str | None, config: dict[str, Any]) -> list[Cell]:

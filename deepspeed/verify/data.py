@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
-from deepspeed.observe.program import CommandLine, count_of
+from deepspeed.observe.program import CommandLine, count_of, positive_of, whole_of
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankPool, scratch
 
@@ -86,20 +86,18 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
 def add_options(parser: CommandLine) -> None:
     parser.option("--save-n", count_of, 4, "N", "ranks that begin the epoch and save")
     parser.option("--load-n", count_of, 3, "N", "ranks that load and finish it")
-    parser.option("--workers", int, 2, "N", "worker processes of each rank's loader")
+    parser.option("--workers", whole_of, 2, "N", "worker processes of each rank's loader")
     parser.option("--samples", count_of, SAMPLES, "N", "samples of an epoch")
     parser.option("--batch", count_of, 4, "N", "samples of a batch on each rank")
-    parser.option("--at", int, None, "N", "steps before the save (default: a third of the epoch)")
-    parser.option("--time-limit", float, 180.0, "N", "seconds each of the two runs may take")
+    parser.option("--at", whole_of, None, "N", "steps before the save (default: a third of the epoch)")
+    parser.option("--time-limit", positive_of, 180.0, "N", "seconds each of the two runs may take")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:
     """Run ``ds_verify data``. Raises ValueError (bad input) before any rank is started, Finding, RankFailure."""
-    if options.workers < 0:
-        raise ValueError("--workers must not be negative")
     samples, batch, saving, loading = options.samples, options.batch, options.save_n, options.load_n
     steps = -(-samples // (saving * batch))
-    if options.at is not None and not 0 <= options.at <= steps:
+    if options.at is not None and options.at > steps:
         raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {saving} x {batch}")
     at = max(1, steps // 3) if options.at is None else options.at
     runs = []

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
-from deepspeed.observe.program import CommandLine
+from deepspeed.observe.program import CommandLine, number_of
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify.common import Printout, add_training, aligned, config_of
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
@@ -215,7 +215,7 @@ def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] |
 def add_options(parser: CommandLine) -> None:
     parser.switches(matrix="every combination of stage, bucket, overlap and accumulation")
     add_training(parser, "the configuration to check your model under", steps=STEPS, limit=120.0)
-    parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
+    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:

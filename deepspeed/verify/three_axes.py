@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, PipelineError, UsageError
-from deepspeed.observe.program import CommandLine, count_of
+from deepspeed.observe.program import CommandLine, count_of, number_of
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import SCHEDULES, chunks_and_style
 from deepspeed.pipe.plain import cut_model
@@ -234,7 +234,7 @@ def add_options(parser: CommandLine) -> None:
     parser.add_argument("--zero", type=int, choices=range(4), help="level of ZeRO (default: all)")
     parser.add_argument("--schedule", choices=[*SCHEDULES], help="as in the key pipeline.schedule")
     parser.option("--chunks", count_of, None, "N", "parts of the model on each stage")
-    parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
+    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def _layout(options: argparse.Namespace, pp: int, tp: int) -> tuple[int, int, int]:

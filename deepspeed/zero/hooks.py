@@ -183,9 +183,9 @@ class ModuleHooks:
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
 
-    def take_edits(self) -> None:
-        """Masters follow what was written into whole parameters in place."""
-        self._tree.take_edits()
+    def take_edits(self, *, unseen: bool = False) -> None:
+        """Masters follow what was written into whole parameters in place, ``unseen``: through ``data``, too."""
+        self._tree.take_edits(unseen=unseen)
 
     def _late(self, unit: Unit) -> bool:
         """Whether the unit stays, and may be updated behind the program: what reads it past torch's functions, as an

@@ -28,6 +28,7 @@ from deepspeed.zero.layout import Granularity, Segment, round_up
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.standing import Standing, frozen_later
 from deepspeed.zero.update.turns import Turns, copied
 
 _PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
@@ -82,13 +83,6 @@ class OptimView:
         factor *= self.unit.facts.after
         piece = piece.to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
-
-    def frozen_parts(self, frozen: Iterable[Segment]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of the view's values, its copy) of parameters frozen later: momentum must not move them."""
-        layout, flat = self.unit.layout, self.param.detach().reshape(-1)
-        spans = (layout.overlap(segment, self.start, self.stop) for segment in frozen)
-        parts = (flat[lo - self.start : hi - self.start] for lo, hi in spans if lo < hi)
-        return [(part, part.clone()) for part in parts]
 
 
 def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
@@ -203,7 +197,7 @@ def run_step(
     scales = {v.param: factor * v.unit.facts.after for v in views if writing and v.param.device.type == "cpu"}
     if scales and not optimizer.scales_on_host():  # type: ignore[attr-defined]
         scales = {}
-    still: list[tuple[torch.Tensor, torch.Tensor]] = []
+    standing = Standing(optimizer, frozen)
     try:
         for view in views:
             place = places.get(view.unit)
@@ -212,16 +206,14 @@ def run_step(
             grad = view.gradient(factor, source=source, plain=view.param in scales)
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
-            view.param.grad = grad
-            still += view.frozen_parts(frozen.get(view.unit, ()))
+            view.param.grad = grad if standing.hold(view) else None
         asked: Any = contextlib.nullcontext(())
         if writing is not None and (outputs or scales or skip is not None):
             asked = writing(optimizer, outputs, skip=skip, scales=scales)
         with asked as written:
             step()
     finally:
-        for part, values in still:
-            part.copy_(values)
+        standing.put_back()
         for view in views:
             view.param.grad = None
     return [v for v in views if v.param in written]
@@ -230,14 +222,6 @@ def run_step(
 def captured_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings of the groups as they are now, without parameters."""
     return [{k: copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def frozen_later(views: list[OptimView]) -> dict[Unit, list[Segment]]:
-    """By unit, where there are any, the parameters that were frozen after ``initialize``: their values are put back."""
-    units = dict.fromkeys(view.unit for view in views)
-    pairs = {unit: zip(unit.params, unit.layout.segments, strict=True) for unit in units}
-    frozen = {unit: [s for p, s in those if not p.requires_grad] for unit, those in pairs.items()}
-    return {unit: segments for unit, segments in frozen.items() if segments}
 
 
 class _Slot(NamedTuple):

@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import count
 from math import prod
@@ -198,13 +198,14 @@ class ReleasedFace:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         hollow = _is_hollow(cast(torch.Tensor, self))  # torch asks for the class first, which may be another one then
         unit = getattr(self, "_ds_unit", None)
-        # Before there is an engine all ranks build the model, so all of them copy this part of it.
+        # Before there is an engine all ranks build the model, so all of them copy this part of it: into shards, too.
         if hollow and isinstance(self, nn.Parameter) and unit is not None and getattr(unit.keeper, "building", False):
             unit.pin()
             try:
-                return copy.deepcopy(self, memo)  # of the plain class now, so an ordinary parameter
+                made = copy.deepcopy(self, memo)  # of the plain class now, so an ordinary parameter
             finally:
                 unit.unpin()
+            return unit.keeper.cut_copy(made, unit)
         return super().__deepcopy__(memo) if isinstance(self, ReleasedFace) else copy.deepcopy(self, memo)  # type: ignore[misc]
 
 
@@ -228,6 +229,12 @@ def released_class(base: type) -> type:
 @functools.cache
 def _alias_class(base: type) -> type:
     return ReleasedTensor if base is torch.Tensor else type(f"Released{base.__name__}", (ReleasedTensor, base), {})
+
+
+def requiring(params: Sequence[torch.Tensor]) -> list[int]:
+    """Positions of those that require a gradient; asked after every backward, so past the faces."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [position for position, param in enumerate(params) if param.requires_grad]
 
 
 def storage_uses(flat: torch.Tensor) -> int:

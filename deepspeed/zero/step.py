@@ -21,11 +21,12 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.behind import Worker
 from deepspeed.zero.failures import error_of
-from deepspeed.zero.optim_view import OptimTiles, OptimView, captured_groups, frozen_later, run_step
+from deepspeed.zero.optim_view import OptimTiles, OptimView, captured_groups, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.standing import frozen_later
 from deepspeed.zero.update.turns import Turns
 from deepspeed.zero.update.visits import Visits
 

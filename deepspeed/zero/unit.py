@@ -14,7 +14,7 @@ from deepspeed.tier.store import Memory, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import check_unmoved, expose, hide, point, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import check_unmoved, expose, hide, point, requiring, storage_uses, unmark_zero_parameter
 from deepspeed.zero.partition import GradState, Keeper, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
@@ -54,8 +54,8 @@ class Unit:
         self._early: Any = None  # one that the next step may take (EarlyUpdate)
         self.master_is_param = False
         self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
-        # Positions whose gradients are in ``partial``; of these, those of the running backward.
-        self.fired: set[int] = set()
+        # Positions whose gradients are in ``partial`` (of these, those of the running backward: ``arrived``), and that
+        self.fired, self.trained = set[int](), set[int]()  # required one in some backward of the window
         self.absorbed: dict[int, int] = {}  # torch's version of a parameter as its masters have followed it
         self.arrived: set[int] = set()
         self.kept = False  # something that autograd cannot announce will read the parameters: they stay until the flush
@@ -306,8 +306,8 @@ class Unit:
         """Drop the gradient; its memory stays for the next window."""
         self.exchange_early(None)
         self.partial = None
-        self.fired.clear()
-        self.arrived.clear()
+        for noted in (self.fired, self.arrived, self.trained):
+            noted.clear()
         self.grad_filled = False
         self.move_grad(GradState.EMPTY)
 
@@ -476,6 +476,7 @@ class Unit:
         """The backward is over. ``keep``: it left a graph that will read what was kept."""
         self._done.clear()
         self.arrived.clear()
+        self.trained.update(requiring(self.params) if self.trainable else ())
         self.kept = self.kept and keep
 
     def abandon(self) -> None:

@@ -143,6 +143,55 @@ def test_elements_that_nobody_edits_keep_the_bits_of_their_masters(pool2: RankPo
     assert pool2.run(masters_after_an_edit) == [(True, True)] * 2
 
 
+def _through_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.05, 0.05)
+    model.head.weight.data[1] = 0.25  # type: ignore[union-attr,operator,index]
+
+
+def edited_through_data(stage: int, place: str, half: bool, when: int) -> float:  # noqa: FBT001
+    """The error where before update ``when`` parameters are written to in ways that torch does not count."""
+    engine = engine_of(stage, place, **({"bf16": {"enabled": True}} if half else {}))
+    plain = Plain(torch.bfloat16 if half else torch.float32)
+    for number in range(when + 2):
+        if number == when:
+            for model in (engine.module, plain.model):
+                _through_data(model)
+            if when:
+                engine.optimizer.refresh_fp32_params()
+        step(engine, number)
+        plain.step(number)
+    error = error_of(engine, plain)
+    engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize(
+    ("stage", "place", "half"), [(0, "device", True), (1, "device", True), (2, "host", True), (2, "device", False)]
+)
+def test_what_is_written_through_data_counts_before_the_first_update_and_when_it_is_said(
+    pool2: RankPool, stage: int, place: str, half: bool, when: int
+) -> None:
+    assert max(pool2.run(edited_through_data, stage, place, half, when)) < (0.01 if half else 1e-6)
+
+
+def masters_written_first() -> bool:
+    """Whether a master that is written before the first update is what trains on, not what the model shows of it."""
+    engine = engine_of(1, bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    weight = engine.module.head.weight
+    values = torch.full(weight.shape, 0.3)
+    deepspeed.utils.safe_set_full_fp32_param(weight, values)
+    step(engine, 0)
+    found = deepspeed.utils.safe_get_full_fp32_param(weight)
+    engine.destroy()
+    return torch.equal(found, values)
+
+
+def test_masters_that_are_written_before_the_first_update_stay(pool2: RankPool) -> None:
+    assert pool2.run(masters_written_first) == [True, True]
+
+
 def released(how: str) -> str:
     engine = engine_of(3)
     said = outcome(lambda: EDITS[how](engine.module))
@@ -184,6 +233,54 @@ def frozen(stage: int, place: str) -> tuple[float, bool, list[str]]:
 def test_what_is_frozen_stands_still_and_the_rest_trains_on(pool2: RankPool, stage: int, place: str) -> None:
     for error, still, wrong in pool2.run(frozen, stage, place):
         assert error < 1e-6 and still and wrong == []
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
+# micro-batch, of windows of two -> what is frozen from there on, or trained again
+WINDOWS = {1: ("layers.0", False), 4: ("head", False), 7: ("layers.0", True), 8: ("head", True), 9: ("layers.1", False)}
+
+
+def changing_within_windows(stage: int, place: dict[str, Any], optimizer: dict[str, Any]) -> list[float]:
+    """Errors after each update, where parameters are frozen and trained again between the batches of a window."""
+    config = make_config(stage, zero=ZERO | place, optimizer=optimizer, gradient_accumulation_steps=2)
+    engine = start(CASE.build().train(), config)
+    model = CASE.build().train()
+    rule = getattr(torch.optim, optimizer["type"])(model.parameters(), **optimizer["params"])
+    world, errors = dist.get_world_size(), []
+    for batch in range(12):
+        part, trains = WINDOWS.get(batch, ("", True))
+        for each in (engine.module, model) if part else ():
+            each.get_submodule(part).requires_grad_(trains)
+        engine.backward(CASE.seeded_loss(engine, MicroBatch(batch, 0, dist.get_rank(), world))[0])
+        engine.step()
+        for rank in range(world):
+            (CASE.seeded_loss(model, MicroBatch(batch, 0, rank, world))[0] / (2 * world)).backward()
+        if batch % 2:
+            rule.step()
+            rule.zero_grad()
+            expected = dict(model.named_parameters())
+            whole = full_parameters(engine.module)
+            errors.append(max(scaled_error(value.float(), expected[n].detach()) for n, value in whole.items()))
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [(0, "device"), (1, "device"), (2, "device"), (3, "device"), (1, "host"), (3, "host"), (3, "drive")],
+)
+def test_what_is_frozen_in_the_middle_of_a_window_keeps_what_it_has_of_it(
+    pool2: RankPool, tmp_path: Any, stage: int, place: str
+) -> None:
+    drive = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for errors in pool2.run(changing_within_windows, stage, PLACES.get(place, drive), SGD):
+        assert max(errors) < 1e-6, errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_with_adam_too_but_for_the_count_of_steps_that_neighbours_share(pool2: RankPool, stage: int) -> None:
+    for errors in pool2.run(changing_within_windows, stage, {}, ADAM):
+        assert max(errors[:2]) < 1e-6 and max(errors) < 0.01, errors
 
 
 def unfrozen(stage: int, grouped: bool) -> tuple[str, list[str]]:  # noqa: FBT001

@@ -464,9 +464,12 @@ def _copy_of_a_part() -> list[bool]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         expected = [p.detach().clone() for p in model[1].parameters()]
     copied = copy.deepcopy(model[1])
+    shards = [p._ds_unit.shard.numel() * dist.get_world_size() for p in copied.parameters()]
+    with deepspeed.zero.GatheredParameters(list(copied.parameters())):
+        same = all(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True))
     facts = [
-        all(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True)),
-        not any(hasattr(p, "ds_id") for p in copied.parameters()),  # ordinary: initialize shards them
+        same,
+        shards == [p.numel() for p in expected],  # the copy is cut as what it is a copy of
         all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters()),  # the source was let go again
     ]
     model[1].requires_grad_(False)
@@ -485,6 +488,35 @@ def _copy_of_a_part() -> list[bool]:
         copy.deepcopy(copied)  # a part of a living engine is not copied in silence
     engine.destroy()
     return facts
+
+
+def _copy_of_all(half: bool) -> list[bool]:  # noqa: FBT001
+    """A reference model, as trainers copy it, and the model itself, each with its engine; and a copy of a copy."""
+    config = make_config(3, zero=ZERO, **({"bf16": {"enabled": True}} if half else {}))
+    torch.manual_seed(4)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        model[2].weight.requires_grad_(False)
+    model.register_parameter("tied", model[0].weight)
+    other = copy.deepcopy(copy.deepcopy(model))
+    facts = [other.tied is other[0].weight, not other[2].weight.requires_grad, other[0].weight is not model[0].weight]
+    facts += [p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in [*model.parameters(), *other.parameters()]]
+    frozen = start(other.requires_grad_(False), {k: v for k, v in config.items() if k != "optimizer"})
+    engine = start(model, config)
+    x = torch.ones(2, 4, dtype=next(model.parameters()).dtype)
+    facts.append(torch.equal(engine(x), frozen(x)))
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    facts.append(not torch.equal(engine(x), frozen(x)))
+    engine.destroy()
+    frozen.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_a_copy_of_a_model_in_shards_is_in_shards(pool2: RankPool, half: bool) -> None:
+    for facts in pool2.run(_copy_of_all, half):
+        assert all(facts), facts
 
 
 def test_a_part_of_a_model_in_shards_is_copied_with_its_values_before_there_is_an_engine(pool2: RankPool) -> None:

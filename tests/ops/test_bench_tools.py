@@ -145,6 +145,27 @@ def test_zero_and_fsdp2_train_the_same_model(capsys: pytest.CaptureFixture[str])
         assert each["samples_per_s"] == pytest.approx(2 * 256 / each["step_s"]) and each["grew_bytes"] > 0
 
 
+def test_a_stream_of_weights_is_measured_beside_plain_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stream", "--params", "20K", "--steps", "2", "--max-bytes", "8K", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["bytes"] == 2 * facts["params"] and facts["bytes_to_one"] == facts["bytes"] / 2
+    assert set(facts["seconds"]) == {"to one rank", "to all ranks", "messages to one rank"}
+    least = facts["seconds"]["messages to one rank"]
+    assert all(facts["ratio"][name] == pytest.approx(s / least) and s > 0 for name, s in facts["seconds"].items())
+
+
+def test_generation_is_measured_beside_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--params", "20K", "--steps", "1", "--tokens", "3", "--rows", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "3 tokens of 2 sequences" in shown[0] and "2 ranks, ZeRO-3" in shown[0]
+    rows = [line.rsplit(maxsplit=3) for line in shown[3:6]]
+    assert [row[0] for row in rows] == ["plain PyTorch", "in unsharded()", "through the engine"] and rows[0][
+        3
+    ] == "1.00"
+    for _, seconds, rate, _ in rows:
+        assert float(rate) > 0 and float(seconds) >= 0
+
+
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=1000))
     assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
@@ -177,6 +198,8 @@ def test_a_save_that_fails_is_a_sentence(
         ["access", "--zero", "4"],
         ["step", "--steps", "0"],
         ["vs-fsdp2", "--ranks", "none"],
+        ["stream", "--ranks", "1"],
+        ["generate", "--tokens", "0"],
         ["nvme"],
     ],
 )
@@ -272,5 +295,5 @@ def test_a_load_above_its_bound_fails(
     capsys: pytest.CaptureFixture[str], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_SLACK_BYTES", -(1 << 40))
-    assert cli.main(["load", "--model", str(model_folder)]) == 2
+    assert cli.main(["load", "--model", str(model_folder)]) == 1
     assert "above the bound by" in capsys.readouterr().err

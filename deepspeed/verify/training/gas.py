@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed.observe.program import CommandLine
+from deepspeed.observe.program import CommandLine, number_of, positive_of
 from deepspeed.precision.token_weights import IGNORED
 from deepspeed.verify.common import Printout
 from deepspeed.verify.grads import TOLERANCE, Cell, full_gradients, full_parameters, scaled_error, start_engine
@@ -96,8 +96,8 @@ def run_split(stage: int, micro: int, steps: int, kind: str) -> tuple[float, flo
 
 
 def add_options(parser: CommandLine) -> None:
-    parser.option("--time-limit", float, 120.0, "N", "seconds one run may take")
-    parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
+    parser.option("--time-limit", positive_of, 120.0, "N", "seconds one run may take")
+    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterable
 
-from deepspeed.observe.program import CommandLine
+from deepspeed.observe.program import CommandLine, number_of
 from deepspeed.verify.common import Printout, add_runs
 from deepspeed.verify.grads import TOLERANCE, Errors, largest
 from deepspeed.verify.ranks import RankPool
@@ -12,7 +12,7 @@ from deepspeed.verify.ranks import RankPool
 def add_options(parser: CommandLine) -> None:
     """Options of a gate whose rows are names and stages."""
     add_runs(parser, steps=3, limit=120.0)
-    parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
+    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def run_table(

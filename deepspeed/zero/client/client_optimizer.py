@@ -96,6 +96,14 @@ class DeepSpeedOptimizer:
         self.overflow = state["overflow"]
         engine.runtime.publish(engine.runtime.units)
 
+    def refresh_fp32_params(self) -> None:
+        """Let masters follow 16-bit parameters that were written to through ``.data`` after the first update: torch
+        does not count that, and the next update would undo it. Where the rounded master is what stands there it keeps
+        its bits. Call it behind the edit, before ``step``; nothing is to be done where parameters are sharded or fp32.
+        Raises UsageError inside a forward or backward, and under ``delayed_update``.
+        """
+        self._engine.follow_data()
+
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:

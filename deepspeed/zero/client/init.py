@@ -218,6 +218,11 @@ class Init:
                 *(len(names), ", ".join(names[:8])),
             )
 
+    def cut_copy(self, param: nn.Parameter, unit: Unit) -> nn.Parameter:
+        """``param``, a whole copy of the one of ``unit``, as this rank's shard of it."""
+        self._cut(param, unit.name, unit.full.dtype)
+        return param
+
     def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
         """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
         layout = build_layout([(name, tuple(param.shape), 0)], self.mesh.zero.size, Granularity.ELEMENT)

@@ -10,6 +10,7 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit
 
 _REMEDY = "change the model before deepspeed.initialize, or call engine.destroy(), change it, and initialize again"
 
@@ -26,6 +27,7 @@ class ModuleTree:
         # Whole parameters beside masters of their own; torch counts what is written in place, but not through ``data``.
         self._apart = [u for u in units if not u.movable and u.master is not None and not u.master_is_param]
         self._versions = {p: p._version for u in self._apart for p in u.params}
+        self._untrained = {u: _version_of(u) for u in self._apart if not u.drives}
         self._look()
 
     def _look(self) -> None:
@@ -76,16 +78,24 @@ class ModuleTree:
                 gone[0],
             )
 
-    def take_edits(self) -> None:
+    def take_edits(self, *, unseen: bool = False) -> None:
         """Masters follow what the client has written into parameters (``load_state_dict``, ``apply``), element by
         element: where the rounded master is what stands there it keeps its bits. Else the next update would undo it.
+
+        What was written through ``data``, which torch does not count, is looked for until the first update, when
+        programs initialise their weights, and with ``unseen``: to read all of them for each update would cost a part of
+        it.
         """
+        first = self._runtime.steps == 0
         for unit in self._apart:
             now = [p._version for p in unit.params]
             edited = [i for i, p in enumerate(unit.params) if now[i] not in (self._versions[p], unit.absorbed.get(i))]
+            # masters that somebody has written to are ahead of what is shown, until the update
+            if unseen or (first and self._untrained.get(unit) == _version_of(unit)):
+                edited = [*range(len(unit.params))]
             if not edited:
                 continue
-            if self._runtime.delayed is not None:
+            if self._runtime.delayed is not None and not first:
                 self._versions.update(
                     zip(unit.params, now, strict=True)
                 )  # refused once: what is said to use works then
@@ -102,3 +112,8 @@ class ModuleTree:
                         values = unit.full[lo:hi].to(master)
                         master.copy_(torch.where(master.to(unit.full.dtype).to(master.dtype) == values, master, values))
                     self._versions[param] = param._version
+
+
+def _version_of(unit: Unit) -> int:
+    """How often torch has seen the masters written to."""
+    return -1 if unit.master is None else unit.master._version

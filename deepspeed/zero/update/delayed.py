@@ -17,8 +17,9 @@ from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_view import OptimView, captured_groups, frozen_later, run_step
+from deepspeed.zero.optim_view import OptimView, captured_groups, run_step
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.standing import frozen_later
 
 if TYPE_CHECKING:
     from deepspeed.zero.runtime import Runtime

@@ -19,10 +19,11 @@ from deepspeed.errors import UsageError
 from deepspeed.optim.rules import AdamBase
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_view import OptimView, captured_groups, frozen_later
+from deepspeed.zero.optim_view import OptimView, captured_groups
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import InFlight, StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.standing import frozen_later
 from deepspeed.zero.update.turns import same
 
 if TYPE_CHECKING:

@@ -1,0 +1,75 @@
+"""Parameters frozen after ``initialize`` stand still, as for an optimizer that finds no gradient of them: an update
+changes neither their values nor what is kept for them, though momentum and decay of their neighbours go on.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed.zero.layout import Segment
+from deepspeed.zero.param import requiring
+from deepspeed.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from deepspeed.zero.optim_view import OptimView
+
+_Spans = list[tuple[int, int]]
+
+
+def frozen_later(views: "Iterable[OptimView]") -> dict[Unit, list[Segment]]:
+    """By unit, where there are any, the parameters that stand still: frozen, and not in the middle of the window, which
+    has given them a gradient. The same answer on all ranks, whatever branches their batches have taken.
+    """
+    units = dict.fromkeys(view.unit for view in views)
+    trains = {unit: unit.trained.union(requiring(unit.params)) for unit in units}
+    frozen = {u: [s for i, s in enumerate(u.layout.segments) if i not in trains[u]] for u in units}
+    return {unit: segments for unit, segments in frozen.items() if segments}
+
+
+class Standing:
+    """Of one call of ``optimizer``; ``frozen`` as by ``frozen_later``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, frozen: dict[Unit, list[Segment]]) -> None:
+        self._frozen = frozen
+        self._state = vars(optimizer).get("state", {})  # not by its door, which waits for this very update
+        self._kept: list[tuple[OptimView, _Spans, list[torch.Tensor], list[str]]] = []
+
+    def hold(self, view: "OptimView") -> bool:
+        """Whether the optimizer is to see ``view``; what of it must stand still is kept for ``put_back``. Once, when it
+        makes the slots that checkpoints count on, it sees also what stands still as a whole.
+        """
+        spans = _spans(view, self._frozen.get(view.unit, ()))
+        if not spans:
+            return True
+        whole = sum(hi - lo for lo, hi in _spans(view, view.unit.layout.segments))
+        if sum(hi - lo for lo, hi in spans) == whole and self._state.get(view.param):
+            return False
+        slots = self._slots(view)
+        parts = _parts([view.param, *slots.values()], spans)
+        self._kept.append((view, spans, [part.clone() for part in parts], [*slots]))
+        return True
+
+    def put_back(self) -> None:
+        """After the call. Slots that are new are as before a first gradient."""
+        for view, spans, copies, known in self._kept:
+            slots = self._slots(view)
+            for part, values in zip(_parts([view.param, *map(slots.get, known)], spans), copies, strict=True):
+                part.copy_(values)
+            for part in _parts([slot for name, slot in slots.items() if name not in known], spans):
+                part.zero_()
+
+    def _slots(self, view: "OptimView") -> dict[str, torch.Tensor]:
+        state = self._state.get(view.param, {})
+        return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == view.param.shape}
+
+
+def _spans(view: "OptimView", segments: Iterable[Segment]) -> _Spans:
+    """Where these parameters are in the view, as far as they are."""
+    pairs = (view.unit.layout.overlap(segment, view.start, view.stop) for segment in segments)
+    return [(lo - view.start, hi - view.start) for lo, hi in pairs if lo < hi]
+
+
+def _parts(tensors: "Iterable[torch.Tensor | None]", spans: _Spans) -> list[torch.Tensor]:
+    flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor is not None]
+    return [values[lo:hi] for values in flat for lo, hi in spans]

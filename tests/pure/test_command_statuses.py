@@ -1,0 +1,139 @@
+"""Every command ends with 0 when all is well, 1 where something is wrong, 2 for wrong input: docs/tools.md says so."""
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from deepspeed.observe.program import CheckFailedError, guarded
+from tests.budget.source import ROOT
+
+MAINS = {
+    "deepspeed": "deepspeed.launcher.runner",
+    "ds_bench": "deepspeed.bench.cli",
+    "ds_checkpoint": "deepspeed.checkpoint.tool.cli",
+    "ds_config": "deepspeed.config.tool.cli",
+    "ds_io": "deepspeed.bench.io",
+    "ds_nvme_tune": "deepspeed.bench.tune",
+    "ds_report": "deepspeed.report.cli",
+    "ds_simulate": "deepspeed.simulate.cli",
+    "ds_ssh": "deepspeed.launcher.ds_ssh",
+    "ds_verify": "deepspeed.verify.cli",
+}
+SAME = {"ds": "deepspeed", "dsr": "ds_report"}
+TIMED = ["loop", "gas", "optim", "lr", "teardown", "compile", "offload", "data", "resume", "3d"]
+TOLERANT = ["grads", "loop", "gas", "optim", "compile", "3d"]
+MEASURES = ["io", "ckpt", "load", "access", "step", "vs-fsdp2", "cpu-adam", "stream", "generate"]
+NOT_NUMBERS = ("0", "-1", "nan", "inf", "soon")
+
+# what is written behind the command -> what standard error has of it; {} is a folder with a configuration
+WRONG: dict[str, str] = {
+    "deepspeed": "",
+    "deepspeed --num_gpus none train.py": "num_gpus",
+    "deepspeed --num_gpus 1 {}/none.py": "does not exist",
+    "ds_bench": "nothing to measure was named",
+    "ds_bench comm": "'comm' is not in this release",
+    **{f"ds_bench {what} --rows 0": "whole number from 1" for what in ("access", "step", "vs-fsdp2")},
+    "ds_bench access --params 1e13": "GB of memory and",
+    "ds_bench ckpt --folder {}/none": "does not exist",
+    "ds_bench io --folder {}/none": "none",
+    "ds_bench load --model {}/none": "has no *.safetensors files",
+    "ds_bench cpu-adam --params 0": "no number of parameters",
+    "ds_bench stream --max-bytes none": "no size",
+    "ds_bench generate --tokens 0": "whole number from 1",
+    "ds_checkpoint": "required",
+    "ds_checkpoint info {}/none": "none",
+    "ds_checkpoint verify {}/none": "none",
+    "ds_checkpoint diff {}/none {}/none": "none",
+    "ds_checkpoint export --format hf {}/none {}/out": "none",
+    "ds_config": "required",
+    "ds_config check {}/none.json": "none.json",
+    "ds_config check {}/wrong.json": "zero_optimisation",
+    "ds_config check {}/ds.json --world 0": "whole number from 1",
+    "ds_config show {}/none.json": "none.json",
+    "ds_config init --goal nothing": "invalid choice",
+    "ds_config init --output {}/ds.json": "is there already",
+    "ds_io": "",
+    "ds_io --folder {}/none": "",
+    "ds_io --warmup_loops -1": "whole number from 0",
+    "ds_nvme_tune": "",
+    **{f"ds_nvme_tune --seconds {text}": "no number above 0" for text in NOT_NUMBERS},
+    "ds_report --none": "unrecognized",
+    "ds_report run {}/none": "none",
+    "ds_report --job {}/none": "none",
+    "ds_simulate": "",
+    "ds_simulate --config {}/none.json --gpus 2 --model gpt2": "none.json",
+    "ds_simulate --config {}/ds.json --gpus 0": "whole number from 1",
+    "ds_simulate --config {}/ds.json --gpus 2 --rank -1": "whole number from 0",
+    "ds_ssh": "no command to run",
+    "ds_ssh -f {}/none hostname": "none",
+    "ds_verify": "required",
+    "ds_verify nothing": "invalid choice",
+    **{f"ds_verify grads --time-limit {text}": "no number above 0" for text in NOT_NUMBERS},
+    **{f"ds_verify {name} --time-limit 0": "no number above 0" for name in TIMED},
+    **{f"ds_verify {name} --tolerance nan": "no number from 0" for name in TOLERANT},
+    "ds_verify teardown --growth -1": "no number from 0",
+    "ds_verify grads --ranks 0": "whole number from 1",
+    "ds_verify grads --steps many": "whole number from 1",
+    "ds_verify grads --model nothing.of:that": "nothing",
+    "ds_verify grads --config {}/none.json": "none.json",
+    "ds_verify offload --folder {}/none": "no folder",
+    "ds_verify data --workers -1": "whole number from 0",
+    "ds_verify data --at 99999": "--at 99999",
+    "ds_verify crash --seed -1": "whole number from 0",
+    "ds_verify schedule --schedule none": "invalid choice",
+    "ds_verify schedule --hop inf": "no number from 0",
+    "ds_verify schedule --costs 1 1 -1": "",
+    "ds_verify schedule --stages 0": "whole number from 1",
+}
+FINE = (
+    *(f"{name} --help" for name in MAINS),
+    *(f"ds_bench {name} --help" for name in MEASURES),
+    "ds_config check {}/ds.json",
+    "ds_config init --goal pretrain",
+    "ds_verify schedule --stages 2 --micro-batches 2",
+)
+
+
+def status_of(words: Sequence[str]) -> int:
+    main: Callable[[Sequence[str]], int | None] = importlib.import_module(MAINS[words[0]]).main
+    try:
+        return main(words[1:]) or 0
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "AdamW"}}))
+    (tmp_path / "wrong.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimisation": {}}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_input_is_2(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    status = status_of(line.format(*[folder] * 2).split())
+    said = capsys.readouterr()
+    assert status == 2 and WRONG[line] in said.err and said.err.strip() and "Traceback" not in said.err, said
+
+
+@pytest.mark.parametrize("line", FINE)
+def test_what_is_well_is_0(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    assert status_of(line.format(folder).split()) == 0 and capsys.readouterr().out.strip()
+
+
+def test_a_check_that_fails_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def check() -> int:
+        raise CheckFailedError("above the bound")
+
+    assert guarded("ds_bench load", check) == 1 and capsys.readouterr().err == "ds_bench load: above the bound\n"
+
+
+def test_every_command_is_in_these_tables() -> None:
+    programs = {name: SAME.get(name, name) for name in os.listdir(ROOT / "bin")}
+    assert set(programs.values()) == set(MAINS)
+    assert {line.split()[0] for line in WRONG} == {line.split()[0] for line in FINE} | {"ds_simulate"} == set(MAINS)
