@@ -68,6 +68,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._scaler = build_loss_scaler(config)
         self.runtime, self.device = parts.runtime, get_accelerator().torch_device()
         self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device)
+        if self._tokens is not None:
+            lasting.callback(self._tokens.listen(module, inside_backward))
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
@@ -127,9 +129,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self.module.training:
             self.tput_timer.start()
             self.update_metrics.note_inputs(inputs, kwargs)
-        counts = self.module.training and torch.is_grad_enabled() and not inside_backward()
-        if (tokens := self._tokens if counts else None) is not None:
-            tokens.note(inputs, kwargs)
+        tokens = self._tokens if self.module.training and torch.is_grad_enabled() and not inside_backward() else None
         cast: Any = contextlib.nullcontext()
         if self.torch_autocast_enabled():
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())

@@ -73,6 +73,14 @@ class EngineReports:
     memory_breakdown = answers("_config.memory_breakdown")
     dump_state = answers("_config.dump_state")
     was_step_applied = answers(lambda self: self._updated and not self.overflowed)
+
+    def gradient_divisor(self, *, together: bool) -> float:
+        """What the mean of gradients at rest has still to be divided by: the loss scale and, which takes all ranks
+        ``together``, the weight of the tokens of the window so far.
+        """
+        tokens = self._tokens.mean(self.mesh.job) if together and self._tokens is not None else 0.0
+        return float(self.current_loss_scale()) * (tokens if tokens > 0 else 1.0)
+
     loss_scale = current_loss_scale = answers("_scaler.loss_scale")
     dynamic_loss_scale = answers("_scaler.dynamic")
     get_data_parallel_rank = answers("mesh.data.index")

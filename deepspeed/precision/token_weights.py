@@ -6,9 +6,12 @@ the count before (``zero.step.take_step``).
 """
 
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.config import DeepSpeedConfig
@@ -34,6 +37,22 @@ class TokenWeights:
 
     def _nothing(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def listen(self, model: nn.Module, recomputes: Callable[[], bool]) -> Callable[[], None]:
+        """Note every forward of ``model`` that trains, through an engine or not; returns what ends that."""
+
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            trains = called.training and torch.is_grad_enabled() and not recomputes()
+            if trains and called is known():  # a copy of the model has its hooks, too
+                self.note(args, kwargs)
+
+        known = weakref.ref(model)
+        quiet = torch.compiler.disable(before)
+        return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
+
+    def mean(self, job: AxisGroup) -> float:
+        """Over the ranks, of what their micro-batches of the window weigh so far. Collective; waits for the device."""
+        return float(sum_in_place(self.total.clone(), job)) / job.size
 
     def note(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward sets out: count its labels, given by name or in a mapping."""
@@ -92,7 +111,7 @@ class TokenWeights:
 
     def state(self, job: AxisGroup) -> dict[str, float]:
         """For a checkpoint: the window's mean over the ranks. Collective."""
-        return {"unit": self.unit, "total": float(sum_in_place(self.total.clone(), job)) / job.size}
+        return {"unit": self.unit, "total": self.mean(job)}
 
     def restore(self, state: dict[str, float], *, window: bool) -> None:
         """The inverse, on as many ranks as there are now; ``window``: with its gradients."""

@@ -15,6 +15,7 @@ from deepspeed.config.model.root import load_config
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.engine import follow_config
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import SEQUENCE, VOCABULARY, seeded
 from deepspeed.verify.reference import clip_factor, gate_optimizer
@@ -78,7 +79,9 @@ def train(
     rank = dist.get_rank()
     for step, micro in itertools.product(range(steps), micros):
         tokens, labels = rows_of(step, micro, rank, shift=shift)
-        if how == "told":
+        if how == "now and then past the engine" and micro:
+            loss = engine.module(tokens, labels=labels)
+        elif how == "told":
             loss = engine(tokens, labels)  # whose name the engine does not see
             engine.set_batch_tokens(int(labels.ne(-100).sum()))
         else:
@@ -106,7 +109,7 @@ def run_tokens(stage: int, how: str, clip: float, kind: str = "tokens", zero: An
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("how", ["engine", "plain", "told", "half and half"])
+@pytest.mark.parametrize("how", ["engine", "plain", "told", "half and half", "now and then past the engine"])
 def test_an_update_is_that_of_all_tokens_together(pool2: RankPool, stage: int, how: str) -> None:
     clip = 0.05 if stage % 2 else 0.0  # far below the norm
     for error, where in pool2.run(run_tokens, stage, how, clip):
@@ -124,6 +127,39 @@ def test_any_split_of_a_batch_gives_the_same_update(request: pytest.FixtureReque
     ranks, micro, accumulation = split
     for errors in request.getfixturevalue(f"pool{ranks}").run(run_split, 2, micro, accumulation, "tokens"):
         assert max(errors) <= 1e-6
+
+
+def run_read(stage: int) -> tuple[float, float]:
+    """The error of gradients that are read before the step; and of the update after they were written back halved."""
+    engine = start(seeded(Labelled)(), make_config(stage, gradient_accumulation_steps=MICROS, normalize="tokens"))
+    rank, world, model = dist.get_rank(), dist.get_world_size(), seeded(Labelled)()
+    places = [*itertools.product(range(MICROS), range(world))]
+    tokens, labels = (torch.cat(parts) for parts in zip(*(rows_of(0, *place) for place in places), strict=True))
+    model(tokens, labels).backward()
+    for micro in range(MICROS):
+        rows, those = rows_of(0, micro, rank)
+        engine.backward(engine(rows, labels=those))
+        if micro < MICROS - 1:
+            engine.step()
+    errors = []
+    for mine, theirs in zip(engine.module.parameters(), model.parameters(), strict=True):
+        grad = safe_get_full_grad(mine)
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        errors.append(float((grad - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
+        safe_set_full_grad(mine, grad * 0.5)
+        theirs.grad = wanted * 0.5
+    engine.step()
+    gate_optimizer(model).step()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    error, _ = parameter_error(engine.module, expected)
+    engine.destroy()
+    return max(errors), error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_read_before_the_step_are_the_mean_over_tokens(pool2: RankPool, stage: int) -> None:
+    for read, written in pool2.run(run_read, stage):
+        assert read < 1e-5 and written < 1e-6
 
 
 def run_fp16() -> tuple[float, int, float]:

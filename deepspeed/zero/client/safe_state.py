@@ -50,8 +50,12 @@ class _Opened:
 
 
 @contextmanager
-def _opened(param: nn.Parameter, what: object, *, write: bool = False) -> Iterator[_Opened | None]:
-    """A state of ``param`` in memory for a while, wherever it rests; None where there is none."""
+def _opened(
+    param: nn.Parameter, what: object, *, together: bool = False, write: bool = False
+) -> Iterator[_Opened | None]:
+    """A state of ``param`` in memory for a while, wherever it rests; None where there is none. ``together``: all ranks
+    do this.
+    """
     unit: Unit | None = getattr(param, "_ds_unit", None)
     runtime = runtime_of(unit) if unit is not None else None
     with torch.no_grad():
@@ -65,12 +69,13 @@ def _opened(param: nn.Parameter, what: object, *, write: bool = False) -> Iterat
             return
         if what is _GRAD and runtime is not None:
             runtime.gradients.settle()
-            # What makes of a rest gradient the averaged, unscaled one.
-            kind, factor = StateKind.GRAD, runtime.gradients.after(unit) / float(runtime.client().current_loss_scale())
+            kind = StateKind.GRAD
             memory = write and unit.grad is not None and not unit.on_drive(kind)  # may be written to while empty
             if not (unit.grad_filled or memory):
                 yield None
                 return
+            # What makes of a rest gradient the averaged, unscaled one.
+            factor = runtime.gradients.after(unit) / runtime.client().gradient_divisor(together=together)
         start = max(0, unit.range_of(kind)[0] - segment.offset)
         with unit.values(kind, write=write) as flat:
             part = unit.part(kind, segment, flat.detach())
@@ -96,7 +101,7 @@ def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write
 
 
 def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
-    with _opened(param, what) as state:
+    with _opened(param, what, together=True) as state:
         if state is None:
             return None
         if state.present is not None:
@@ -108,7 +113,7 @@ def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
 
 def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool) -> _Opened | None:
     """Write ``value``, the whole tensor or this rank's part, into a state of ``param``; what was written to."""
-    with _opened(param, what, write=True) as state:
+    with _opened(param, what, write=True, together=whole) as state:
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
         if whole and state.present is None and tuple(value.shape) != state.segment.whole_shape:
@@ -193,7 +198,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the averaged, unscaled gradient, or None outside backward..step."""
+    """This rank's part of the averaged, unscaled gradient, or None outside backward..step. With ``normalize`` it is not
+    divided by the tokens yet, whose number one rank does not know.
+    """
     with _opened(param, _GRAD) as grad:
         return None if grad is None else grad.pieces[0][1] * grad.factor
 
