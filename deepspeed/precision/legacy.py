@@ -1,5 +1,11 @@
-"""Names that programs import and this release has no more than the name of; nothing is an instance of the classes."""
+"""Names that programs import for their own sake: of most this release has no more than the name, and nothing is an
+instance of the classes.
+"""
 
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.config import Bf16Config
 from deepspeed.errors import pending_class, pending_function
 
 _INSTEAD = "Configure fp16 or bf16 and call deepspeed.initialize."
@@ -16,3 +22,9 @@ autocast_if_enabled = pending_function("deepspeed.runtime.engine.autocast_if_ena
 get_numactl_cmd = pending_function(
     "deepspeed.utils.get_numactl_cmd", "The launcher binds ranks to cores with --bind_cores_to_rank."
 )
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
+    """The block ``bf16``, or ``bfloat16``, of a configuration as a dict. Raises ValueError for what is wrong in it."""
+    blocks = (param_dict.get(name) for name in ("bf16", "bfloat16"))
+    return Bf16Config(**next((block for block in blocks if block is not None), {}))

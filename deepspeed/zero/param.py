@@ -96,6 +96,7 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     number = parameter.__dict__.get("ds_id")
     unmark_zero_parameter(parameter)
     attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
+    attributes["autocast_dtype"] = unit.full.dtype  # what autocast lowers rests lowered already
     if not plain:
         segment, shards = unit.layout.segments[position], unit.layout.shards
         shape, shard = torch.Size(segment.shape), unit.part(StateKind.PARAM, segment, unit.shard)

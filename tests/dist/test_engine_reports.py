@@ -194,6 +194,7 @@ def low_precision_modules() -> tuple[dict[str, str], float]:
             train_step(engine, case, step)
         results.append({name: value.float() for name, value in full_parameters(engine.module).items()})
         dtypes = {name: str(p.dtype) for name, p in engine.module.named_parameters()}
+        assert all(p.autocast_dtype is p.dtype for p in engine.module.parameters())
         assert all(u.master is None or u.master.dtype is torch.float32 for u in engine.runtime.units)
         engine.destroy()
     plain, low = results

@@ -15,7 +15,7 @@ from deepspeed.errors import DeepSpeedError, NotYetError
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.lr_schedules import WarmupLR
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config, get_bfloat16_config
 from deepspeed.runtime.utils import clip_grad_norm_, get_global_norm, prefix_sum_inc
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
@@ -72,6 +72,7 @@ def test_blocks_that_programs_build() -> None:
     assert DeepSpeedZeroConfig(stage=3, offload_param=block).offload_param.pin_memory is True
     assert DeepSpeedFP16Config(enabled=True).initial_scale_power == 16
     assert DeepSpeedBF16Config(enabled=True).enabled
+    assert [get_bfloat16_config(each).enabled for each in ({"bf16": {"enabled": 1}}, {"bfloat16": {}}, {})] == [1, 0, 0]
     with pytest.raises(DeepSpeedConfigError, match="did you mean 'stage'"):
         DeepSpeedZeroConfig(stagee=3)
 

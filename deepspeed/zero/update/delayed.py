@@ -73,17 +73,18 @@ class Delayed:
             assert store is not None, "a step comes with gradients"
             self._begun.append(begun := _Begun(unit, store, []))
             calls.append(self._turn_of(begun, list(those), groups, factor, landed[unit]))
+        worker = self._runtime.worker
         if not undisturbed:
             Several(landed.values()).wait()
             self._update(self._begun, views, self._optimizer.step, factor)
-            return
-        worker = self._runtime.worker
-        for begun, call in zip(self._begun, calls, strict=True):
+        for begun, call in zip(self._begun, calls, strict=True) if undisturbed else ():
             if worker is not None:
                 begun.turn = worker.hand_over(call, place=begun.unit.index, after=landed[begun.unit])
                 begun.unit.delay_update(begun.turn)
             else:
                 call()
+        if any(unit.movable and unit.pins for unit in self._runtime.units):
+            self.publish()  # into a context of the user's, whose edits would else be made to what is old
 
     def _update(
         self,
