@@ -1,6 +1,7 @@
 """Traces that ui.perfetto.dev and chrome://tracing open (the JSON form of the Trace Event Format)."""
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -65,6 +66,17 @@ class TraceFile:
         """Something at one moment."""
         event = {"ph": "i", "s": "t", "pid": process, "tid": row, "name": name, "cat": kind, "ts": round(at_us, 3)}
         self.add({**event, "args": args} if args else event)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises OSError where a trace could not be written; makes the folder. Long before there is anything to write."""
+    file = Path(path).absolute()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    hidden = file.with_name(f".{file.name}.{os.getpid()}")
+    hidden.touch()
+    hidden.unlink()
 
 
 def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:

@@ -18,6 +18,7 @@ from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import RunFile
+from deepspeed.observe.tracefile import check_writable
 from deepspeed.timeline.board import Board
 from deepspeed.timeline.collect import rows_of, write_trace
 from deepspeed.timeline.listen import Listener, Wraps
@@ -97,7 +98,7 @@ class Observer:
         fault: Exception | None = None
         try:
             if self._mesh.first and settings.trace:
-                Path(settings.trace).absolute().parent.mkdir(parents=True, exist_ok=True)
+                check_writable(settings.trace)
             if self._mesh.first and settings.run:
                 file = RunFile(settings.run, start_facts(self._engine))
         except OSError as error:

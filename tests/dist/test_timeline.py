@@ -213,6 +213,48 @@ def test_a_rank_that_sleeps_is_named_once_and_the_others_are_not(pool3: RankPool
     assert state[0]["wait"][0] > 60 and state[2]["wait"][0] > 60, "the others wait for it"
     (metric,) = (tmp_path / "csv").glob("*_slow_rank.csv")
     assert metric.read_text().splitlines()[1].endswith(",1.0")
+    (waits,) = (tmp_path / "csv").glob("*_exposed_communication_ms.csv")
+    assert len(waits.read_text().splitlines()) > 5, "the monitor has it from the same notes"
+
+
+def _short(folder: str) -> tuple[list[bool], list[Any], list[Any]]:
+    """Updates so short, for the price, that their notes would cost too much: whether ``need`` was listened to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.timeline.listen._PRICE", 1e-9)
+        config = _config(3, folder, observe={"steps": [16, 17]})
+        bare = start(_model(), {k: v for k, v in config.items() if k != "observe"})
+        before = _state(bare)
+        bare.destroy()
+        engine = start(_model(), config)
+        heard = []
+        for _ in range(20):
+            heard.append(not hasattr(vars(engine.runtime).get("need"), "__self__"))  # a method of its own else
+            _train(engine, 1)
+        for callback in [*engine._lasting._exit_callbacks]:
+            owner = getattr(callback[1], "__wrapped__", None)
+            if isinstance(getattr(owner, "__self__", None), Observer):
+                owner.__self__.close()
+        after = _state(engine)
+        engine.destroy()
+    return heard, before, after
+
+
+def test_of_short_updates_few_are_noted_and_a_trace_has_all_of_its_own(pool2: RankPool, tmp_path: Path) -> None:
+    for heard, before, after in pool2.run(_short, str(tmp_path)):
+        assert heard == [n <= 10 or 15 <= n <= 17 for n in range(1, 21)], (
+            "the first ones, and the trace with one before"
+        )
+        assert after == before
+    steps = read_run(tmp_path / "run").of("step")
+    assert [s["step"] for s in steps] == [*range(1, 21)], "every update has its line and its phases"
+    assert all(s["total_ms"] >= s["forward_ms"] + s["backward_ms"] + s["step_ms"] > 0 for s in steps)
+    noted = [s["step"] for s in steps if "wait_ms" in s]
+    assert noted == [*range(1, 11), 16, 17] and all(s["wait_ms"] > 0 for s in steps if s["step"] in noted)
+    assert all("prefetch_hits" in s for s in steps if s["step"] in noted)
+    events, rows = _events(tmp_path / "t.json.gz")
+    names = Counter((rows[e["pid"], e["tid"]], e["name"]) for e in events if e["pid"] == 0)
+    assert names["prefetch", "hit"] + names["prefetch", "miss"] == 2 * MICROS * 2 * BLOCKS
+    assert names["waits", "gather of 1"] and names["waits", "reduction of 1"]
 
 
 def _apart(ahead_s: float) -> tuple[int, int]:
@@ -235,6 +277,8 @@ def _cannot(folder: str) -> str:
     dist.barrier()
     with pytest.raises(UsageError) as error:
         start(_model(), _config(3, f"{folder}/file"))
+    with pytest.raises(UsageError, match="Is a directory.*Name another file"):  # not at the end of the trace
+        start(_model(), _config(3, folder, observe={"trace": folder}))
     engine = start(_model(), _config(3, folder, observe={"trace": None}))  # and the ranks go on together
     _train(engine, 1)
     engine.destroy()

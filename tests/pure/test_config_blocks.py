@@ -545,3 +545,9 @@ class _Mesh:
 
     def size(self) -> int:
         return 8
+
+
+@pytest.mark.parametrize(("steps", "what"), [([3], "few"), ([1, 2, 3], "many"), ([], "few")])
+def test_a_list_of_another_length_is_told_so(steps: list[int], what: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=rf"observe\.steps has too {what} values: \["):
+        load_config({"train_batch_size": 1, "observe": {"steps": steps}}, world_size=1)

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -349,6 +350,22 @@ def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
 def test_a_page_without_updates_says_so(tmp_path: Path) -> None:
     RunFile(tmp_path, FACTS).close()
     assert "No update has ended yet" in page(read_run(tmp_path))
+
+
+def test_a_page_that_cannot_be_written_says_what_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(tmp_path)
+    assert main(["run", str(tmp_path), "--out", str(tmp_path / "none" / "a.html")]) == 2
+    assert "the page cannot be written" in (said := capsys.readouterr().err) and "--out FILE" in said
+
+
+def test_a_mean_is_of_the_updates_that_have_the_value(tmp_path: Path) -> None:
+    file = RunFile(tmp_path, FACTS)
+    file._last_s = time.monotonic() + 60  # no line for a while
+    for n, times in enumerate(({"total_ms": 2.0, "wait_ms": 1.0}, {"total_ms": 4.0}), 1):
+        file.step(times, {"step": n})
+    file.close()
+    (line,) = read_run(tmp_path).of("step")
+    assert (line["steps"], line["total_ms"], line["wait_ms"]) == (2, 3.0, 1.0)
 
 
 def test_follow_and_job_show_a_run_on_no_terminal_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

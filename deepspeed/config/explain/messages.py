@@ -33,6 +33,8 @@ _KINDS = {
     **dict.fromkeys(("tuple_type", "list_type"), "must be a list [...], not {0!r}"),
     "string_type": "must be a text, not {0!r}",
     "missing": "is required in this block",
+    "too_short": "has too few values: {0!r}",
+    "too_long": "has too many values: {0!r}",
 }
 
 
@@ -128,7 +130,7 @@ class Judgement:
                 loc, kind = loc[: -1 if kind == "invalid_key" else -2], "invalid_key"
             # The members of a union each report their own fault below a made-up path segment.
             while len(loc) > 1 and kind != "extra_forbidden" and _block_at(root, loc[:-1]) is None:
-                loc = loc[:-1]
+                loc, kind = loc[:-1], "too_short" if kind == "missing" else kind
             path = ".".join(map(str, loc))
             written = self.written(path)
             if written in seen or (kind == "missing" and path in self.broken):  # taken out, because of what it was

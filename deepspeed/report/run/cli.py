@@ -25,7 +25,12 @@ def run_command(argv: Sequence[str]) -> int:
             return follow(run)
         path = options.out or run.folder / "report.html"
         content = page(run).encode(errors="backslashreplace")  # names of files may hold bytes that are no text
-        path.write_bytes(content)
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise UsageError(
+                f"the page cannot be written: {error}. Name a file in a folder of yours: --out FILE"
+            ) from error
         return f"{path} ({size(len(content))})"
 
     return guarded("ds_report run", lambda: _shown(options.folder, act))
