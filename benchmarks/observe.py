@@ -1,19 +1,117 @@
 """What the record of a run costs: processor time and clock of a step, with and without, alternating in one engine.
 
-    python benchmarks/observe.py [--ranks 2] [--layers 12] [--width 256] [--rounds 12] [--steps 10] [--trace]
+    python benchmarks/observe.py [--ranks 2] [--layers 12] [--width 256] [--rounds 12] [--steps 10] [--updates 300]
+                                 [--trace]
 
 The job is that of benchmarks/hang.py: a stack of layers under stage 3, where most is sent. With --trace the details of
-a trace are noted too, which a run does for a few updates only.
+a trace are noted too, which a run does for a few updates only. Rounds differ by more than the record takes where other
+programs run, so its own functions are timed as well, without what they call: microseconds of updates that are noted and
+of those that are not, and of the thread that sums up and writes.
 """
 
 import argparse
+import statistics
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.watched import compare, launch, small_job
+
+
+class _Stopwatch:
+    """Time in functions, without what is timed inside them."""
+
+    def __init__(self) -> None:
+        self.own_ns, self._inside = 0, [0]
+
+    def around(self, function: Callable[..., Any], *, counted: bool) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter_ns()
+            self._inside.append(0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside, whole = self._inside.pop(), time.perf_counter_ns() - begun
+                self._inside[-1] += whole
+                self.own_ns += counted * (whole - inside)
+
+        timed.__name__ = getattr(function, "__name__", "")
+        return timed
+
+
+def _time_notes(patch: pytest.MonkeyPatch, watch: _Stopwatch) -> None:
+    """Let ``watch`` time the functions of observers that begin from here on."""
+    from deepspeed.timeline import listen
+    from deepspeed.timeline.observer import Observer
+
+    put, collective, wait = listen.Wraps.put, listen.Listener._collective, listen._Watched.wait
+
+    def timed_put(self: Any, owner: Any, name: str, call: Any, *given: Any) -> None:
+        if name == "_clock":  # a context, which holds the whole phase
+            return put(self, owner, name, call, *given)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            *first, method = args[: len(given) + 1]
+            return call(*first, watch.around(method, counted=False), *args[len(given) + 1 :], **kwargs)
+
+        return put(self, owner, name, watch.around(outer, counted=True), *given)
+
+    def timed_wait(self: Any) -> None:
+        transfer = self._transfer
+        object.__setattr__(transfer, "wait", watch.around(type(transfer).wait.__get__(transfer), counted=False))
+        wait(self)
+
+    def timed_collective(*args: Any) -> Any:
+        return watch.around(collective(*args), counted=True)
+
+    changes = [(listen.Listener, "_collective", timed_collective), (listen._Watched, "wait", timed_wait)]
+    for owner, name, function in [*changes, (Observer, "_boundary", Observer._boundary)]:
+        patch.setattr(owner, name, watch.around(function, counted=True))
+    patch.setattr(listen.Wraps, "put", timed_put)
+
+
+def _own(engine: Any, steps: Any, count: int) -> None:
+    """Print what the functions of the record take."""
+    from deepspeed.timeline.observer import Observer
+
+    watch, own = _Stopwatch(), {True: list[float](), False: list[float]()}
+    with pytest.MonkeyPatch.context() as patch:
+        _time_notes(patch, watch)
+        observer = Observer(engine)
+        (thread,) = (t.native_id for t in threading.enumerate() if t.name == "deepspeed-observe")
+        for _ in range(10):
+            steps(1)
+
+        def cpu_ns() -> int:
+            return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
+
+        begun, writes, walls = time.thread_time(), cpu_ns(), []
+        for _ in range(count):
+            watch.own_ns, noted = 0, not observer._listener._resting
+            walls.append(steps(1)[0] * 1e3)
+            own[noted].append(watch.own_ns / 1e3)
+        step_us = (time.thread_time() - begun) / count * 1e6
+        writes_us = (cpu_ns() - writes) / count / 1e3
+        observer.close()
+    shares = {noted: (len(each) / count, statistics.median(each)) for noted, each in own.items() if each}
+    mean = sum(share * each for share, each in shares.values())
+    if engine.mesh.job.index == 0:
+        for noted, (share, each) in shares.items():
+            print(f"{'heard' if noted else 'phases alone'}: {share:.0%} of the updates, {each:.0f} us each")
+        print(
+            f"the record itself: {mean:.0f} us a step, its thread {writes_us:.0f} us, which is "
+            f"{(mean + writes_us) / step_us:.1%} of the {step_us / 1e3:.1f} ms of the processor that the thread that "
+            f"trains takes; {statistics.median(walls):.1f} ms by the clock",
+            flush=True,
+        )
 
 
 def train(options: argparse.Namespace) -> None:
@@ -37,6 +135,7 @@ def train(options: argparse.Namespace) -> None:
         observer.close()
         return seconds
 
+    _own(engine, steps, options.updates)
     compare(options.rounds, settled, watched, shown=engine.mesh.job.index == 0)
     engine.destroy()
 
@@ -44,7 +143,7 @@ def train(options: argparse.Namespace) -> None:
 def main() -> int:
     """The job, or one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"ranks": 2, "layers": 12, "width": 256, "rounds": 12, "steps": 10}
+    defaults = {"ranks": 2, "layers": 12, "width": 256, "rounds": 12, "steps": 10, "updates": 300}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--trace", action="store_true")

@@ -114,9 +114,11 @@ class Listener:
     def _choose(self, last: StepSpans) -> None:
         """Whether the update that begins is noted: after ``last``, by what its notes cost."""
         begun, self._begun_ns = self._begun_ns, time.perf_counter_ns()
-        if last.noted:  # what is waited for in an update may have been issued in the one before, so two are listened to
-            price_ns = 2 * _NOTE_NS * (len(last.spans) + last.hits + last.misses)
-            self._share = _PRICE * (self._begun_ns - begun) / max(1, price_ns)
+        if last.noted:
+            price_ns = _NOTE_NS * max(1, len(last.spans) + last.hits + last.misses)
+            paid = _PRICE * (self._begun_ns - begun) / price_ns
+            # What is waited for in an update may have been issued in the one before, so two are listened to for one.
+            self._share = 1.0 if paid >= 1 else paid / 2
         self._updates += 1
         this, following = (
             n < _FIRST or n * _GOLDEN % 1 < self._share or self._detailed for n in (self._updates, self._updates + 1)

@@ -241,9 +241,7 @@ def _short(folder: str) -> tuple[list[bool], list[Any], list[Any]]:
 
 def test_of_short_updates_few_are_noted_and_a_trace_has_all_of_its_own(pool2: RankPool, tmp_path: Path) -> None:
     for heard, before, after in pool2.run(_short, str(tmp_path)):
-        assert heard == [n <= 10 or 15 <= n <= 17 for n in range(1, 21)], (
-            "the first ones, and the trace with one before"
-        )
+        assert heard == [n <= 10 or 15 <= n <= 17 for n in range(1, 21)], "the first ones, and for the trace"
         assert after == before
     steps = read_run(tmp_path / "run").of("step")
     assert [s["step"] for s in steps] == [*range(1, 21)], "every update has its line and its phases"
