@@ -56,7 +56,11 @@ WORDS = {
         r"rank 1 .*waits for a batch of its data loader: worker 0 \(pid \d+\) runs",
         r"wait",
     ),
-    "loader_dies": (r"rank 1 .*raised RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly", r"wait"),
+    "loader_dies": (  # torch raises that wherever the rank is; or, if that was caught there, when the loader asks again
+        r"rank 1 .*(raised RuntimeError: DataLoader worker \(pid(\(s\))? \d+\) exited unexpectedly"
+        r"|waits for a batch of its data loader: worker 0 \(pid \d+\) has ended)",
+        r"wait",
+    ),
     "order": (r"different orders: number \d+ of the group 'default' is .*barrier", r"wait.*barrier"),
     "wait": (r"rank 1 .*waits in .*work.wait\(\) \(stuck.py", r"wait"),
     "silent": (r"rank 1 .*does not answer: native code keeps its interpreter", r"wait"),
@@ -65,7 +69,7 @@ WORDS = {
 
 # Of a fault that may also end its rank at once, before anybody has waited for long, what the launcher says then.
 ENDS = {
-    "loader_dies": r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid \d+\) exited unexpec"
+    "loader_dies": r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid(\(s\))? \d+\) exited unexpec"
 }
 
 

@@ -1,9 +1,12 @@
 """What a report says of a job that stands still, from what each rank says of itself."""
 
+import queue
+import threading
+
 import pytest
 
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
-from deepspeed.comm.hang.stacks import COLLECTIVE
+from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, failure_of
 from deepspeed.comm.hang.watch import VARIABLE, timeout_of
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -28,6 +31,25 @@ def test_the_error_of_the_rank_that_failed_first_is_last() -> None:
     first = RankReport(2, state=RAISED, error="ValueError: bad", trace="Traceback ...\nValueError: bad", still_s=6.0)
     text = explain([told, later, first], 5)
     assert text.endswith("The error of rank 2:\nTraceback ...\nValueError: bad\n")
+
+
+def _fails(first: Exception, then: Exception | None) -> Failure:
+    try:
+        try:
+            raise first
+        except Exception as error:
+            if then is not None:
+                raise then from error
+            raise
+    except Exception:
+        return failure_of(threading.get_ident(), {}, ends=False)
+
+
+def test_the_first_error_is_named_unless_it_has_no_words() -> None:
+    died = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    assert _fails(ValueError("bad"), died).text == "ValueError: bad"
+    assert _fails(queue.Empty(), died).text == "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
+    assert _fails(AssertionError(), None).text == "AssertionError"
 
 
 def test_a_rank_that_has_not_issued_what_others_wait_in_is_behind() -> None:

@@ -265,6 +265,14 @@ def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False) -> Sp
     return spot
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error``, and what it follows from, to the first."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__
+
+
 def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failure:
     """What ``thread`` has raised and still handles, or what ended its script, when that ``ends``."""
     active: Any = sys._current_exceptions().get(thread)
@@ -273,13 +281,14 @@ def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failur
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not isinstance(error, BaseException) or isinstance(error, _HARMLESS):
         return Failure()
-    first = error
-    while (before := first.__cause__ or first.__context__) is not None:
-        first = before
+    chain = [*_chain(error)]
+    first = chain[-1]
     passed = list(traceback.walk_tb(first.__traceback__))
     users = [(f.f_code, number) for f, number in passed if origin(f.f_code.co_filename) == "user"]
     names = [name for frame, _ in passed if (name := _module_of(frame, modules))]
-    head = str(first).partition("\n")[0]
+    # The first has no words where it is queue.Empty, say, of which a loader's error tells more.
+    said = next((e for e in reversed(chain) if str(e).strip()), first)
+    head = str(said).strip().partition("\n")[0]
     text = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
-    sentence = f"{type(first).__name__}: {head}" if head else type(first).__name__
+    sentence = f"{type(said).__name__}: {head}" if head else type(said).__name__
     return Failure(sentence, names[-1] if names else "", line_of(*users[-1]) if users else "", text)
