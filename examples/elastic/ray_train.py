@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
+    given.folder = str(Path(given.folder).absolute())  # workers run in folders of their own
     trainer = TorchTrainer(
         work,
         train_loop_config={"folder": given.folder, "updates": given.updates},

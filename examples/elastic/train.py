@@ -21,10 +21,10 @@ from deepspeed.elasticity import take_part
 CONFIG = {
     "elasticity": {
         "enabled": True,
-        "max_train_batch_size": 24,  # samples per update, on any number of ranks
-        "micro_batch_sizes": [1, 2, 4],
+        "max_train_batch_size": 96,  # samples per update, on any number of ranks: 1 to 4, or 1 to 4 nodes of 8
+        "micro_batch_sizes": [2, 3, 12, 24, 48],
         "min_gpus": 1,
-        "max_gpus": 8,
+        "max_gpus": 32,
     },
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
     "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 20}},

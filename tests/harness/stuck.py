@@ -69,7 +69,7 @@ WORDS = {
 
 # Of a fault that may also end its rank at once, before anybody has waited for long, what the launcher says then.
 ENDS = {
-    "loader_dies": r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid(\(s\))? \d+\) exited unexpec"
+    "loader_dies": r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid(\(s\))? \d+\) exited"
 }
 
 

@@ -87,8 +87,14 @@ def read_yaml(text: str) -> Any:
 
 
 def test_the_configuration_keeps_its_batch_on_all_numbers_of_ranks_that_the_files_allow() -> None:
-    for ranks in (1, 2, 3, 4, 6, 8):
-        assert load_config(example_config(), world_size=ranks).train_batch_size == 24
+    for ranks in (1, 2, 3, 4, *(8 * nodes for nodes in range(1, 5))):
+        assert load_config(example_config(), world_size=ranks).train_batch_size == 96
+    for name in ("torchrun.sh", "slurm.sbatch"):
+        words = shell_words(name)
+        given = as_torchrun(words[words.index("torchrun") + 1 :])
+        assert (given.nnodes, given.nproc_per_node) == ("1:4", "8")
+    spec = read_yaml((EXAMPLES / "kubeflow.yaml").read_text())["spec"]
+    assert (spec["elasticPolicy"]["maxReplicas"], spec["nprocPerNode"]) == (4, "8")
 
 
 def test_torchrun() -> None:
