@@ -18,7 +18,7 @@ from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import IN_FEATURES, MicroBatch
 from deepspeed.verify.reference import GATE_ADAM
 from deepspeed.zero import GatheredParameters
-from tests.dist.test_update_behind import behind
+from tests.dist.test_update_behind import behind, held_back
 from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
@@ -209,7 +209,7 @@ def test_beside_the_next_step_it_is_the_same_bit_for_bit(pool2: RankPool, precis
 def waited_in_forward() -> list[bool]:
     """Whether the updates of a step had ended after the forward and backward of the next."""
     case, ended = CASES["wide"](), []
-    with behind(0.3) as turns:
+    with held_back() as turns:
         engine = start(case.build().train(), make_config(3, zero={"offload_optimizer": DELAYED}))
         for step in range(3):
             (loss,) = case.seeded_loss(engine, here(step))

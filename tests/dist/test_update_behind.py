@@ -58,6 +58,26 @@ def behind(delay_s: float = 0.002) -> Iterator[list[Turn]]:
         yield turns
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[list[Turn]]:
+    """Inside, engines update in a thread, where no update begins before somebody waits for one; the turns."""
+    real, until, gates, turns = Worker.hand_over, Turn._until_ended, list[threading.Event](), list[Turn]()
+
+    def hand_over(worker: Worker, call: Callable[[], Any], **options: Any) -> Turn:
+        gates.append(gate := threading.Event())
+        turns.append(real(worker, lambda: (gate.wait(60), call())[1], **options))
+        return turns[-1]
+
+    def until_ended(turn: Turn) -> None:
+        for gate in gates:
+            gate.set()
+        until(turn)
+
+    hold = patch.object(Worker, "hand_over", hand_over), patch.object(Turn, "_until_ended", until_ended)
+    with patch.dict(os.environ, {SWITCH: "1"}), hold[0], hold[1]:
+        yield turns
+
+
 def both(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
     """What differs from updates that the program waits for, per variant. Collective."""
     bad = []
@@ -210,7 +230,7 @@ def opened(stage: int, precision: str, folder: str, offload: dict[str, Any]) -> 
     for name, door in {**DOORS, **(WHOLE if stage < 3 else CUT)}.items():
         values = []
         for late in (False, True):
-            with behind(0.02) if late else contextlib.nullcontext([]) as turns:
+            with held_back() if late else contextlib.nullcontext([]) as turns:
                 zero = {"offload_optimizer": offload}
                 engine = start(CASES["wide"]().build().train(), make_config(stage, **PRECISION[precision], zero=zero))
                 for step in range(2):
