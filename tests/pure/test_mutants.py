@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.harness.exhaustive import corner
 from tests.mutants.faults import MUTANTS, ROOT, Mutant
 
 
@@ -20,6 +21,12 @@ def test_the_tests_of_a_fault_exist(mutant: Mutant) -> None:
         assert f"def {function or 'test_'}" in (ROOT / file).read_text(), (
             f"mutant {mutant.id} names {argument}, which does not exist"
         )
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_a_fault_is_killed_by_what_make_test_runs(mutant: Mutant) -> None:
+    left = [argument for argument in mutant.tests if not corner(argument)]
+    assert left, f"{mutant.tests} are left to test-all by tests/harness/exhaustive.py"
 
 
 def test_ids_are_unique() -> None:
