@@ -87,8 +87,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         item.add_marker(pytest.mark.timeout(PATIENCE * (limit.args[0] if limit else LIMIT_S)), append=False)
     if config.args == ["tests"]:
         _order(items)
-    if config.args == ["tests"] and (stale := unmatched(item.nodeid for item in items)):
-        name = "test_every_pattern_names_a_test"
-        item = StalePatterns.from_parent(session, name=name, nodeid=f"tests/harness/exhaustive.py::{name}")
-        item.patterns = tuple(sorted(stale))
-        items.insert(0, item)
+    name = "tests/harness/exhaustive.py::test_every_pattern_names_a_test"
+    stale = unmatched(item.nodeid for item in items) if config.args == ["tests"] else set()
+    if config.getoption("lf", False):  # only files in which something failed are looked at
+        stale = {"those of the run before"} if name in config.cache.get("cache/lastfailed", {}) else set()
+    if stale:
+        items.insert(0, StalePatterns.from_parent(session, name=name.partition("::")[2], nodeid=name))
+        items[0].patterns = tuple(sorted(stale))
