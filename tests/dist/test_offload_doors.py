@@ -83,7 +83,9 @@ def _stepped_inside(engine: Any, step: int, seen: Seen, _: str) -> None:
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0), torch.no_grad():
         engine.step()
         seen += shown(engine)
-        engine.module.inp.weight.mul_(0.75)
+        weight = engine.module.inp.weight
+        assert torch.equal(weight, safe_get_full_fp32_param(weight).to(weight.dtype)), "of an older update"
+        weight.mul_(0.75)
 
 
 def _raised_inside(engine: Any, step: int, seen: Seen, _: str) -> None:

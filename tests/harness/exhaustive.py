@@ -208,6 +208,10 @@ CORNERS: dict[str, str] = {
     r"test_changed_models.py::test_what_is_frozen_in_the_middle.*\[(1-device|2-device|3-host)\]": (
         "the ends of the table, and what rests elsewhere at one stage"
     ),
+    r"test_offload_doors.py::test_no_door.*\[(?!edited between-early|in each other-early|stepped inside-delayed"
+    r"|one raised inside-delayed).*\]": "each way has two doors",
+    r"test_offload_doors.py::test_nor_do_two.*\[(?!edited between-delayed).*\]": "one pair of engines",
+    r"test_offload_doors.py::test_nor_where.*\[(?!saved-early).*\]": "one save",
     r"test_offload_delayed.py::test_one_rank_that_fails.*\[thread-(16 bit|pretrained|unsharded|edit|load)-3.*\]": (
         "a save and a stream stay, with a delay and without"
     ),
