@@ -94,6 +94,33 @@ def test_a_rank_whose_watch_is_only_slow_says_where_it_is(pool2: RankPool) -> No
     assert "does not answer: native code keeps its interpreter" in text and silent == {1}
 
 
+def _alarms_while_another_works() -> list[str]:
+    """Which of five alarms of rank 0 have asked for reports, while rank 1 comes further all the time."""
+    guard, asked = HangWatch(1.0, "deepspeed/hang/asks"), list[str]()
+    guard._beat_s = 0.02
+    guard._pulse()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        guard._say = asked.append  # type: ignore[method-assign]
+        guard._waited_s = guard._still_s = 1000.0
+        for number in range(1, 6):
+            guard._answered = ""
+            guard._alarm()
+            asked += [str(number)] * bool(guard._answered)
+        guard._store.set("done", "")
+    else:
+        while not guard._store.check(["done"]):
+            guard._beats += 1
+            guard._pulse()
+    dist.barrier()
+    return asked
+
+
+def test_few_of_the_alarms_that_come_to_nothing_ask_the_ranks_that_work(pool2: RankPool) -> None:
+    """The first one asks as it begins, so that a rank in native code has that time to answer already."""
+    assert pool2.run(_alarms_while_another_works)[0] == ["1", "2", "4"]
+
+
 def _alarms_while_the_job_ends() -> list[int]:
     """How often rank 0 has spoken: as it first sees that rank 1 has ended, later, and after its own end."""
     guard, said, counts = HangWatch(600.0, "deepspeed/hang/at-the-end"), list[str](), list[int]()

@@ -263,7 +263,7 @@ class HangWatch:
         return turn, time.monotonic() + _REPORTS_S + 2 * self._beat_s
 
     def _judge(
-        self, pulses: dict[int, dict[str, Any]], silent: set[int], asked_for: tuple[str, float] | None
+        self, pulses: dict[int, dict[str, Any]], silent: set[int], asked_for: tuple[str, float] | None = None
     ) -> tuple[str, list[list[Any]]]:
         """Why the job stands still, and the processes that cannot end by themselves: host, id, start."""
         turn, end = asked_for or self._ask()
