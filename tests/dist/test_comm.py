@@ -19,7 +19,7 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
 from deepspeed.observe.log import logger
 from tests.harness.patience import slowdown
-from tests.harness.pool import RankPool
+from tests.harness.pool import PatientPool, RankPool
 
 
 def _every_call() -> dict[str, list]:
@@ -195,7 +195,7 @@ def _two_callers_groups() -> list:
 
 def test_shard_groups_of_a_callers_own_group_join_its_members_only() -> None:
     """Each caller's group makes groups the other knows nothing of."""
-    with RankPool(8) as pool:
+    with PatientPool(8) as pool:
         assert pool.run(_two_callers_groups) == [[True, True]] * 8
 
 

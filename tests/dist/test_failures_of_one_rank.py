@@ -21,7 +21,7 @@ from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
 from tests.harness.lockstep import equal, not_at_rest
 from tests.harness.patience import too_long
-from tests.harness.pool import RankPool
+from tests.harness.pool import PatientPool, RankPool
 from tests.harness.training import STAGES, here, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
@@ -375,7 +375,7 @@ def test_a_micro_batch_that_only_one_rank_takes_where_all_step_by_habit_ends_in_
     stage: int,
 ) -> None:
     """No message reaches ranks that wait in the step, or in what follows it."""
-    with RankPool(2, time_limit=LIMIT) as ranks:
+    with PatientPool(2, time_limit=LIMIT) as ranks:
         waits, asks = ranks.run(_takes_one_micro_batch_more, stage)
     assert waits.startswith(f"RankFailedError: rank {FAILS} failed: step {HABIT}"), waits
     assert asks.startswith(f"DivergenceError: step {HABIT}") and "as many micro-batches a step" in asks

@@ -14,7 +14,7 @@ from deepspeed.comm.group_getters import register_mpu, register_topology
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError
 from deepspeed.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.utils import groups
-from tests.harness.pool import RankPool
+from tests.harness.pool import PatientPool, RankPool
 from tests.harness.training import ADAMW, STAGES
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,7 +50,7 @@ def _grid() -> tuple[list[list[int]], int, str, int]:
 
 
 def test_every_axis_has_one_group_of_the_ranks_of_its_own() -> None:
-    with RankPool(8) as pool:
+    with PatientPool(8) as pool:
         for joined, made, title, r in pool.run(_grid):
             stage, rest = r // 4 * 4, r % 4
             tp, dp, pp = [r // 2 * 2, r // 2 * 2 + 1], [stage + rest % 2, stage + rest % 2 + 2], [rest, rest + 4]

@@ -17,7 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.verify.grads import full_parameters
 from tests.harness import pipes
 from tests.harness.patience import too_long
-from tests.harness.pool import RankFailure, RankPool
+from tests.harness.pool import PatientPool, RankFailure, RankPool
 from tests.harness.training import outcome
 
 pytestmark = pytest.mark.timeout(120)
@@ -260,7 +260,7 @@ def _killed() -> str:
 
 
 def test_a_rank_that_dies_in_mid_schedule_is_named_by_its_neighbour() -> None:
-    with RankPool(3) as pool, pytest.raises(RankFailure) as caught:
+    with PatientPool(3) as pool, pytest.raises(RankFailure) as caught:
         pool.run(_killed, time_limit=60)
     text = str(caught.value)
     assert "rank 2 (pipeline stage 2, layers" in text and "does not answer: its process has ended" in text

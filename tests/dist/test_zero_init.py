@@ -20,7 +20,7 @@ from deepspeed.verify.models import HIDDEN, VOCABULARY, Case, ResidualBlock, cas
 from deepspeed.zero import ZeroParamStatus
 from tests.harness.devices import two_devices
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
-from tests.harness.pool import RankPool
+from tests.harness.pool import PatientPool, RankPool
 from tests.harness.training import here, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
@@ -307,7 +307,7 @@ def devices_after_init() -> tuple[bool, bool]:
 
 
 def test_device_contexts_work_after_the_first_init() -> None:
-    with RankPool(1) as fresh:
+    with PatientPool(1) as fresh:
         assert fresh.run(devices_after_init) == [(True, False)]
 
 

@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_all(commands: dict[str, list[str]], folder: Path, *, limit_s: int = 240) -> dict[str, Ended]:
+def run_all(commands: dict[str, list[str]], folder: Path, *, limit_s: int = 550) -> dict[str, Ended]:
     """How each command ended that ran in ``folder``, all in one process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     done = subprocess.run(

@@ -57,7 +57,7 @@ def test_a_decoder_s_step_is_what_the_formulas_say() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", "import json; from tests.sim import test_formulas as t\n"
          "print(json.dumps(t.counted()))"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -22,7 +22,7 @@ from tests.sim.matrix import CASES, PLANTED, PRINTED, TIMED_STEPS, WORLD
 from tests.sim.oracle import Conflicts, waits_of
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 300
+LIMIT_S = 550  # of a machine that is busy with much else
 pytestmark = pytest.mark.skipif(
     torch.__version__.split("+")[0] < "2.13", reason="the simulated device needs devices written in Python (torch 2.13)"
 )

@@ -12,7 +12,7 @@ from tests.sim.test_matrix import pytestmark  # noqa: F401 - the same torch is n
 from tests.sim.together import HABIT, STEPS, rank_of
 
 SURPRISES = ["skips a block", "another order", "one more evaluation", "raises and tries again"]
-LIMIT_S = 120.0
+LIMIT_S = 400.0
 
 
 @pytest.fixture(scope="module")
