@@ -74,6 +74,17 @@ class EngineWeights:
         target = None if dst is None else self.mesh.job.ranks.index(dst)
         return self._flow(tensors, limit, target=target, parcels=parcels)
 
+    def settle_weights(self, call: str) -> None:
+        """Wait until the weights at rest are those of the last step and nobody writes them. On this rank alone: the
+        caller lets all ranks hear what is raised.
+
+        ``call``: what for. Raises UsageError inside a forward or backward, and where an update has failed.
+        """
+        self._check_alive()
+        self._check_between_passes(call)
+        self.runtime.settle()
+        self.runtime.catch_up()
+
     def _flow(
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:

@@ -4,12 +4,14 @@ Between two ranks what is received is what was sent, in that order, within one g
 """
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepspeed.comm.collectives import AxisGroup, Collective, as_bytes
+from deepspeed.tier.transfer import Several, Transfer
 
 
 def send(tensor: torch.Tensor, peer: int, group: AxisGroup) -> Collective:
@@ -41,3 +43,17 @@ def receive_object(peer: int, group: AxisGroup) -> Any:
     data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.recv(data, group=group.pg, group_src=peer)
     return pickle.loads(data.numpy().tobytes())
+
+
+def exchange(
+    sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: AxisGroup
+) -> Transfer:
+    """Start to send, and to fill, tensors, each with the member it goes to or comes from; one at most for each."""
+    if group.backend == "gloo" or not (sends or receives):
+        works = [receive(tensor, peer, group) for tensor, peer in receives]
+        return Several(works + [send(tensor, peer, group) for tensor, peer in sends])
+    # nccl runs what is not grouped one after the other, and two ranks that both send first would wait for each other
+    ends = [group.note(op, tensor) for op, each in (("receive", receives), ("send", sends)) for tensor, _ in each]
+    calls = [dist.P2POp(dist.irecv, as_bytes(t), group=group.pg, group_peer=peer) for t, peer in receives]
+    calls += [dist.P2POp(dist.isend, as_bytes(t), group=group.pg, group_peer=peer) for t, peer in sends]
+    return Collective(dist.batch_isend_irecv(calls), *(t for t, _ in (*receives, *sends)), then=tuple(ends))

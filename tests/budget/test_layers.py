@@ -53,6 +53,8 @@ LAYERS = {
     "deepspeed.moe": 6,
     "deepspeed.module_inject": 6,
     "deepspeed.profiling": 6,
+    "deepspeed.reallocate": 6,
+    "deepspeed.reallocate.plan": 2,
     "deepspeed.tensor": 6,
     "deepspeed.timeline": 6,
     "deepspeed.engine": 7,

@@ -8,7 +8,6 @@ rank that stops early (``break``, an error in its loop, its next call of the eng
 bucket; those that go on raise then. So a rank that has begun may leave, and nobody waits for it.
 """
 
-import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,31 +19,15 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.checkpoint.format.boxes import Region, Span
-from deepspeed.checkpoint.save.collect import regions
+from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.zero.client.gathered import segment_of
-from deepspeed.zero.param import local_of
-from deepspeed.zero.plan import StateKind
-from deepspeed.zero.unit import Unit
 
 _MESSAGE_BYTES = 32 << 20
 _ALIGNED = 16  # bytes between the pieces of a message: any dtype may be there
 
 Bucket = list[tuple[str, torch.Tensor]]
-
-
-class FlowTensor(NamedTuple):
-    """A whole tensor, and what of it rests on one rank."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    spans: tuple[Span, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class FlowPiece(NamedTuple):
@@ -151,11 +134,9 @@ class WeightFlow:
         ``parcels``: what is delivered together, in order (None: each tensor alone). Collective.
         """
         self._over, self._cut = True, False
-        self._mesh, self._tensors, self._device, self._target = mesh, tensors, device, target
-        self._open: Unit | None = None
-        self._rest = contextlib.ExitStack()
-        self._at: dict[str, list[tuple[Span, int]]] = {}
-        everyone: list[dict[str, FlowTensor]] = collectives.gather_objects(self._mine(), mesh.talk)
+        self._mesh, self._device, self._target = mesh, device, target
+        self._resting = RestingWeights(tensors)
+        everyone: list[dict[str, FlowTensor]] = collectives.gather_objects(self._resting.entries, mesh.talk)
         names = dict.fromkeys(name for each in everyone for name in each)
         self.entries = {name: next(each[name] for each in everyone if name in each) for name in names}
         self._pieces = {n: sources(n, [each.get(n) for each in everyone], target) for n in names}
@@ -163,21 +144,6 @@ class WeightFlow:
         self._todo = self._buckets(parcels or [Parcel((name,)) for name in names], max_bytes - self._message_bytes)
         self._wanted = target is None or target == mesh.job.index
         self._number, self._over = 0, False
-
-    def _mine(self) -> dict[str, FlowTensor]:
-        """What rests on this rank."""
-        entries = {}
-        for name, tensor in self._tensors.items():
-            shape, dtype = tuple(tensor.shape), tensor.dtype
-            runs: list[tuple[int, int, int, Region | None]] = [(0, tensor.numel(), 0, None)]
-            if (unit := getattr(tensor, "_ds_unit", None)) is not None:
-                segment = segment_of(tensor)  # type: ignore[arg-type]
-                lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
-                ours = regions(segment, lo - segment.offset, hi - segment.offset) if lo < hi else ()
-                shape, dtype, runs = segment.whole_shape, unit.shard.dtype, list(ours)
-            self._at[name] = [(Span(start, start + hi - lo, region), lo) for lo, hi, start, region in runs if lo < hi]
-            entries[name] = FlowTensor(dtype, shape, tuple(span for span, _ in self._at[name]))
-        return entries
 
     def _buckets(self, parcels: Sequence[Parcel], limit: int) -> list[list[Parcel]]:
         """As many parcels as fit ``limit`` bytes, at least one."""
@@ -244,7 +210,7 @@ class WeightFlow:
             for _, name, (lo, hi, region) in (
                 p for n in names if self._wanted for p in self._pieces[n] if p.source < 0
             ):
-                put(inside(whole[name], region), lo, self._values(name, Span(lo, hi, region)))
+                put(inside(whole[name], region), lo, self._resting.span(name, Span(lo, hi, region)))
         except Exception as error:
             fault = error
         by_source: dict[int, list[FlowPiece]] = {}
@@ -254,7 +220,7 @@ class WeightFlow:
         queues = [messages(pieces, width, most) for _, pieces in sorted(by_source.items())]
         for wave in itertools.zip_longest(*queues):  # one message of each source
             fault = self._pass([message for message in wave if message], whole) or fault
-        self._close_unit()
+        self._resting.close()
         return fault
 
     def _pass(self, wave: list[list[FlowPiece]], whole: dict[str, torch.Tensor]) -> Exception | None:
@@ -270,7 +236,7 @@ class WeightFlow:
             buffer, views = self._room(message)
             try:
                 for view, (_, name, span) in zip(views, message, strict=True) if sends else ():
-                    view.copy_(self._values(name, span))
+                    view.copy_(self._resting.span(name, span))
             except Exception as error:  # sent all the same, as the others wait
                 fault = error
             if self._target is None:
@@ -296,24 +262,6 @@ class WeightFlow:
             at += -(-size // _ALIGNED) * _ALIGNED
         buffer = torch.empty(at, dtype=torch.uint8, device=self._device)
         return buffer, [buffer[start : start + size].view(dtype) for start, size, dtype in places]
-
-    def _values(self, name: str, span: Span) -> torch.Tensor:
-        """What rests here, flat."""
-        tensor = self._tensors[name]
-        lo = next(at - mine.lo for mine, at in self._at[name] if mine.region == span.region) + span.lo
-        unit: Unit | None = getattr(tensor, "_ds_unit", None)
-        if unit is None:
-            return local_of(tensor.detach()).reshape(-1)[lo : lo + span.hi - span.lo]
-        if self._open is not unit:
-            self._close_unit()
-            self._resting = self._rest.enter_context(unit.values(StateKind.PARAM))
-            self._open = unit
-        at = segment_of(tensor).offset + lo - unit.range_of(StateKind.PARAM)[0]  # type: ignore[arg-type]
-        return self._resting.detach()[at : at + span.hi - span.lo]
-
-    def _close_unit(self) -> None:
-        self._rest.close()
-        self._open = None
 
     def close(self, reason: str = "it has left the loop", *, cut: bool = False) -> None:
         """End it early; the other ranks hear ``reason`` with their next bucket, unless they end it too. ``cut``: the

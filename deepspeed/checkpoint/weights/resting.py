@@ -1,0 +1,114 @@
+"""Which elements of which tensors rest on this rank, whatever the layout, and views of them."""
+
+import contextlib
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.checkpoint.format.boxes import Region, Span
+from deepspeed.checkpoint.save.collect import regions
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.zero.client.gathered import segment_of
+from deepspeed.zero.layout import Place, Segment
+from deepspeed.zero.param import local_of, place_of
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+
+_OPEN_AT_ONCE = 4  # shards of drives in memory
+
+_Runs = list[tuple[int, int, int, Region | None]]
+
+
+class FlowTensor(NamedTuple):
+    """A whole tensor, and what of it rests on one rank."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class RestingWeights:
+    """Of ``tensors``, parameters and buffers of this rank by name, what rests here: ``entries``, and views of it.
+
+    ``write``: what is written to the views counts. Views are good until ``close``.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, write: bool = False) -> None:
+        self._tensors, self._write = tensors, write
+        self._opened: dict[Unit, tuple[contextlib.AbstractContextManager[torch.Tensor], torch.Tensor]] = {}
+        self._at: dict[str, list[tuple[Span, int]]] = {}
+        self.entries: dict[str, FlowTensor] = {}
+        for name, tensor in tensors.items():
+            dtype, shape, runs = _at_rest(name, tensor)
+            self._at[name] = [(Span(start, start + hi - lo, region), lo) for lo, hi, start, region in runs if lo < hi]
+            self.entries[name] = FlowTensor(dtype, shape, tuple(span for span, _ in self._at[name]))
+
+    def span(self, name: str, span: Span) -> torch.Tensor:
+        """Elements of one of the entry's spans, flat."""
+        lo = next(at - ours.lo for ours, at in self._at[name] if ours.region == span.region) + span.lo
+        return self._flat(name, lo, lo + span.hi - span.lo)
+
+    def region(self, name: str, region: Region) -> torch.Tensor:
+        """The ``region`` of the global tensor, all of which lies in one span, in its shape."""
+        for ours, at in self._at[name]:
+            origin, shape = ours.region or Region((0,) * len(region.start), self.entries[name].shape)
+            strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            first = sum((s - o) * stride for s, o, stride in zip(region.start, origin, strides, strict=True))
+            last = first + sum((n - 1) * stride for n, stride in zip(region.shape, strides, strict=True))
+            ends = zip(region.start, region.shape, origin, shape, strict=True)
+            if ours.lo <= first and last < ours.hi and all(o <= s and s + n <= o + m for s, n, o, m in ends):
+                flat = self._flat(name, at + first - ours.lo, at + last + 1 - ours.lo)
+                return flat.as_strided(region.shape, strides)
+        raise AssertionError(f"{region} of {name} does not rest here")
+
+    def _flat(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Elements [lo, hi) of the local tensor."""
+        tensor = self._tensors[name]
+        unit: Unit | None = getattr(tensor, "_ds_unit", None)
+        if unit is None:
+            local = local_of(tensor.detach())
+            assert not self._write or local.is_contiguous(), name
+            return local.reshape(-1)[lo:hi]
+        at = _segment(tensor).offset - unit.range_of(StateKind.PARAM)[0]
+        return self._open(unit)[at + lo : at + hi]
+
+    def _open(self, unit: Unit) -> torch.Tensor:
+        if unit not in self._opened:
+            away = [u for u in self._opened if u.on_drive(StateKind.PARAM)]
+            if unit.on_drive(StateKind.PARAM) and len(away) == _OPEN_AT_ONCE:
+                self._opened.pop(away[0])[0].__exit__(None, None, None)
+            context = unit.values(StateKind.PARAM, write=self._write)
+            self._opened[unit] = context, context.__enter__().detach()
+        return self._opened[unit][1]
+
+    def close(self) -> None:
+        """What was written goes to where it rests."""
+        with contextlib.ExitStack() as rest:
+            for context, _ in self._opened.values():
+                rest.push(context)
+            self._opened = {}
+
+
+def _segment(tensor: torch.Tensor) -> Segment:
+    return segment_of(tensor)  # type: ignore[arg-type]
+
+
+def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], _Runs]:
+    """The dtype at rest, the global shape, and runs as of ``collect.regions``."""
+    if (unit := getattr(tensor, "_ds_unit", None)) is not None:
+        segment = _segment(tensor)
+        lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
+        ours = list(regions(segment, lo - segment.offset, hi - segment.offset)) if lo < hi else []
+        return unit.shard.dtype, segment.whole_shape, ours
+    if hasattr(tensor, "placements"):  # a DTensor of the client's
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        place: Place = place_of(tensor, name, AxisGroup(None, mesh.size(), mesh.get_local_rank(0), (), ""))  # type: ignore[arg-type]
+        segment = Segment(name, place.size, 0).at(place)
+        return tensor.dtype, place.shape, list(regions(segment, 0, segment.numel))
+    return tensor.dtype, tuple(tensor.shape), [(0, tensor.numel(), 0, None)]

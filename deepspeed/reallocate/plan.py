@@ -1,0 +1,230 @@
+"""Who sends which part of which tensor to whom, so that weights laid out one way come to lie another way. Pure.
+
+What a rank has, and what it needs, are spans of global tensors (`checkpoint.format.boxes`), whatever axes cut them. A
+span is a few rectangular regions, what two regions have in common is one, and so a transfer is one region of one
+tensor. Nothing is sent to a rank that has it already, and the rest once to every rank that needs it: that is the least
+there can be, without ranks that pass on what they were sent. Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088),
+where several ranks have the same region the one that sends is on the receiver's node, if there is one, and has the
+least to send so far.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from deepspeed.checkpoint.format.boxes import Region, Span
+from deepspeed.errors import UsageError
+
+PIECE_BYTES = 4 << 20  # what one of several ranks is chosen for
+
+Spans = Mapping[str, Sequence[Span]]  # by name of the tensor
+_Holders = list[tuple[Region, list[int]]]  # regions, and the ranks that have each
+
+
+class GlobalShape(NamedTuple):
+    """Of a global tensor; ``width``: bytes of an element on its way."""
+
+    shape: tuple[int, ...]
+    width: int
+
+
+class RegionTransfer(NamedTuple):
+    """``region`` of the global tensor ``name`` goes from rank ``source`` to rank ``target``, maybe the same."""
+
+    source: int
+    target: int
+    name: str
+    region: Region
+
+
+@dataclass(frozen=True)
+class ReallocationPlan:
+    """``transfers`` between ranks, in their common order, and ``copies`` within a rank. The numbers are bytes.
+
+    ``lower_bound``: what the ranks need and do not have, counted apart from the transfers. ``sent``, ``received``: by
+    rank. ``across_nodes``: of ``bytes_moved``, between ranks of different nodes.
+    """
+
+    transfers: tuple[RegionTransfer, ...]
+    copies: tuple[RegionTransfer, ...]
+    lower_bound: int
+    sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
+    across_nodes: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Over all ranks."""
+        return sum(self.sent.values())
+
+    @property
+    def most_sent(self) -> int:
+        """By one rank."""
+        return max(self.sent.values(), default=0)
+
+    @property
+    def most_received(self) -> int:
+        """By one rank."""
+        return max(self.received.values(), default=0)
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+def regions_of(shape: tuple[int, ...], span: Span) -> Iterator[Region]:
+    """The regions of a tensor of ``shape`` that ``span`` consists of, in order: 2 * dims - 1 at most."""
+    origin, size = span.region or Region((0,) * len(shape), shape)
+    for start, part in _rectangles(size, span.lo, span.hi):
+        yield Region(tuple(o + s for o, s in zip(origin, start, strict=True)), part)
+
+
+def _rectangles(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [lo, hi), in row-major order, of an array of ``shape``: starts and shapes."""
+    if lo >= hi:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, end = -(-lo // row), hi // row
+    if lo % row:  # the end of a row, which may be the end of the range too
+        for start, part in _rectangles(shape[1:], lo % row, min(row, hi - (first - 1) * row)):
+            yield (first - 1, *start), (1, *part)
+    if first < end:
+        yield (first, *(0 for _ in shape[1:])), (end - first, *shape[1:])
+    if hi % row and end >= first:
+        for start, part in _rectangles(shape[1:], 0, hi % row):
+            yield (end, *start), (1, *part)
+
+
+def common(one: Region, two: Region) -> Region | None:
+    """What two regions have in common; None: nothing."""
+    start = tuple(map(max, one.start, two.start))
+    ends = zip(one.start, one.shape, two.start, two.shape, strict=True)
+    shape = tuple(min(s + n, t + m) - b for (s, n, t, m), b in zip(ends, start, strict=True))
+    return Region(start, shape) if all(n > 0 for n in shape) else None
+
+
+def without(region: Region, part: Region) -> Iterator[Region]:
+    """``region`` but for ``part``, which lies in it: 2 * dims regions at most."""
+    start, shape = list(region.start), list(region.shape)
+    for dim, (lo, n) in enumerate(zip(*part, strict=True)):
+        for begin, size in ((start[dim], lo - start[dim]), (lo + n, start[dim] + shape[dim] - lo - n)):
+            if size > 0:
+                yield Region((*start[:dim], begin, *start[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :]))
+        start[dim], shape[dim] = lo, n
+
+
+def cut(region: Region, most: int) -> Iterator[Region]:
+    """``region`` in regions of ``most`` elements at most."""
+    dim = next((d for d, n in enumerate(region.shape) if n > 1), None)
+    if prod(region.shape) <= most or dim is None:
+        yield region
+        return
+    rows = max(1, most // prod(region.shape[dim + 1 :]))
+    for at in range(0, region.shape[dim], rows):
+        n = min(rows, region.shape[dim] - at)
+        start = (*region.start[:dim], region.start[dim] + at, *region.start[dim + 1 :])
+        yield from cut(Region(start, (*region.shape[:dim], n, *region.shape[dim + 1 :])), most)
+
+
+def _remove(regions: Iterable[Region], part: Region) -> list[Region]:
+    """``regions`` but for what they have in common with ``part``."""
+    left: list[Region] = []
+    for region in regions:
+        both = common(region, part)
+        left += [region] if both is None else without(region, both)
+    return left
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+def plan_reallocation(
+    shapes: Mapping[str, GlobalShape],
+    resting: Mapping[int, Spans],
+    needed: Mapping[int, Spans],
+    *,
+    nodes: Mapping[int, Hashable] | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> ReallocationPlan:
+    """The plan for tensors of ``shapes``, of which each rank has ``resting`` and is to get ``needed``, both by rank.
+
+    ``nodes``: where each rank is (None: all on one). The same on every rank that is given the same. Raises UsageError
+    where nobody has what a rank needs.
+    """
+    places = nodes or {}
+    sent = dict.fromkeys(sorted(resting), 0)
+    received = dict.fromkeys(sorted(needed), 0)
+    transfers, copies = list[tuple[int, RegionTransfer]](), list[RegionTransfer]()
+    bound = across = 0
+    for name, (shape, width) in shapes.items():
+        has = {rank: [r for s in resting[rank].get(name, ()) for r in regions_of(shape, s)] for rank in sent}
+        holders: dict[Region, list[int]] = {}
+        for rank, regions in has.items():
+            for region in regions:
+                holders.setdefault(region, []).append(rank)
+        for target in received:
+            left = [r for span in needed[target].get(name, ()) for r in regions_of(shape, span)]
+            bound += width * _lacking(left, has.get(target, ()))
+            for region in has.get(target, ()):
+                shared = [both for one in left if (both := common(one, region)) is not None]
+                copies += [RegionTransfer(target, target, name, both) for both in shared]
+                left = _remove(left, region)
+            # What the target's node has comes from there, however others have cut it.
+            near = {rank for rank in sent if places.get(rank) == places.get(target)}
+            order = sorted(holders.items(), key=lambda each: near.isdisjoint(each[1])) if left else []
+            for region, ranks in _sources(left, order):
+                for piece in cut(region, max(1, piece_bytes // width)):
+                    source = _choose([r for r in ranks if r in near] or ranks, target, sent)
+                    nbytes = width * prod(piece.shape)
+                    transfers.append((sent[source], RegionTransfer(source, target, name, piece)))
+                    sent[source] += nbytes
+                    received[target] += nbytes
+                    across += nbytes if places.get(source) != places.get(target) else 0
+                left = _remove(left, region)
+            if left:
+                raise UsageError(f"no rank of the source has {name}{list(left[0].start)}, which rank {target} needs")
+    # Side by side: everybody sends what it has in its own order.
+    side_by_side = sorted(transfers, key=lambda each: each[0])
+    return ReallocationPlan(tuple(t for _, t in side_by_side), tuple(copies), bound, sent, received, across)
+
+
+def _lacking(needs: Iterable[Region], has: Sequence[Region]) -> int:
+    """Elements of ``needs`` that are not in ``has``; neither has any element twice."""
+    both = (common(one, other) for one in needs for other in has)
+    return sum(prod(one.shape) for one in needs) - sum(prod(region.shape) for region in both if region is not None)
+
+
+def _sources(needs: list[Region], holders: _Holders) -> Iterator[tuple[Region, list[int]]]:
+    """``needs``, each element once, in regions all of which each of the listed ranks has."""
+    for number, (region, ranks) in enumerate(holders):
+        for both in [b for one in needs if (b := common(one, region)) is not None]:
+            more = [r for other, also in holders[number + 1 :] if common(other, both) == both for r in also]
+            yield both, sorted({*ranks, *more}) if more else ranks
+        needs = _remove(needs, region)
+        if not needs:
+            return
+
+
+def _choose(ranks: Sequence[int], target: int, sent: Mapping[int, int]) -> int:
+    """With the least to send; of several such the next one behind the target."""
+    return min(ranks, key=lambda rank: (sent[rank], rank < target, rank))
+
+
+def in_rounds(
+    plan: ReallocationPlan, shapes: Mapping[str, GlobalShape], most: int
+) -> list[list[tuple[RegionTransfer, int]]]:
+    """The transfers, with their bytes, in rounds in which no rank sends or receives more than ``most`` bytes."""
+    senders, receivers = {r: (0, 0) for r in plan.sent}, {r: (0, 0) for r in plan.received}  # round, bytes in it
+    rounds: list[list[tuple[RegionTransfer, int]]] = []
+    for transfer in plan.transfers:
+        nbytes = prod(transfer.region.shape) * shapes[transfer.name].width
+        sends, takes = senders[transfer.source], receivers[transfer.target]
+        number = max(sends[0], takes[0])
+        before = [filled if at == number else 0 for at, filled in (sends, takes)]
+        if max(before) and max(before) + nbytes > most:
+            number, before = number + 1, [0, 0]
+        senders[transfer.source], receivers[transfer.target] = (
+            (number, before[0] + nbytes), (number, before[1] + nbytes),
+        )  # fmt: skip
+        rounds += [[] for _ in range(number + 1 - len(rounds))]
+        rounds[number].append((transfer, nbytes))
+    return rounds

@@ -1,0 +1,189 @@
+"""The two ends of a reallocation: an engine or a module on some ranks, what of it rests where, and which of the names
+of both are one tensor.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
+from deepspeed.errors import UsageError
+from deepspeed.reallocate.plan import GlobalShape, Spans
+from deepspeed.zero.client.gathered import runtime_of, state_names
+from deepspeed.zero.param import castable, local_of
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+
+_LISTED = 4
+_AT_ONCE = 1 << 22  # elements of masters that are compared
+
+
+class Inventory(NamedTuple):
+    """What one rank has of a side: its tensors, further names of tied ones, and the ranks that must take part too."""
+
+    entries: dict[str, FlowTensor]
+    aliases: dict[str, str]
+    ranks: tuple[int, ...]
+
+
+Inventories = Mapping[int, Inventory]  # by rank
+
+
+class Side:
+    """One end on this rank: an engine, a module, or nothing. ``role``: "source" or "target"."""
+
+    def __init__(self, model: Any, role: str, rank: int) -> None:
+        self.role, self._rank = role, rank
+        self.absent = model is None
+        self._engine = getattr(model, "_offload", None) is not None
+        if not (self.absent or isinstance(model, nn.Module)):
+            raise UsageError(f"the {role} is {type(model).__name__}; pass an engine, a module, or None")
+        self._model = weakref.ref(model) if model is not None else lambda: None
+
+    def open(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors and aliases of ``state_names``, when nothing is under way that writes them. Raises UsageError where
+        they cannot be read, or written, now.
+        """
+        if self.absent:
+            return {}, {}
+        model: Any = self._model()
+        if model is None:
+            raise UsageError(f"the {self.role} of this reallocation is gone; plan another one")
+        if self._engine:
+            model.settle_weights("reallocation")
+        tensors, aliases = state_names(model.module if self._engine else model, exclude_frozen=False)
+        units = units_of(tensors)
+        if not self._engine and any(runtime_of(unit) is not None for unit in units):
+            raise UsageError(f"the {self.role} is the module of an engine; pass the engine")
+        if self.role == "target":
+            if busy := next((unit for unit in units if not unit.idle), None):
+                raise UsageError(
+                    f"the weights of the target ({busy.title}) are gathered, in unsharded() or GatheredParameters; "
+                    "leave that first"
+                )
+            for name, tensor in tensors.items():
+                if not hasattr(tensor, "_ds_unit") and not local_of(tensor).is_contiguous():
+                    raise UsageError(f"{name} of the target is not contiguous; write module.{name}.contiguous() to it")
+        return tensors, aliases
+
+    def inventory(self) -> Inventory | None:
+        """What this rank tells the others."""
+        if self.absent:
+            return None
+        tensors, aliases = self.open()
+        model: Any = self._model()
+        ranks = model.mesh.job.ranks if self._engine else (self._rank,)
+        return Inventory(RestingWeights(tensors).entries, aliases, ranks)
+
+
+def units_of(tensors: Mapping[str, torch.Tensor]) -> list[Unit]:
+    """The units that hold ``tensors``."""
+    return list(dict.fromkeys(t._ds_unit for t in tensors.values() if hasattr(t, "_ds_unit")))
+
+
+def follow(unit: Unit) -> None:
+    """PARAM of ``unit`` at rest was written: masters become it, but those that round to it keep their bits."""
+    unit.new_version(shown=not unit.movable)
+    if unit.master is None or unit.master_is_param:
+        return
+    start, stop = unit.range_of(StateKind.OPTIM)
+    with unit.values(StateKind.PARAM) as resting, unit.values(StateKind.OPTIM, write=True) as master:
+        written = unit.within(StateKind.PARAM, resting, start, stop)
+        for part, wide in zip(written.split(_AT_ONCE), master.split(_AT_ONCE), strict=True):
+            values = part.to(wide)
+            wide.copy_(torch.where(wide.to(part.dtype).to(wide.dtype) == values, wide, values))
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What the planner is given, by the names of the target; ``stored``: the name of each in the source."""
+
+    shapes: dict[str, GlobalShape]
+    wire: dict[str, torch.dtype]
+    stored: dict[str, str]
+    resting: dict[int, Spans]
+    needed: dict[int, Spans]
+
+
+def match(sources: Inventories, targets: Inventories, *, convert: bool, strict: bool) -> Pairing:
+    """Which tensor is which, the same on every rank. Raises UsageError for names that one side lacks (``strict``), for
+    other shapes, and other dtypes unless these are to be converted.
+    """
+    _complete(sources, "source")
+    _complete(targets, "target")
+    has, wants = _entries(sources), _entries(targets)
+    stored = _pairs(has, wants, sources, targets)
+    used = set(stored.values())
+    for what, names in {
+        "in the target and not in the source": [name for name in wants if name not in stored],
+        "in the source and not in the target": [name for name in has if name not in used],
+    }.items():
+        if names and strict:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            raise UsageError(f"{', '.join(names[:_LISTED])}{more}: {what}; strict=False moves what both have")
+    shapes, wire = {}, {}
+    for name, real in stored.items():
+        one, two = has[real], wants[name]
+        if one.shape != two.shape:
+            raise UsageError(f"{name} is {list(one.shape)} in the source and {list(two.shape)} in the target")
+        if one.dtype != two.dtype and not (convert and castable(one.dtype) and castable(two.dtype)):
+            which = "no conversion is possible" if convert else "convert_dtype=True converts between floating dtypes"
+            raise UsageError(f"{name} is {one.dtype} in the source and {two.dtype} in the target; {which}")
+        wire[name] = two.dtype if two.dtype.itemsize < one.dtype.itemsize else one.dtype
+        shapes[name] = GlobalShape(one.shape, wire[name].itemsize)
+    resting: dict[int, Spans] = {
+        rank: {n: ours.entries[real].spans for n, real in stored.items() if real in ours.entries}
+        for rank, ours in sources.items()
+    }
+    needed: dict[int, Spans] = {
+        rank: {n: e.spans for n, e in ours.entries.items() if n in stored} for rank, ours in targets.items()
+    }
+    return Pairing(shapes, wire, stored, resting, needed)
+
+
+def _complete(side: Inventories, role: str) -> None:
+    if not side:
+        raise UsageError(f"no rank has a {role}")
+    for rank, ours in side.items():
+        for other in ours.ranks:
+            if other not in side:
+                raise UsageError(
+                    f"rank {other} takes part in the {role} engine of rank {rank}, on ranks {list(ours.ranks)}, but "
+                    "does not bring it here; every rank of an engine must pass it, and be in the group"
+                )
+
+
+def _entries(side: Inventories) -> dict[str, FlowTensor]:
+    """Every tensor of a side. Raises UsageError where ranks differ about one."""
+    entries: dict[str, tuple[int, FlowTensor]] = {}
+    for rank, ours in side.items():
+        for name, entry in ours.entries.items():
+            first, known = entries.setdefault(name, (rank, entry))
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise UsageError(
+                    f"{name} is {known.dtype} {list(known.shape)} on rank {first} and {entry.dtype} "
+                    f"{list(entry.shape)} on rank {rank}"
+                )
+    return {name: entry for name, (_, entry) in entries.items()}
+
+
+def _pairs(
+    has: Mapping[str, FlowTensor], wants: Mapping[str, FlowTensor], sources: Inventories, targets: Inventories
+) -> dict[str, str]:
+    """The name in the source of each tensor of the target, by its own name or one it is tied to."""
+    real_names = {alias: real for ours in sources.values() for alias, real in ours.aliases.items()}
+    names: dict[str, list[str]] = {name: [name] for name in wants}
+    for alias, real in {a: r for ours in targets.values() for a, r in ours.aliases.items()}.items():
+        names[real].append(alias)
+    stored = {}
+    for name, known in names.items():
+        reals = list(dict.fromkeys(n if n in has else real_names[n] for n in known if n in has or n in real_names))
+        if len(reals) > 1:
+            raise UsageError(f"{' and '.join(known)} are tied in the target, but not in the source; untie them there")
+        if reals:
+            stored[name] = reals[0]
+    return stored
