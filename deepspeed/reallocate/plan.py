@@ -8,6 +8,7 @@ where several ranks have the same region the one that sends is on the receiver's
 least to send so far.
 """
 
+import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -19,7 +20,7 @@ from deepspeed.errors import UsageError
 PIECE_BYTES = 4 << 20  # what one of several ranks is chosen for
 
 Spans = Mapping[str, Sequence[Span]]  # by name of the tensor
-_Holders = list[tuple[Region, list[int]]]  # regions, and the ranks that have each
+_Part = tuple[Region, list[int]]
 
 
 class GlobalShape(NamedTuple):
@@ -98,10 +99,14 @@ def _rectangles(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[tuple[tupl
 
 def common(one: Region, two: Region) -> Region | None:
     """What two regions have in common; None: nothing."""
-    start = tuple(map(max, one.start, two.start))
-    ends = zip(one.start, one.shape, two.start, two.shape, strict=True)
-    shape = tuple(min(s + n, t + m) - b for (s, n, t, m), b in zip(ends, start, strict=True))
-    return Region(start, shape) if all(n > 0 for n in shape) else None
+    start, shape = list[int](), list[int]()
+    for s, n, t, m in zip(*one, *two, strict=True):
+        lo, hi = max(s, t), min(s + n, t + m)
+        if lo >= hi:
+            return None
+        start.append(lo)
+        shape.append(hi - lo)
+    return Region(tuple(start), tuple(shape))
 
 
 def without(region: Region, part: Region) -> Iterator[Region]:
@@ -127,15 +132,6 @@ def cut(region: Region, most: int) -> Iterator[Region]:
         yield from cut(Region(start, (*region.shape[:dim], n, *region.shape[dim + 1 :])), most)
 
 
-def _remove(regions: Iterable[Region], part: Region) -> list[Region]:
-    """``regions`` but for what they have in common with ``part``."""
-    left: list[Region] = []
-    for region in regions:
-        both = common(region, part)
-        left += [region] if both is None else without(region, both)
-    return left
-
-
 # -- the plan ---------------------------------------------------------------------------------------------------------
 def plan_reallocation(
     shapes: Mapping[str, GlobalShape],
@@ -157,31 +153,23 @@ def plan_reallocation(
     bound = across = 0
     for name, (shape, width) in shapes.items():
         has = {rank: [r for s in resting[rank].get(name, ()) for r in regions_of(shape, s)] for rank in sent}
-        holders: dict[Region, list[int]] = {}
-        for rank, regions in has.items():
-            for region in regions:
-                holders.setdefault(region, []).append(rank)
-        for target in received:
-            left = [r for span in needed[target].get(name, ()) for r in regions_of(shape, span)]
-            bound += width * _lacking(left, has.get(target, ()))
-            for region in has.get(target, ()):
-                shared = [both for one in left if (both := common(one, region)) is not None]
-                copies += [RegionTransfer(target, target, name, both) for both in shared]
-                left = _remove(left, region)
-            # What the target's node has comes from there, however others have cut it.
-            near = {rank for rank in sent if places.get(rank) == places.get(target)}
-            order = sorted(holders.items(), key=lambda each: near.isdisjoint(each[1])) if left else []
-            for region, ranks in _sources(left, order):
+        parts = functools.cache(lambda spans, shape=shape, has=has: _parts(shape, spans, has))  # replicas need the same
+        for target in received if prod(shape) else ():
+            needs = tuple(needed[target].get(name, ()))
+            bound += width * _lacking([r for span in needs for r in regions_of(shape, span)], has.get(target, ()))
+            for region, ranks in parts(needs):
+                if target in ranks:
+                    copies.append(RegionTransfer(target, target, name, region))
+                    continue
+                if not ranks:
+                    raise UsageError(f"no rank of the source has {name}{list(region.start)}, which rank {target} needs")
+                near = [rank for rank in ranks if places.get(rank) == places.get(target)] or ranks
                 for piece in cut(region, max(1, piece_bytes // width)):
-                    source = _choose([r for r in ranks if r in near] or ranks, target, sent)
-                    nbytes = width * prod(piece.shape)
+                    source, nbytes = _choose(near, target, sent), width * prod(piece.shape)
                     transfers.append((sent[source], RegionTransfer(source, target, name, piece)))
                     sent[source] += nbytes
                     received[target] += nbytes
                     across += nbytes if places.get(source) != places.get(target) else 0
-                left = _remove(left, region)
-            if left:
-                raise UsageError(f"no rank of the source has {name}{list(left[0].start)}, which rank {target} needs")
     # Side by side: everybody sends what it has in its own order.
     side_by_side = sorted(transfers, key=lambda each: each[0])
     return ReallocationPlan(tuple(t for _, t in side_by_side), tuple(copies), bound, sent, received, across)
@@ -193,15 +181,24 @@ def _lacking(needs: Iterable[Region], has: Sequence[Region]) -> int:
     return sum(prod(one.shape) for one in needs) - sum(prod(region.shape) for region in both if region is not None)
 
 
-def _sources(needs: list[Region], holders: _Holders) -> Iterator[tuple[Region, list[int]]]:
-    """``needs``, each element once, in regions all of which each of the listed ranks has."""
-    for number, (region, ranks) in enumerate(holders):
-        for both in [b for one in needs if (b := common(one, region)) is not None]:
-            more = [r for other, also in holders[number + 1 :] if common(other, both) == both for r in also]
-            yield both, sorted({*ranks, *more}) if more else ranks
-        needs = _remove(needs, region)
-        if not needs:
-            return
+def _parts(shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequence[Region]]) -> list[_Part]:
+    """``needs`` in regions of which each rank has all or nothing, and the ranks that have each."""
+    holders: dict[Region, list[int]] = {}
+    for rank, regions in has.items():
+        for region in regions:
+            holders.setdefault(region, []).append(rank)
+    parts: list[_Part] = [(region, []) for span in needs for region in regions_of(shape, span)]
+    for place, ranks in holders.items():
+        split: list[_Part] = []
+        for region, known in parts:
+            both = common(region, place)
+            if both is None:
+                split.append((region, known))
+            else:
+                split.append((both, [*known, *ranks]))
+                split += [(rest, known) for rest in without(region, both)]
+        parts = split
+    return parts
 
 
 def _choose(ranks: Sequence[int], target: int, sent: Mapping[int, int]) -> int:

@@ -2,20 +2,26 @@
 once to each rank that lacks it, and a plan is good for every later step.
 """
 
+import gc
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from deepspeed.checkpoint.weights.resting import RestingWeights
+from deepspeed.observe import hostmem
 from deepspeed.pipe.plain import cut_model
 from deepspeed.reallocate import ParameterReallocation
 from tests.harness.decoders import Llama, batch, loss_of
 from tests.harness.pool import RankPool
 from tests.harness.spy import CollectiveSpy
-from tests.harness.training import ADAMW, start
+from tests.harness.training import ADAMW, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
 ZERO = {"param_persistence_threshold": 20, "reduce_bucket_size": 400}
@@ -32,6 +38,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4": {"stage": 0, "tp": 4},
     "tp2 to generate": {"stage": 0, "tp": 2, "optimizer": None},
     "pp2": {"stage": 1, "pp": 2},
+    "bf16 zero1": {"stage": 1, "bf16": {"enabled": True}},
+    "late": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu", "delayed_update": True}}},
+    "early": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
 }  # fmt: skip
 
 
@@ -90,7 +99,7 @@ def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 def between(first: str, second: str) -> dict[str, Any]:
     """There, after a step again, and back."""
     source, target = engine_of(first), engine_of(second, other=True)
-    piped = "pp" in LAYOUTS[first]
+    piped = "pp" in LAYOUTS[first] or "pp" in LAYOUTS[second]
     there = ParameterReallocation(source, target, max_bytes=3000)
     with CollectiveSpy() as spy:
         there.run()
@@ -102,7 +111,7 @@ def between(first: str, second: str) -> dict[str, Any]:
         found["again"] = equal(whole(source), whole(target))
         found["differs"] = float(logits(target).abs().sum())
     before = whole(target)
-    if target.optimizer is not None:
+    if LAYOUTS[second].get("optimizer", True) and "pp" not in LAYOUTS[second]:
         train(target, 1)
         back = ParameterReallocation(target, source, max_bytes="1MB")
         back.run()
@@ -132,3 +141,283 @@ def test_any_layout_becomes_any_other_and_back(pool4: RankPool, first: str, seco
         assert found.get("forward", 0.0) <= 1e-5
     for rank, found in enumerate(answers):
         assert found["moved"] == plan.sent[rank]
+
+
+# -- some ranks train, others generate --------------------------------------------------------------------------------
+def two_and_two(layout: str) -> dict[str, Any]:
+    """Ranks 0 and 1 train, 2 and 3 (or rank 3, a module without an engine) generate."""
+    source = engine_of("zero3", ranks=(0, 1))
+    rank, found = dist.get_rank(), dict[str, Any]()
+    target: Any = None
+    if layout != "a module":
+        target = engine_of(layout, other=True, ranks=(2, 3))
+    elif rank == 3:
+        target = model(other=True)
+    there = ParameterReallocation(source, target, max_bytes="100KB")
+    for turn in range(2):
+        if source is not None:
+            train(source, turn)
+        there.run()
+    found["plan"], found["logits"] = there.plan, logits(source or target) if source or target else None
+    if source is not None:
+        found["before"] = whole(source)
+        train(source, 2)
+    ParameterReallocation(target, source).run()
+    if source is not None:
+        found["back"] = equal(found["before"], whole(source))
+    for engine in (source, target):
+        if engine is not None and not isinstance(engine, Llama):
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp2 to generate", "zero3", "a module"])
+def test_ranks_that_train_feed_ranks_that_generate(pool4: RankPool, layout: str) -> None:
+    answers = pool4.run(two_and_two, layout)
+    plan = answers[0]["plan"]
+    assert plan.bytes_moved == plan.lower_bound and all(found["plan"] == plan for found in answers)
+    for found in answers[2:]:
+        assert found["logits"] is None or (found["logits"] - answers[0]["logits"]).abs().max() <= 1e-5
+    assert answers[3]["logits"] is not None and all(found["back"] for found in answers[:2])
+    copies = 1 if layout == "a module" else 2
+    assert set(plan.received) == {2, 3} if copies == 2 else {3}
+
+
+def parts_of_a_client(convert: bool) -> tuple[str, list[float]]:  # noqa: FBT001
+    """A bf16 engine fills a module of fp32 DTensors; why not, and the errors."""
+    source, target = engine_of("bf16"), model(other=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in target.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if p.dim() == 2 and module is not target.lm_head and module is not target.model.embed_tokens:
+                setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(p.shape[0] % 2)])))
+    kept: list[Any] = []
+    why = outcome(lambda: kept.append(ParameterReallocation(source, target, convert_dtype=convert)))
+    errors = []
+    if kept:
+        kept[0].run()
+        right = whole(source)
+        for name, p in target.named_parameters():
+            values: Any = p.detach()
+            values = values.full_tensor() if hasattr(values, "full_tensor") else values
+            errors.append(float((right[name].float() - values).abs().max()))
+        assert kept[0].plan.bytes_moved == kept[0].plan.lower_bound <= 2 * sum(t.numel() for t in right.values())
+    source.destroy()
+    return why, errors
+
+
+def test_a_client_s_parts_are_filled_in_their_dtype_when_that_is_asked_for(pool2: RankPool) -> None:
+    for why, _ in pool2.run(parts_of_a_client, False):
+        assert "UsageError" in why and "is torch.bfloat16 in the source and torch.float32 in the target" in why
+    for why, errors in pool2.run(parts_of_a_client, True):
+        assert why == "" and errors and max(errors) == 0.0
+
+
+# -- what a target that trains goes on with ---------------------------------------------------------------------------
+def masters_of(engine: Any) -> list[Tensor]:
+    return [u.master.clone() for u in engine.runtime.units if u.master is not None]
+
+
+def masters(layout: str) -> tuple[bool, bool, float]:
+    """Whether masters keep their bits where the same weights come back, follow where others come, and lead then."""
+    trainer, generator = engine_of(layout), engine_of("bf16", other=True)
+    train(trainer, 0)
+    before = masters_of(trainer)
+    ParameterReallocation(trainer, generator).run()
+    back = ParameterReallocation(generator, trainer)
+    back.run()
+    same = all(torch.equal(a, b) for a, b in zip(before, masters_of(trainer), strict=True))
+    train(generator, 1)
+    back.run()
+    expected = whole(generator)
+    follows = equal(expected, whole(trainer))
+    with torch.no_grad():
+        for group in trainer.basic_optimizer.param_groups:
+            group["lr"] = 0.0
+    train(trainer, 2)  # publishes from the masters
+    error = max(float((expected[n] - t).abs().max()) for n, t in whole(trainer).items())
+    trainer.destroy()
+    generator.destroy()
+    return same, follows, error
+
+
+@pytest.mark.parametrize("layout", ["bf16", "bf16 zero1"])
+def test_masters_follow_and_keep_what_rounds_to_the_same(pool2: RankPool, layout: str) -> None:
+    for same, follows, error in pool2.run(masters, layout):
+        assert same and follows and error == 0.0
+
+
+def under_way(layout: str) -> bool:
+    """Moved right after a step whose update is not over."""
+    source, target = engine_of(layout), engine_of("zero3", other=True)
+    there = ParameterReallocation(source, target)
+    good = True
+    for turn in range(4):
+        train(source, turn)
+        there.run()
+        moved = whole(target)
+        good = good and equal(whole(source), moved)
+    plain = engine_of("zero1")
+    for turn in range(4):
+        train(plain, turn)
+    good = good and (layout == "late" or all((moved[n] - t).abs().max() <= 1e-5 for n, t in whole(plain).items()))
+    for engine in (source, target, plain):
+        engine.destroy()
+    return good
+
+
+@pytest.mark.parametrize("layout", ["late", "early"])
+def test_an_update_under_way_is_waited_for(pool2: RankPool, layout: str) -> None:
+    assert pool2.run(under_way, layout) == [True, True]
+
+
+def from_a_drive(folder: str) -> bool:
+    place = {"device": "nvme", "nvme_path": folder}
+    config = make_config(3, zero={"offload_param": place, "offload_optimizer": place}, bf16={"enabled": True})
+    on_drive, plain = start(model(), config), engine_of("bf16", other=True)
+    ParameterReallocation(on_drive, plain, max_bytes=2000).run()
+    good = equal(whole(on_drive), whole(plain))
+    train(plain, 0)
+    ParameterReallocation(plain, on_drive, max_bytes=2000).run()
+    good = good and equal(whole(on_drive), whole(plain))
+    for engine in (on_drive, plain):
+        engine.destroy()
+    return good
+
+
+def test_weights_on_drives_come_and_go(pool2: RankPool, tmp_path: Any) -> None:
+    assert pool2.run(from_a_drive, str(tmp_path)) == [True, True]
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+WIDTH, LAYERS = 1100, 12  # blocks that glibc gives back
+
+
+def peak(max_bytes: int) -> tuple[int, int]:
+    """By how many bytes this process grew at most in a run; control messages of a run."""
+
+    def wide() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+    config = make_config(3, zero={"param_persistence_threshold": 0})
+    source, target = start(wide(), config), start(wide(), make_config(0, optimizer=None))
+    there = ParameterReallocation(source, target, max_bytes=max_bytes)
+    gc.collect()
+    hostmem.HeapTrimmer().trim()
+    dist.barrier()
+    assert hostmem.reset_peak_rss()
+    before = hostmem.rss_bytes()
+    with CollectiveSpy() as spy:
+        there.run()
+    grown = hostmem.peak_rss_bytes() - before
+    source.destroy()
+    target.destroy()
+    return grown, spy.count("all_gather_object")
+
+
+def test_a_run_holds_its_messages_and_plans_nothing(pool2: RankPool) -> None:
+    model_bytes = 4 * WIDTH * WIDTH * LAYERS
+    for grown, control in pool2.run(peak, 4 << 20):
+        assert grown <= (4 << 20) + (8 << 20), grown
+        assert control == 2, "before and after"
+    assert max(grown for grown, _ in pool2.run(peak, 1 << 30)) >= 0.4 * model_bytes, "a control: one round"
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+class Other(nn.Module):
+    """The names of a model and one more, or another shape."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+
+def refused() -> dict[str, str]:
+    """What both ranks are told, by case."""
+    rank, made = dist.get_rank(), ParameterReallocation
+    engine, target = engine_of("zero3"), engine_of("zero1", other=True)
+    small, texts = start(Other(a=5, b=6), make_config(3)), dict[str, str]()
+    alone = dist.new_group([0])
+    cases: dict[str, Any] = {
+        "missing": lambda: made(small, Other(a=5, b=6, c=2)),
+        "extra": lambda: made(small, Other(a=5)),
+        "shape": lambda: made(small, Other(a=5, b=7)),
+        "options": lambda: made(small, Other(a=5, b=6), strict=bool(rank)),
+        "alone": lambda: made(small if rank == 0 else None, Other(a=5, b=6)),
+        "nobody": lambda: made(None, Other(a=5)),
+        "module": lambda: made(small.module, Other(a=5, b=6)),
+        "kind": lambda: made(small, "a model" if rank else Other(a=5, b=6)),
+        "bytes": lambda: made(small, Other(a=5, b=6), max_bytes="much"),
+        "shared": lambda: made(engine, engine),
+        "group": lambda: made(small, Other(a=5, b=6), group=alone),
+    }
+    for case, call in cases.items():
+        texts[case] = outcome(call)
+    loose = Other(a=5)
+    made(small, loose, strict=False).run()
+    there, back = made(engine, target), made(target, engine)
+    with engine.unsharded():
+        texts["gathered"] = outcome(back.run)
+    if rank == 1:
+        engine.runtime.depth = 1
+    texts["inside"] = outcome(there.run)
+    engine.runtime.depth = 0
+    region, count = RestingWeights.region, [0]
+
+    def fails(self: RestingWeights, *args: Any) -> Tensor:
+        count[0] += 1
+        if count[0] == 5 and rank == 1:
+            raise OSError("the drive is gone")
+        return region(self, *args)
+
+    with patch.object(RestingWeights, "region", fails):
+        texts["midway"] = outcome(there.run)
+    there.run()
+    texts["then"] = "" if equal(whole(engine), whole(target)) else "not moved"
+    target.destroy()
+    texts["destroyed"] = outcome(there.run)
+    del target
+    gc.collect()
+    engine.destroy()
+    small.destroy()
+    return texts
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(pool2: RankPool) -> None:
+    expected = {
+        "missing": "c: in the target and not in the source",
+        "extra": "b: in the source and not in the target",
+        "shape": "b is [6] in the source and [7] in the target",
+        "options": "rank 1 passes other options than rank 0",
+        "alone": "rank 1 takes part in the source engine of rank 0",
+        "nobody": "no rank has a source",
+        "module": "the source is the module of an engine; pass the engine",
+        "kind": "the target is str; pass an engine, a module, or None",
+        "bytes": "max_bytes",
+        "shared": "is one object in source and target",
+        "gathered": "are gathered, in unsharded()",
+        "inside": "called inside a forward or backward",
+        "midway": "the drive is gone",
+        "destroyed": "this engine was destroyed",
+    }
+    answers = pool2.run(refused)
+    for rank, texts in enumerate(answers):
+        assert texts["then"] == ""
+        for case, text in expected.items():
+            assert text in texts[case], (rank, case, texts[case])
+    assert "rank 1 takes part in the source engine of rank 0, on ranks [0, 1]" in answers[0]["group"]
+    assert "this rank is not in the group" in answers[1]["group"]
+    assert "rank 1: the target is str" in answers[0]["kind"], "the others hear of it"
+    assert "the target may hold parts of two steps" in answers[0]["midway"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", [name for name in LAYOUTS if not LAYOUTS[name].get("bf16")])
+def test_every_layout_becomes_every_other(pool4: RankPool, first: str) -> None:
+    for second in (name for name in LAYOUTS if not LAYOUTS[name].get("bf16")):
+        answers = pool4.run(between, first, second)
+        assert all(found["equal"] and found.get("back", True) for found in answers), (first, second)
+        plan = answers[0]["plan"]
+        assert plan.bytes_moved == plan.lower_bound == sum(found["moved"] for found in answers)

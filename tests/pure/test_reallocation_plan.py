@@ -13,9 +13,9 @@ import pytest
 from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.plan import (
+    GlobalShape,
     ReallocationPlan,
     RegionTransfer,
-    GlobalShape,
     cut,
     in_rounds,
     plan_reallocation,
