@@ -52,7 +52,7 @@ _LAZY = {
 }
 _SUBMODULES = (
     *("accelerator", "checkpoint", "comm", "dist", "elasticity", "git_version_info", "module_inject"),
-    *("moe", "monitor", "ops", "pipe", "profiling", "runtime", "utils", "zero"),
+    *("moe", "monitor", "ops", "pipe", "profiling", "reallocate", "runtime", "utils", "zero"),
 )
 
 __all__ = ["__version__", "version", *_FUNCTIONS, *_CLASSES, *_LAZY, *_SUBMODULES]

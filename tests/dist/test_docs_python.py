@@ -94,7 +94,7 @@ engine = deepspeed.initialize(model=Speaker(), config=config)[0]
 class Server:
     def update(self, name, tensor):
         assert tensor.numel()
-server, ids, batch = Server(), torch.ones(2, 8), torch.ones(2, 8)
+server, ids, batch, build = Server(), torch.ones(2, 8), torch.ones(2, 8), Speaker
 """,
     ),
     "pipeline.md": (
