@@ -20,6 +20,7 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.reallocate.plan import PIECE_BYTES, RegionTransfer, in_rounds, plan_reallocation
 from deepspeed.reallocate.sides import Inventory, Side, follow, match, units_of
+from deepspeed.zero.unit import Unit
 
 _LEAST_BYTES = 16  # of a message: any element fits
 
@@ -59,10 +60,6 @@ class ParameterReallocation:
         strict: bool = True,
     ) -> None:
         try:
-            most = max(_LEAST_BYTES, byte_count(max_bytes) // 4)  # two rounds, in and out
-        except ValueError as error:
-            raise ValueError(f"ParameterReallocation: max_bytes {error}") from None
-        try:
             self._job = plain_mesh(get_accelerator().communication_backend_name(), group=group).job
         except (TypeError, ValueError, KeyError) as error:
             raise UsageError(
@@ -71,7 +68,9 @@ class ParameterReallocation:
         self._rank = self._job.ranks[self._job.index]
         sides: list[Inventory | None] = [None, None]
         fault: Exception | None = None
+        most = 0
         try:
+            most = _round_bytes(max_bytes)
             self._sides = Side(source, "source", self._rank), Side(target, "target", self._rank)
             sides = [side.inventory() for side in self._sides]
             self._refuse_shared()
@@ -128,15 +127,15 @@ class ParameterReallocation:
         moved; and what one rank meets on the way, when the target is of two steps.
         """
         fault: Exception | None = None
-        ends, buffers = list[RestingWeights](), list[torch.Tensor]()
-        units = []
+        ends, buffers, units = list[RestingWeights](), list[torch.Tensor](), list[Unit]()
         try:
             for side, planned in zip(self._sides, self._ours, strict=True):
                 tensors, aliases = side.open()
                 ends.append(RestingWeights(tensors, write=side.role == "target"))
                 if planned is not None and (ends[-1].entries, aliases) != planned[:2]:
                     raise UsageError(f"the {side.role} has other tensors than when this was planned; plan another one")
-            units, device = units_of(tensors), get_accelerator().torch_device()
+                units = units_of(tensors)  # in the end the target's
+            device = get_accelerator().torch_device()
             for rounds in (self._sends, self._takes) * 2:
                 size = max((message.hi for one in rounds for message in one), default=0)
                 buffers.append(collectives.fresh(size, torch.uint8, device))
@@ -202,6 +201,14 @@ class ParameterReallocation:
         """Raise on all ranks what one has met. Collective."""
         for rank, text in collectives.failures(fault, self._job).items():
             raise fault or UsageError(f"parameter reallocation, rank {rank}: {text} ({outcome})")
+
+
+def _round_bytes(max_bytes: int | str) -> int:
+    """What a rank may send, or receive, in one round: two are on their way."""
+    try:
+        return max(_LEAST_BYTES, byte_count(max_bytes) // 4)
+    except ValueError as error:
+        raise ValueError(f"ParameterReallocation: max_bytes {error}") from None
 
 
 def _try(work: Callable[[], None], faults: list[Exception]) -> None:

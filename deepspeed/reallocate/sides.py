@@ -67,7 +67,7 @@ class Side:
                 )
             for name, tensor in tensors.items():
                 if not hasattr(tensor, "_ds_unit") and not local_of(tensor).is_contiguous():
-                    raise UsageError(f"{name} of the target is not contiguous; write module.{name}.contiguous() to it")
+                    raise UsageError(f"{name} of the target is not contiguous; give it p.data = p.data.contiguous()")
         return tensors, aliases
 
     def inventory(self) -> Inventory | None:

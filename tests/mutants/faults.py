@@ -184,6 +184,38 @@ _PURE = (
         ("tests/ops/test_staging_and_stored.py",),
         "a staging buffer is free again when its write has ended",
     ),
+    Mutant(
+        "RA1",
+        "deepspeed/reallocate/plan.py",
+        "if target in ranks:",
+        "if target in ranks[:1]:",
+        ("tests/pure/test_reallocation_plan.py",),
+        "nothing travels to a rank that has it",
+    ),
+    Mutant(
+        "RA2",
+        "deepspeed/reallocate/plan.py",
+        "if places.get(rank) == places.get(target)] or ranks",
+        "] or ranks",
+        ("tests/pure/test_reallocation_plan.py::test_random_layouts_of_random_tensors",),
+        "what a rank of the same node has comes from there",
+    ),
+    Mutant(
+        "RA3",
+        "deepspeed/reallocate/plan.py",
+        "(sent[rank], rank < target, rank)",
+        "(rank < target, rank)",
+        ("tests/pure/test_reallocation_plan.py::test_ranks_that_have_the_same_send_the_same",),
+        "replicas share what is to be sent",
+    ),
+    Mutant(
+        "RA4",
+        "deepspeed/reallocate/sides.py",
+        "torch.where(wide.to(part.dtype).to(wide.dtype) == values, wide, values)",
+        "values",
+        ("tests/dist/test_reallocate.py::test_masters_follow_and_keep_what_rounds_to_the_same",),
+        "weights that come back as they went change no master",
+    ),
 )
 
 _OPTIMIZERS = (
