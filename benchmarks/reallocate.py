@@ -91,12 +91,12 @@ def measure(args: argparse.Namespace, name: str) -> None:
             if turn:
                 took[way].append(found)
     plan = there.plan
+    ratio = f"{plan.bytes_moved / plan.lower_bound:.2f} of the lower bound" if plan.lower_bound else "nothing to move"
     if dist.get_rank() == 0:
         texts = [f"{way} {median(t):.0f} ms ({min(t):.0f} to {max(t):.0f})" for way, t in took.items()]
         print(
-            f"{name}: {plan.bytes_moved / 1e6:.1f} MB, {plan.bytes_moved / max(1, plan.lower_bound):.2f} of the "
-            f"lower bound; most sent {plan.most_sent / 1e6:.1f}, received {plan.most_received / 1e6:.1f} MB; "
-            f"planned in {planned:.0f} ms; {'; '.join(texts)}",
+            f"{name}: {plan.bytes_moved / 1e6:.1f} MB, {ratio}; most sent {plan.most_sent / 1e6:.1f}, received "
+            f"{plan.most_received / 1e6:.1f} MB; planned in {planned:.0f} ms; {'; '.join(texts)}",
             flush=True,
         )
     for engine in (source, target):

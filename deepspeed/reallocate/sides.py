@@ -19,7 +19,7 @@ from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 
 _LISTED = 4
-_AT_ONCE = 1 << 22  # elements of masters that are compared
+_AT_ONCE = 1 << 20  # elements of masters that are compared
 
 
 class Inventory(NamedTuple):
