@@ -3,6 +3,7 @@ once to each rank that lacks it, and a plan is good for every later step.
 """
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from deepspeed.checkpoint.weights.resting import RestingWeights
+from deepspeed.comm.point_to_point import exchange
+from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.pipe.plain import cut_model
 from deepspeed.reallocate import ParameterReallocation
@@ -321,6 +324,21 @@ def test_a_run_holds_its_messages_and_plans_nothing(pool2: RankPool) -> None:
         assert grown <= (4 << 20) + (8 << 20), grown
         assert control == 2, "before and after"
     assert max(grown for grown, _ in pool2.run(peak, 1 << 30)) >= 0.4 * model_bytes, "a control: one round"
+
+
+def grouped() -> list[float]:
+    """What comes of messages posted as one group, as on nccl."""
+    group = replace(plain_mesh("gloo").job, backend="posts as one")
+    peer, out = 1 - group.index, torch.zeros(5)
+    work = exchange(
+        [(torch.full((3 + 2 * peer,), float(group.index)), peer)], [(out[: 3 + 2 * group.index], peer)], group
+    )
+    work.wait()
+    return out.tolist()
+
+
+def test_messages_may_be_posted_as_one_group(pool2: RankPool) -> None:
+    assert pool2.run(grouped) == [[1.0, 1.0, 1.0, 0.0, 0.0], [0.0] * 5]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
