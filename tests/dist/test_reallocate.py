@@ -331,14 +331,14 @@ def grouped() -> list[float]:
     group = replace(plain_mesh("gloo").job, backend="posts as one")
     peer, out = 1 - group.index, torch.zeros(5)
     work = exchange(
-        [(torch.full((3 + 2 * peer,), float(group.index)), peer)], [(out[: 3 + 2 * group.index], peer)], group
+        [(torch.full((3 + 2 * peer,), float(group.index + 1)), peer)], [(out[: 3 + 2 * group.index], peer)], group
     )
     work.wait()
     return out.tolist()
 
 
 def test_messages_may_be_posted_as_one_group(pool2: RankPool) -> None:
-    assert pool2.run(grouped) == [[1.0, 1.0, 1.0, 0.0, 0.0], [0.0] * 5]
+    assert pool2.run(grouped) == [[2.0, 2.0, 2.0, 0.0, 0.0], [1.0] * 5]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
