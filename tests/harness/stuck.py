@@ -61,7 +61,10 @@ WORDS = {
         r"|waits for a batch of its data loader: worker 0 \(pid \d+\) has ended)",
         r"wait",
     ),
-    "order": (r"different orders: number \d+ of the group 'default' is .*barrier", r"wait.*barrier"),
+    "order": (
+        r"different orders: number \d+ of the group 'default' is .*barrier",
+        r"waits? in (barrier|all_reduce of 4 )",
+    ),
     "wait": (r"rank 1 .*waits in .*work.wait\(\) \(stuck.py", r"wait"),
     "silent": (r"rank 1 .*does not answer: native code keeps its interpreter", r"wait"),
 }
