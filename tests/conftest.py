@@ -1,6 +1,7 @@
 """Fixtures: pools of ranks that live for the whole session (a pool that failed rebuilds itself)."""
 
 import contextlib
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -94,3 +95,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if stale:
         items.insert(0, StalePatterns.from_parent(session, name=name.partition("::")[2], nodeid=name))
         items[0].patterns = tuple(sorted(stale))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays to the end: no later collection of garbage looks through it."""
+    gc.collect()
+    gc.freeze()

@@ -8,6 +8,7 @@ and rebuilt at the next call, since the survivors may wait in a collective for e
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -32,6 +33,7 @@ from deepspeed.comm.init import free_port
 from deepspeed.errors import DeepSpeedError
 
 LOG_TAIL_LINES = 60
+_FREEZES = 8  # so many calls import more, which no later collection looks through either
 GRACE_SECONDS = 3.0  # how long the other ranks may take to report after the first one failed
 
 
@@ -75,7 +77,7 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
     threading.Thread(target=_end_with_starter, daemon=True).start()
     enter_world(rank, world, folder, port)
     gc.freeze()  # a collection after every call must not walk through all of torch
-    while True:
+    for call in itertools.count():
         try:
             message = connection.recv_bytes()
         except EOFError:
@@ -88,6 +90,8 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
             payload = pickle.dumps((False, type(error).__name__, traceback.format_exc()))
         connection.send_bytes(payload)
         gc.collect()
+        if call < _FREEZES:
+            gc.freeze()
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
