@@ -287,8 +287,8 @@ def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failur
     users = [(f.f_code, number) for f, number in passed if origin(f.f_code.co_filename) == "user"]
     names = [name for frame, _ in passed if (name := _module_of(frame, modules))]
     # The first has no words where it is queue.Empty, say, of which a loader's error tells more.
-    said = next((e for e in reversed(chain) if str(e).strip()), first)
-    head = str(said).strip().partition("\n")[0]
+    telling = next((e for e in reversed(chain) if str(e).strip()), first)
+    head = str(telling).strip().partition("\n")[0]
     text = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
-    sentence = f"{type(said).__name__}: {head}" if head else type(said).__name__
+    sentence = f"{type(telling).__name__}: {head}" if head else type(telling).__name__
     return Failure(sentence, names[-1] if names else "", line_of(*users[-1]) if users else "", text)
