@@ -203,7 +203,6 @@ CORNERS: dict[str, str] = {
     ),
     r"test_checkpoint_layouts.py::test_half_a_window_keeps_its_mean\[.*-reduced\]": "without reduction stays",
     r"test_checkpoint_layouts.py::test_odd_models_change_their_layout\[(frozen|tied)\]": "odd shapes stay",
-    r"test_tensor_parallel.py::test_saved_at_one_layout.*": "three axes go on at any other layout",
     r"test_tensor_parallel.py::test_norms_on.*": "a second layout of the sequence; the refusals stay",
     r"test_started_by_others.py::test_(torchrun|two_ranks_of_a_scheduler\[_open_mpi\])": "Slurm's variables stay",
     r"test_offload_delayed.py::test_beside_the_next_step.*\[fp(16|32)-3\]": "bf16 stays",
