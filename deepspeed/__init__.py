@@ -20,7 +20,7 @@ __git_hash__ = __git_branch__ = None
 tell_of_absent_modules()
 _FUNCTIONS = ("init_inference", "default_inference_config", "replace_transformer_layer")
 _CLASSES = (
-    *("DeepSpeedHybridEngine", "DeepSpeedInferenceConfig", "InferenceEngine"),
+    *("DeepSpeedInferenceConfig", "InferenceEngine"),
     *("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
 )
 globals().update({name: pending_function(f"deepspeed.{name}") for name in _FUNCTIONS})
@@ -32,6 +32,7 @@ _LAZY = {
     "DeepSpeedConfigError": "deepspeed.config:",
     "DeepSpeedDataLoader": "deepspeed.data.loader:",
     "DeepSpeedEngine": "deepspeed.engine:",
+    "DeepSpeedHybridEngine": "deepspeed.engine_hybrid:",
     "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",

@@ -22,6 +22,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
+from deepspeed.engine_hybrid import DeepSpeedHybridEngine, check_generates
 from deepspeed.engine_reports import report_start
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
@@ -45,7 +46,7 @@ from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
 from deepspeed.zero.param import castable, is_composed
-from deepspeed.zero.partition import UnitFacts, statistics_dtypes
+from deepspeed.zero.partition import UnitFacts, is_shared, statistics_dtypes
 from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.update.rates import measured_share
@@ -174,6 +175,7 @@ def _assemble(
     elif "schedule" in cfg.pipeline.model_fields_set or "chunks_per_stage" in cfg.pipeline.model_fields_set:
         log_dist(f"the block 'pipeline' is for a PipelineModule; {type(model).__name__} is none and runs as a whole")
     _check_model(model)
+    check_generates(model, cfg)
     base = _optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
     lasting.enter_context(watched(cfg.hang_timeout))
@@ -206,7 +208,8 @@ def _assemble(
         attach(base, views)
         if isinstance(base, GroupStep):
             base.load_kernels()
-    kind: type[DeepSpeedEngine] = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    kind: type[DeepSpeedEngine] = DeepSpeedHybridEngine if cfg.hybrid_engine.enabled else DeepSpeedEngine
+    kind = PipelineEngine if isinstance(model, PipelineModule) else kind
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
@@ -313,13 +316,17 @@ def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
             f"is {param.dtype}: codes without their scales, which cannot be trained. Let it require no gradient "
             "(param.requires_grad_(False)), or build the model in bfloat16 or float32"
         )
-    keeper = getattr(getattr(param, "_ds_unit", None), "keeper", None)
+    unit: Any = getattr(param, "_ds_unit", None)
+    keeper = getattr(unit, "keeper", None)
     # Clients evaluate with one engine and then train the same module with another, without destroying the first.
     if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(params):
         return None
+    if is_shared(param) and not unit.movable and not unit.trainable and unit.mesh.tp.size == 1:
+        return None
     return (
-        "already belongs to a living engine; call engine.destroy() on that one first, or give this engine its own copy "
-        "of the module"
+        "already belongs to a living engine, and engines share only what is frozen in both and whole on every rank "
+        "(stages 0 to 2); call engine.destroy() on that one first, give this engine its own copy of the module, or let "
+        "one engine hold both models"
     )
 
 

@@ -95,7 +95,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
-        self._destroyed = self._over_limit = self._lent = self.is_compiled = False
+        self._destroyed = self._over_limit = self._lent = self._params_lent = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
@@ -427,10 +427,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """Move states (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
 
         What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank.
-        Raises UsageError inside a forward or backward, ValueError for another device than "cpu" (or "none": nothing
-        happens).
+        Further calls add to the first. Until then ``backward``, ``step`` and saves raise UsageError, with parameters
+        (``lp_params``; in fp32 ``hp_params`` are the same) also forwards and generation. Raises UsageError inside a
+        forward or backward, ValueError for another device than "cpu" (or "none": nothing happens).
         """
-        self._check_alive()
+        self._check_alive(params=False)
         place = getattr(device, "value", device)
         if place == "none":
             logger.warning("offload_states(device='none') moves nothing")
@@ -444,16 +445,16 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         units, arena = self.runtime.units, self._parts.tiers.arena
         with contextlib.ExitStack() as undone:  # where host memory ends half way, all of them come back
             undone.callback(self._way_back.close)
-            leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
+            params = leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
             undone.pop_all()
-        self._lent = True
+        self._lent, self._params_lent = True, self._params_lent or params
         if self.device.type != "cpu":
             get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what ``offload_states`` moved."""
         self._way_back.close()
-        self._lent = False
+        self._lent = self._params_lent = False
 
     # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
@@ -487,6 +488,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._recover(worker.failure)  # the others wait for this rank
         self._check_alive()
         self._forget_failed_backward()
+        if training:
+            self._check_here()
         if training and self._must_load:
             self._refuse_to_begin_anew()
         if training and self._generating:
@@ -503,9 +506,13 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
 
-    def _check_alive(self, *, alone: bool = True) -> None:
+    def _check_here(self) -> None:
+        if self._lent:
+            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
+
+    def _check_alive(self, *, alone: bool = True, params: bool = True) -> None:
         """UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks hear of
-        (``_settle_together``).
+        (``_settle_together``). Without ``params`` parameters may be away.
         """
         self._check_destroyed()
         self._end_flow()
@@ -518,8 +525,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             )
         if self._torn:
             raise UsageError(f"{self._torn}, so the engine holds parts of two states; load a checkpoint that is whole")
-        if self._lent:
-            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
+        if params and self._params_lent:
+            self._check_here()
         if self.tiles is not None:
             self.tiles.check_whole()
         if self.runtime.worker is not None and alone:
@@ -535,7 +542,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise
 
     def _end_update(self) -> Exception | None:
-        """Wait for an update under way at the end of the engine; its failure."""
+        """Wait for an update under way where all states are given up, and bring back what is away; its failure."""
+        self.reload_states()
         try:
             self.runtime.settle()
         except UsageError as error:
@@ -572,7 +580,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             torn = error
         torn = self._end_update() or torn
         failed = self._end_save(together=together) or (None if announced else torn)
-        self._way_back.close()
         self._hear()  # the log is told what was left out
         self._destroyed = True
         self._lasting.close()

@@ -100,6 +100,7 @@ class EngineCheckpoint:
         behind the program has failed on one.
         """
         self._check_alive(alone=False)
+        self._check_here()
         if save_dir is None or not str(save_dir):
             raise FolderNameError(f"save_checkpoint needs a save_dir, and got {save_dir!r}")
         if client_state is not None and not isinstance(client_state, dict):

@@ -34,6 +34,7 @@ class EngineWeights:
     mesh: Mesh
     runtime: Runtime
     _generating = False  # inside unsharded()
+    _units_at_once = 1  # that it asks for by one message
     _open_flow: Callable[[], WeightFlow | None] = staticmethod(lambda: None)
 
     if TYPE_CHECKING:
@@ -133,15 +134,16 @@ class EngineWeights:
         if free and nbytes > free:
             short = UsageError(
                 f"unsharded() needs {nbytes / 1e9:.2f} GB beside the shards and {free / 1e9:.2f} GB are free. Call "
-                "engine.offload_states() first, generate through the engine (parameters are gathered for each module "
-                "then), or send the weights to an inference server by engine.stream_weights()"
+                'engine.offload_states(["optim_states"]) first, generate through the engine (which gathers module by '
+                "module), or send the weights to an inference server by engine.stream_weights()"
             )
         for rank, text in failures(short, self.mesh.talk).items():
             raise short or UsageError(f"{self.mesh.title(rank)}: {text}")
         if nbytes:
             log_dist(f"unsharded(): {nbytes / 1e9:.2f} GB of weights are whole on every rank until the context ends")
-        whole = GatheredParameters(list(self.module.parameters()), layers_whole=False)
-        with whole:
+        for start in range(0, len(missing), self._units_at_once):
+            self.runtime.need(missing[start : start + self._units_at_once])
+        with GatheredParameters(list(self.module.parameters()), layers_whole=False):
             self._parts.hooks.remove()
             self._generating = True
             try:

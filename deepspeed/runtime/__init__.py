@@ -4,6 +4,7 @@ from deepspeed.runtime import (
     config,
     dataloader,
     engine,
+    hybrid_engine,
     lr_schedules,
     pipe,
     utils,

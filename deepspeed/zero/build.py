@@ -35,7 +35,7 @@ from deepspeed.zero.param import (
     shape_on_rank,
     whole_of,
 )
-from deepspeed.zero.partition import UnitFacts, UnitSpec, partition
+from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -111,14 +111,15 @@ def build(
     files = agreed_files(model, mesh)
     if rules.device.type == "cpu":
         hostmem.return_large_blocks()
-    born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
+    shared = _shared(model, rules)
+    born_sharded = any(hasattr(p, "_ds_unit") and p not in shared for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
     facts_of = facts_of or (lambda *_: facts)
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
     layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))
-    placed = [p for p in model.parameters() if p not in files and not is_composed(p)]
+    placed = [p for p in model.parameters() if p not in files and p not in shared and not is_composed(p)]
     fitted = _fitted(placed, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
@@ -146,6 +147,22 @@ def build(
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
     hooks.awaited = {p for p in group_of or () if not p.requires_grad}
     return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
+
+
+def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
+    """Frozen parameters of ``model`` that stay with another engine. UsageError where this one wants another dtype."""
+    named = [(name, param) for name, param in model.named_parameters() if is_shared(param)]
+    for name, param in named:
+        if (wanted := rules.rest_dtype(name, param)) is not param.dtype:
+            raise UsageError(
+                f"frozen parameter {name!r} is kept in {param.dtype} by another engine, and this one computes in "
+                f"{wanted}: give both one precision, or this one its own copy of the module"
+            )
+    if named:
+        log_dist(
+            f"{len(named)} frozen parameters stay with another engine ({named[0][0]}, ...), and in its checkpoints"
+        )
+    return {param for _, param in named}
 
 
 def _fitted(

@@ -203,6 +203,12 @@ def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     return {p: mean.dtype for m, mean in means if mean is not None for p in m.parameters(recurse=False)}
 
 
+def is_shared(param: nn.Parameter) -> bool:
+    """Whether a living engine keeps the frozen ``param``, so that further ones over it only read it."""
+    keeper = getattr(getattr(param, "_ds_unit", None), "keeper", None)
+    return not param.requires_grad and getattr(keeper, "client", lambda: None)() is not None
+
+
 def partition(
     model: nn.Module,
     plan: ZeroPlan,
@@ -211,13 +217,14 @@ def partition(
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
-    """Divide all parameters of ``model``, but for those made of other tensors, into units according to ``plan``.
+    """Divide all parameters of ``model`` into units according to ``plan``, but for those made of other tensors and
+    those that another engine shares.
 
     ``trainable``: those with gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored in.
     ``facts_of(name, param)``: who shares it; a unit holds parameters with equal facts. Tied parameters are owned by the
     first module that holds them; every module that touches a unit directly is listed for it, and so is its root.
     """
-    names = {p: n for n, p in model.named_parameters() if not is_composed(p)}
+    names = {p: n for n, p in model.named_parameters() if not (is_composed(p) or is_shared(p))}
     trained, small = set(trainable), _persistent(names, plan)
     roots = dict(find_blocks(model))
     block_of = {m: path for path, block in roots.items() for m in block.modules()}

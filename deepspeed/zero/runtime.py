@@ -197,7 +197,8 @@ class Runtime:
             if unit.state is not UnitState.ABSENT and unit.fetched_version != unit.version:
                 self._discard(unit)  # a forecast from before the last step must never serve stale weights (I6)
             while unit.state is UnitState.ABSENT:
-                self._ask(Kind.GATHER, (unit.index, *self._ahead(indices)))
+                others = [u.index for u in movable if u is not unit and u.state is UnitState.ABSENT]
+                self._ask(Kind.GATHER, (unit.index, *dict.fromkeys([*others, *self._ahead(indices)])))
         for unit in movable:
             unit.arrive()
         ahead = self._ahead(indices) if movable else []

@@ -61,6 +61,7 @@ LAYERS = {
     "deepspeed.engine_checkpoint": 7,
     "deepspeed.engine_elastic": 7,
     "deepspeed.engine_reports": 7,
+    "deepspeed.engine_hybrid": 7,
     "deepspeed.engine_weights": 7,
     "deepspeed.api": 7,
     **dict.fromkeys(REEXPORTS, 8),

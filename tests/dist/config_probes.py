@@ -296,6 +296,19 @@ def _profile_probes() -> dict[str, Probe]:
     return probes | {"flops_profiler.enabled": Probe(off, value=True)}
 
 
+def _generation_probes() -> dict[str, Probe]:
+    on = {"enabled": True}
+    changed = {
+        "enabled": False,
+        "max_out_tokens": 7,  # of a row of 6 and two more
+        "release_inference_cache": True,
+        "pin_parameters": False,
+        "tp_gather_partition_size": 1,
+    }
+    start = base(3, zero={"param_persistence_threshold": 0}, hybrid_engine=on)
+    return {f"hybrid_engine.{name}": Probe(start, value, scenario="generate") for name, value in changed.items()}
+
+
 def _observe_probes() -> dict[str, Probe]:
     trace, run = {"trace": f"{WORKDIR}/trace.txt", "steps": [1, 2]}, {"run": f"{WORKDIR}/run"}
     return {
@@ -435,6 +448,7 @@ PROBES: dict[str, Probe] = {
     **_offload_probes(),
     **_report_probes(),
     **_profile_probes(),
+    **_generation_probes(),
     **_observe_probes(),
     **_anomaly_probes(),
     **_monitor_probes("csv_monitor"),

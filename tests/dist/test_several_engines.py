@@ -13,9 +13,10 @@ import deepspeed
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import Case
 from deepspeed.verify.reference import gate_optimizer
+from deepspeed.verify.training.teardown import run_cycles
 from tests.harness.cases import case_named
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, parameter_error, plain_train, start, train_step
+from tests.harness.training import here, make_config, outcome, parameter_error, plain_train, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 3
@@ -100,6 +101,143 @@ def _chained() -> nn.Module:
 def test_one_graph_through_two_engines(pool2: RankPool, stages: tuple[int, int]) -> None:
     for errors in pool2.run(chained_engines, stages):
         assert max(errors) <= TOLERANCE, errors
+
+
+class Adapted(nn.Module):
+    """A head and an adapter of its own beside a trunk that others have, too."""
+
+    def __init__(self, trunk: nn.Module, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.trunk, self.adapter, self.head = trunk, nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.trunk(x) + self.adapter(x)))
+
+
+def _trunk() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(False)
+
+
+def _loss(model: Any, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return (model(torch.randn(4, 6, generator=generator)) - 1).square().mean()
+
+
+def frozen_trunk(stages: tuple[int, ...], folder: str) -> dict[str, Any]:
+    """Engines over one frozen trunk, stepped in turns; the one that keeps it ends first, and another goes on."""
+    plain, trunk = [Adapted(_trunk(), seed) for seed in (1, 2)], _trunk()
+    optimizers = [gate_optimizer(model) for model in plain]
+    kept = {name: p.clone() for name, p in trunk.named_parameters()}
+    engines = [start(Adapted(trunk, seed), make_config(stage)) for seed, stage in zip((1, 2), stages, strict=True)]
+    world, errors = dist.get_world_size(), list[float]()
+    for step in range(2 * STEPS):
+        pairs = list(zip(engines, plain, optimizers, strict=True))
+        for engine, model, optimizer in pairs[step >= STEPS :]:
+            engine.backward(_loss(engine, step, dist.get_rank()))
+            engine.step()
+            for rank in range(world):
+                (_loss(model, step, rank) / world).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for engine, model, _ in pairs[step >= STEPS :]:
+            wanted = {n: p for n, p in model.named_parameters() if not n.startswith("trunk")}
+            found = {n: p for n, p in full_parameters(engine.module).items() if n in wanted}
+            errors += [scaled_error(found[n], p.detach()) for n, p in wanted.items()]
+        if step == STEPS - 1:
+            engines[1].save_checkpoint(folder, tag="second")
+            engines[0].destroy()
+    weights = {n: p.clone() for n, p in full_parameters(engines[1].module).items()}
+    engines[1].load_checkpoint(folder, tag="second")
+    for step in range(STEPS, 2 * STEPS):
+        engines[1].backward(_loss(engines[1], step, dist.get_rank()))
+        engines[1].step()
+    again = full_parameters(engines[1].module)
+    same = all(torch.equal(weights[n], p) for n, p in again.items())
+    untouched = all(torch.equal(p.detach(), kept[n]) for n, p in trunk.named_parameters())
+    engines[1].destroy()
+    return {"error": max(errors), "resumed": same, "trunk": untouched}
+
+
+@pytest.mark.parametrize("stages", [(2, 1), (1, 3), (0, 2)], ids=str)
+def test_engines_with_adapters_of_their_own_share_a_frozen_trunk(
+    pool2: RankPool, stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    for found in pool2.run(frozen_trunk, stages, str(tmp_path)):
+        assert found["error"] <= TOLERANCE and found["resumed"] and found["trunk"], found
+
+
+def shared_otherwise(how: str) -> tuple[str, float]:
+    """What is said of a trunk that cannot be shared; does the engine that has it go on as before?"""
+    trunk, alone = _trunk(), Adapted(_trunk(), 1)
+    if how == "trained":
+        trunk[0].requires_grad_()
+        alone.trunk[0].requires_grad_()
+    first = start(Adapted(trunk, 1), make_config(3 if how == "sharded" else 2))
+    second = Adapted(trunk, 2)
+    said = outcome(lambda: start(second, make_config(2, bf16={"enabled": how == "precision"})))
+    optimizer, world = gate_optimizer(alone), dist.get_world_size()
+    first.backward(_loss(first, 0, dist.get_rank()))
+    first.step()
+    for rank in range(world):
+        (_loss(alone, 0, rank) / world).backward()
+    optimizer.step()
+    error = parameter_error(first.module, dict(alone.named_parameters()))[0]
+    first.destroy()
+    return said, error
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("trained", "parameter 'trunk.0.weight' already belongs to a living engine"),
+        ("sharded", "parameter 'trunk.0.weight' already belongs to a living engine"),
+        ("precision", "frozen parameter 'trunk.0.weight' is kept in torch.float32 by another engine"),
+    ],
+)
+def test_what_engines_cannot_share_is_refused_by_name(pool2: RankPool, how: str, sentence: str) -> None:
+    for said, error in pool2.run(shared_otherwise, how):
+        assert "UsageError" in said and sentence in said and error <= TOLERANCE
+
+
+def put_away(stage: int, precision: str) -> list[str]:
+    """Two engines in turns, the states of the idle one away: what differs from the same ones left alone."""
+    case, wrong = case_named("plain"), list[str]()
+    options = {} if precision == "fp32" else {precision: {"enabled": True}}
+    config = make_config(stage, **options)
+    engines, alone = ([start(case.build(), config) for _ in range(2)] for _ in range(2))
+    x = case.batch(here(0))[0].to(next(engines[0].module.parameters()).dtype)
+    for step in range(STEPS):
+        for number in range(2):
+            idle, busy = engines[1 - number], engines[number]
+            idle.offload_states(include=["optim_states"])
+            idle.offload_states(include={"lp_grads", "contiguous_grad_buffer"})  # in two goes
+            with torch.no_grad():
+                idle.eval()
+                wrong += [] if torch.equal(idle(x), alone[1 - number].eval()(x)) else ["an idle engine evaluates wrong"]
+                with idle.unsharded() as model:
+                    model(x)
+                idle.train()
+                alone[1 - number].train()
+            for act in (idle.step, lambda idle=idle: idle.save_checkpoint("."), lambda idle=idle: idle.backward(x)):
+                wrong += [] if "reload_states" in outcome(act) else ["an idle engine trains"]
+            if train_step(busy, case, step) != train_step(alone[number], case, step):
+                wrong.append(f"losses of engine {number} differ at step {step}")
+            idle.reload_states()
+    for engine, other in zip(engines, alone, strict=True):
+        pairs = zip(full_parameters(engine.module).values(), full_parameters(other.module).values(), strict=True)
+        wrong += [] if all(torch.equal(a, b) for a, b in pairs) else ["weights differ"]
+    engines[0].offload_states()
+    wrong += [] if "reload_states" in outcome(lambda: engines[0](x)) else ["parameters are away, and a forward runs"]
+    for engine in (*engines, *alone):
+        engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")])
+def test_states_of_an_idle_engine_are_put_away_and_come_back(pool2: RankPool, stage: int, precision: str) -> None:
+    assert pool2.run(put_away, stage, precision) == [[], []]
 
 
 def one_after_the_other(stages: tuple[int, ...]) -> tuple[list[float], bool, bool]:
@@ -190,6 +328,14 @@ def _live_tensor_bytes() -> int:
 def test_destroy_returns_every_byte(pool2: RankPool, stage: int) -> None:
     for first, last in pool2.run(rebuilt_many_times, stage, 6):
         assert last <= first, (first, last)
+
+
+def test_four_engines_leave_nothing_behind(pool2: RankPool) -> None:
+    """Fifty such cycles, and those of single engines: ``ds_verify teardown``."""
+    for left, _ in pool2.run(run_cycles, None, 4):
+        first, last = left[1], left[-1]
+        assert last.live <= first.live and last.files <= first.files, left
+        assert last.threads <= first.threads and last.groups <= first.groups, left
 
 
 def held_after_destroy(stage: int, born: bool, zero: dict[str, Any]) -> int:

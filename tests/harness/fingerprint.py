@@ -70,6 +70,11 @@ class ProbeModel(Stack):
             x = x + self.side(x)
         return self.head(x.to(self.head.weight.dtype))
 
+    def generate(self, x: Tensor, max_new_tokens: int = 2) -> Tensor:
+        for _ in range(max_new_tokens):
+            x = torch.cat([x, self(x)[:, :1].to(x.dtype)], 1)[:, 1:]
+        return x
+
 
 def _build() -> ProbeModel:
     torch.manual_seed(1234)
@@ -100,7 +105,7 @@ class _Watch:
         self.lines: list[str] = []
         self.sent: list[Any] = []
         self.waits = 0
-        self.copies = 0
+        self.copies = self.emptied = 0
         self.services: list[Any] = []
 
     @contextlib.contextmanager
@@ -116,6 +121,9 @@ class _Watch:
             self.waits += 1  # somebody measures the device's time
             return NullEvent()
 
+        def empty(_accelerator: Accelerator) -> None:
+            self.emptied += 1
+
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         trace.LOG.__init__()  # type: ignore[misc]
@@ -125,7 +133,7 @@ class _Watch:
             services: Any = {
                 name: _Service(name, self.services) for name in ("torch.utils.tensorboard", "wandb", "comet_ml")
             }
-            clock = mock.patch.multiple(Accelerator, synchronize=wait, Event=event)
+            clock = mock.patch.multiple(Accelerator, synchronize=wait, Event=event, empty_cache=empty)
             with clock, modules_replaced(services):
                 yield
         finally:
@@ -181,6 +189,7 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "save": (),  # consolidated weights are written
     "checkpoint": (),  # checkpoints are saved under tags that differ between ranks, and one is loaded
     "odd client": (),  # a checkpoint with client state that needs pickle
+    "generate": (),  # and generates
     "pipeline": (),  # a PipelineModule of two stages
 }
 
@@ -239,6 +248,11 @@ def _train(config: dict[str, Any], scenario: str, watch: _Watch, folder: Path) -
         with _recomputing(model, config, watch) if scenario == "recompute" else contextlib.nullcontext():
             out["steps"] = _steps(engine, RepeatingLoader(loader), scenario)
         out |= _end(engine, model)
+        if scenario == "generate":
+            rounds, x = engine.runtime.agreement.rounds, torch.ones(2, IN_FEATURES, dtype=model.head.weight.dtype)
+            tokens = engine.generate(x, max_new_tokens=2)
+            out["generated"] = _digest({"": tokens}), engine.runtime.agreement.rounds - rounds, type(engine).__name__
+            out["emptied"] = watch.emptied
         if scenario == "save":
             out["saved"] = engine.save_16bit_model(folder)
         if scenario in ("checkpoint", "odd client"):

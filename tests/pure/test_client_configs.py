@@ -286,7 +286,7 @@ REFUSED = {
     "zero_optimization.zenflow": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.05}}
     },
-    "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
+    "hybrid_engine.inference_tp_size": {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
 }
 
 

@@ -166,3 +166,40 @@ def _showing(layer: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
         for place, entries in before:
             place.clear()
             place.update(entries)
+
+
+@contextlib.contextmanager
+def fused_adapters(module: nn.Module) -> Iterator[int]:
+    """Inside, layers compute with copies of their weights to which their active adapters are added; how many do.
+
+    Layers of PEFT, and modules with ``fuse_lora_weight`` and ``unfuse_lora_weight``, as DeepSpeed-Chat has them. What
+    cannot be added (to quantized weights, or as it depends on the input) stays beside. Parameters must be whole.
+    """
+    with contextlib.ExitStack() as back:
+        yield sum(_fuse(layer, back) for _, layer in list(_outermost(module, "", lambda m: _merges(m) or _fuses(m))))
+
+
+def _fuses(module: nn.Module) -> bool:
+    return hasattr(module, "fuse_lora_weight") and hasattr(module, "unfuse_lora_weight")
+
+
+def _fuse(layer: Any, back: contextlib.ExitStack) -> bool:
+    base = {n: p for n, p in layer.named_parameters() if n.startswith(_base(layer))}
+    if any(is_composed(p) or not castable(p.dtype) for p in base.values()):
+        return False
+    tuners: list[Any] = [m for m in layer.modules() if _merges(m)]
+    if any(tuner.merged or tuner.disable_adapters for tuner in tuners):
+        return False
+    with contextlib.ExitStack() as undo, torch.no_grad():
+        undo.enter_context(_showing(layer, {n: p.detach().clone() for n, p in base.items()}))
+        for tuner in reversed(tuners):  # the innermost first
+            undo.callback(setattr, tuner, "merged_adapters", list(tuner.merged_adapters))
+            try:
+                tuner.merge()
+            except (NotImplementedError, ValueError):
+                return False
+        if not tuners:
+            layer.fuse_lora_weight()
+            undo.callback(layer.unfuse_lora_weight)
+        back.push(undo.pop_all())
+    return True

@@ -92,6 +92,16 @@ class PipelineConfig(unread.PipelineKeys):
     chunks_per_stage: Positive | None = key(None, "Parts of the model on each stage, for schedules with several.")
 
 
+class HybridEngineConfig(unread.HybridEngineKeys):
+    """``hybrid_engine``: training and generation with one set of weights. Lengths are in tokens."""
+
+    enabled: Flag = key(False, "Train and generate with one engine.")
+    max_out_tokens: Positive = key(512, "Longest prompt and answer together, in tokens.")
+    release_inference_cache: Flag = key(False, "Give the allocator's cached memory back after each generation.")
+    pin_parameters: Flag = key(True, "Keep weights whole during a generation; false gathers them layer by layer.")
+    tp_gather_partition_size: Positive = key(8, "Layers gathered by one message for a generation with whole weights.")
+
+
 class DataTypesConfig(Block):
     """``data_types``: dtypes of gradient accumulation, parameters and buffers. None: each its usual one."""
 

@@ -86,6 +86,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     flops_profiler: blocks.FlopsProfilerConfig = Field(default_factory=blocks.FlopsProfilerConfig)
+    hybrid_engine: blocks.HybridEngineConfig = Field(default_factory=blocks.HybridEngineConfig)
     anomalies: blocks.AnomaliesConfig = Field(default_factory=blocks.AnomaliesConfig)
     prometheus: blocks.PrometheusConfig = Field(default_factory=blocks.PrometheusConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)

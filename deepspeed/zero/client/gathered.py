@@ -312,10 +312,11 @@ def leave_device(
     *,
     arena: Arena,
     pin: bool,
-) -> None:
+) -> bool:
     """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
 
-    Parameters that are whole on every rank stay. Raises UsageError while the model is in use.
+    Parameters that are whole on every rank stay. Whether parameters were among them. Raises UsageError while the model
+    is in use.
     """
     if any(not unit.idle for unit in units):
         raise UsageError("offload_states() inside a forward, backward or GatheredParameters; call it between steps")
@@ -339,3 +340,4 @@ def leave_device(
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type != "cpu":
                     back.callback(lambda tensor, place: point(tensor, tensor.data.to(place)), value, value.device)
                     point(value, home(value.data))
+    return State.lp_params in wanted or (State.hp_params in wanted and any(u.master_is_param for u in units))

@@ -1,0 +1,1 @@
+from deepspeed.engine_hybrid import DeepSpeedHybridEngine

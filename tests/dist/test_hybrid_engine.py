@@ -1,0 +1,349 @@
+"""The hybrid engine generates what plain torch generates, token for token, and trains as if it had not; ranks may stop
+at different lengths, and an error on one rank is an error on all.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.errors import DeepSpeedConfigError, RankFailedError, UsageError
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.verify.grads import full_parameters
+from tests.harness.lockstep import equal, live_bytes, not_at_rest
+from tests.harness.pool import RankPool
+from tests.harness.spy import CollectiveSpy
+from tests.harness.training import make_config, outcome, start
+
+pytestmark = pytest.mark.timeout(120)
+VOCABULARY, WIDTH, END = 13, 16, 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)).cumsum(1) / 3)
+
+
+class Speaker(nn.Module):
+    """Next tokens from the sum over those before; greedy generation until ``END`` or so many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.fails_after = -1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def generate(self, ids: Tensor, max_new_tokens: int = 8, sample: bool = False) -> Tensor:
+        for turn in range(max_new_tokens):
+            if turn == self.fails_after:
+                raise ValueError("no more words")
+            logits = self(ids)[:, -1]
+            token = torch.multinomial(logits.softmax(-1), 1) if sample else logits.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], 1)
+            if (token == END).all():
+                break
+        return ids
+
+
+class Around(nn.Module):
+    """A model whose generate is that of a part, as PEFT's are: the forward of the whole never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Speaker(), nn.Linear(1, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids) * self.scale.weight
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.generate(*args, **kwargs)
+
+
+def speaker(kind: type[nn.Module] = Speaker) -> Any:
+    torch.manual_seed(5)
+    return kind()
+
+
+def config(stage: int, *, zero: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    changes = options.pop("changes", {})
+    return make_config(stage, zero=zero or {}, hybrid_engine={"enabled": True, **options}, **changes)
+
+
+def prompt(rank: int, turn: int = 0) -> Tensor:
+    """Of a length of its own on each rank."""
+    generator = torch.Generator().manual_seed(10 * rank + turn)
+    return torch.randint(1, VOCABULARY, (2, 3 + 2 * rank), generator=generator)
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(1, VOCABULARY, (2, 7), generator=generator)
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def train(engine: Any, step: int) -> None:
+    engine.backward(loss_of(engine, step, dist.get_rank()))
+    engine.step()
+
+
+def trained(stage: int, options: dict[str, Any], generates: bool, kind: type[nn.Module]) -> tuple[Any, list[str]]:
+    """Weights after three steps; what of the generations between them is not plain torch's."""
+    rank, wrong = dist.get_rank(), list[str]()
+    engine = start(speaker(kind), config(stage, **copy.deepcopy(options)))
+    assert isinstance(engine, DeepSpeedHybridEngine) and isinstance(engine, deepspeed.DeepSpeedEngine)
+    for step in range(3):
+        train(engine, step)
+        if not generates:
+            continue
+        plain = speaker(kind)
+        dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+        plain.to(dtype).load_state_dict(full_parameters(engine.module))
+        engine.eval()
+        plain.eval()
+        for turn in range(2):
+            new = 9 if rank == 0 else 2 + turn  # and ranks stop at END, too
+            with torch.no_grad():
+                expected = plain.generate(prompt(rank, turn), max_new_tokens=new)
+            tokens = (engine if turn else engine.module).generate(prompt(rank, turn), max_new_tokens=new)
+            wrong += [] if torch.equal(tokens, expected) else [f"step {step}: {tokens} for {expected}"]
+            wrong += [f"at rest after {turn}: {left}" for left in not_at_rest(engine)]
+        wrong += ["weights are left whole"] if options.get("zero") == ZERO and live_bytes(engine.module) else []
+        engine.train()
+    weights = full_parameters(engine.module)
+    own = type(engine.module).generate
+    engine.destroy()
+    wrong += [] if engine.module.generate.__func__ is own else ["the module has not its own generate again"]
+    return weights, wrong
+
+
+def like_plain_torch(stage: int, options: dict[str, Any], kind: type[nn.Module] = Speaker) -> tuple[list[str], bool]:
+    silent, _ = trained(stage, options, False, kind)
+    weights, wrong = trained(stage, options, True, kind)
+    return wrong, equal(silent, weights)
+
+
+ZERO = {"param_persistence_threshold": 0}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "0": (0, {}),
+    "2, bf16": (2, {"changes": {"bf16": {"enabled": True}}}),
+    "3": (3, {"zero": ZERO}),
+    "3, layer by layer": (3, {"zero": ZERO, "pin_parameters": False}),
+    "3, small ones whole, layer by layer": (3, {"pin_parameters": False, "changes": {"bf16": {"enabled": True}}}),
+}
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {"release_inference_cache": True}),
+    "3, fp16": (3, {"changes": {"fp16": {"enabled": True, "initial_scale_power": 4}}, "tp_gather_partition_size": 2}),
+    "3, on the host": (3, {"zero": {**ZERO, "offload_param": {"device": "cpu"}}}),
+    "3, on the host, layer by layer": (
+        3,
+        {"zero": {**ZERO, "offload_param": {"device": "cpu"}}, "pin_parameters": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_generates_as_plain_torch_and_trains_as_without(pool2: RankPool, name: str) -> None:
+    for wrong, same in pool2.run(like_plain_torch, *CASES[name]):
+        assert wrong == [] and same
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [n for n in MORE if "fp16" not in n])
+@pytest.mark.parametrize("world", [1, 3])
+def test_it_generates_as_plain_torch_in_more_settings(world: int, name: str, request: pytest.FixtureRequest) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    for wrong, same in pool.run(like_plain_torch, *MORE[name]):
+        assert wrong == [] and same
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_model_that_leaves_generation_to_a_part(pool2: RankPool, pinned: bool) -> None:
+    for wrong, same in pool2.run(like_plain_torch, 3, {"zero": ZERO, "pin_parameters": pinned}, Around):
+        assert wrong == [] and same
+
+
+def gathers_of(size: int) -> tuple[int, int]:
+    """Messages and gathers of one generation."""
+    engine = start(speaker(), config(3, zero=ZERO, tp_gather_partition_size=size))
+    messages, gathers = engine.runtime.agreement.rounds, engine.runtime.gathers
+    engine.generate(prompt(dist.get_rank()))
+    result = engine.runtime.agreement.rounds - messages, engine.runtime.gathers - gathers
+    engine.destroy()
+    return result
+
+
+def test_so_many_layers_are_gathered_by_one_message(pool2: RankPool) -> None:
+    for (one, gathers), (all_, same) in zip(pool2.run(gathers_of, 1), pool2.run(gathers_of, 100), strict=True):
+        assert gathers == same and all_ < one
+
+
+def an_error_on_one_rank(stage: int, pinned: bool) -> tuple[str, bool, list[str]]:
+    """What each rank raises; is the training after it as if nothing had been."""
+    weights, said, restless = [], "", list[str]()
+    for fails in (False, True):
+        engine = start(speaker(), config(stage, zero=ZERO, pin_parameters=pinned))
+        for step in range(2):
+            train(engine, step)
+            if fails:
+                engine.module.fails_after = 2 if dist.get_rank() == 1 else -1
+                said = outcome(lambda engine=engine: engine.generate(prompt(0), max_new_tokens=6))
+                restless += not_at_rest(engine)
+                engine.module.fails_after = -1
+                engine.generate(prompt(dist.get_rank()))
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return said, equal(*weights), restless
+
+
+@pytest.mark.parametrize(("stage", "pinned"), [(1, True), (3, True), (3, False)])
+def test_an_error_of_one_rank_is_one_of_all(pool2: RankPool, stage: int, pinned: bool) -> None:
+    other, own = pool2.run(an_error_on_one_rank, stage, pinned)
+    assert RankFailedError.__name__ in other[0] and "rank 1" in other[0] and "no more words" in other[0]
+    assert "ValueError" in own[0] and RankFailedError.__name__ not in own[0]
+    assert other[1:] == own[1:] == (True, [])
+
+
+def too_long() -> list[str]:
+    """One rank's prompt is too long: all raise; the limit counts the prompt and what may follow."""
+    engine = start(speaker(), config(3, zero=ZERO, max_out_tokens=10))
+    rank = dist.get_rank()
+    engine.generate(prompt(0), max_new_tokens=7)
+    said = [outcome(lambda: engine.generate(prompt(rank), max_new_tokens=7))]  # 3 + 7 and 5 + 7
+    said.append(outcome(lambda: engine.generate(ids=prompt(3))))
+    with engine.unsharded() as model:  # each rank for itself
+        model.generate(prompt(0), max_new_tokens=rank + 1)
+        said.append(outcome(lambda: model.generate(prompt(0), 8)))
+    engine.destroy()
+    return said
+
+
+def test_more_than_max_out_tokens_is_refused_on_all_ranks(pool2: RankPool) -> None:
+    other, own = pool2.run(too_long)
+    assert "rank 1 failed in generate()" in other[0] and "max_out_tokens is 10" in other[0]
+    assert UsageError.__name__ in own[0] and "a prompt of 5 tokens and up to 7 new ones are 12" in own[0]
+    for said in (other, own):
+        assert "9 tokens and up to 8 new ones are 17" in said[1] and "up to 8 new ones are 11" in said[2]
+
+
+class Fused(nn.Linear):
+    """A layer with an adapter, as DeepSpeed-Chat has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.right, self.left = nn.Parameter(torch.randn(4, width)), nn.Parameter(torch.randn(width, 4))
+        self.weight.requires_grad_(False)
+        self.is_fused = False
+
+    def fuse_lora_weight(self) -> None:
+        self.weight.data += self.left @ self.right
+        self.is_fused = True
+
+    def unfuse_lora_weight(self) -> None:
+        self.weight.data -= self.left @ self.right
+        self.is_fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = 0 if self.is_fused else x @ self.right.t() @ self.left.t()
+        return super().forward(x) + beside
+
+
+class Adapted(Speaker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fused(WIDTH) for _ in range(3))
+        self.was_fused: list[bool] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.was_fused.append(all(block.is_fused for block in self.blocks))
+        return super().forward(ids)
+
+
+def adapters(stage: int, mode: str) -> tuple[bool, bool, bool, bool]:
+    """Were the adapters added; are the tokens those of added ones; did any bit change; does it train on alike?"""
+    weights = []
+    for generates in (False, True):
+        engine = start(speaker(Adapted), config(stage, zero=ZERO))
+        train(engine, 0)
+        before = full_parameters(engine.module)
+        if generates:
+            getattr(engine, mode)()
+            engine.module.was_fused.clear()
+            tokens = engine.generate(prompt(0))
+            fused, restored = all(engine.module.was_fused), equal(before, full_parameters(engine.module))
+            plain = speaker(Adapted)
+            plain.load_state_dict(before)
+            for block in plain.blocks if mode == "eval" else ():
+                block.fuse_lora_weight()
+            with torch.no_grad():
+                same = torch.equal(tokens, plain.generate(prompt(0)))
+            engine.train()
+        train(engine, 1)
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return fused, same, restored, equal(*weights)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_are_added_for_a_generation_and_no_bit_changes(pool2: RankPool, stage: int, mode: str) -> None:
+    for found in pool2.run(adapters, stage, mode):
+        assert found == (mode == "eval", True, True, True)
+
+
+def refused(model: str, options: dict[str, Any], zero: dict[str, Any]) -> str:
+    module = {"speaker": Speaker, "mute": lambda: nn.Linear(2, 2)}[model]()
+    said = outcome(lambda: start(module, config(3, zero=zero, **options)))
+    assert not any(hasattr(p, "_ds_unit") for p in module.parameters())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "zero", "sentence"),
+    [
+        ("mute", {}, {}, "Linear has no method generate"),
+        ("speaker", {"inference_tp_size": 2}, {}, "hybrid_engine.inference_tp_size 2 is not in this release yet"),
+        ("speaker", {"enable_cuda_graph": True}, {}, "hybrid_engine.enable_cuda_graph true is not in this release yet"),
+        ("speaker", {"pin_parameters": False}, {"divergence": "assume_none"}, "leave pin_parameters true"),
+    ],
+)
+def test_what_cannot_generate_is_refused_by_name(
+    pool2: RankPool, model: str, options: dict[str, Any], zero: dict[str, Any], sentence: str
+) -> None:
+    for said in pool2.run(refused, model, options, zero):
+        assert sentence in said
+        assert UsageError.__name__ in said or DeepSpeedConfigError.__name__ in said
+
+
+def copies() -> tuple[bool, bool, str]:
+    """A copy of the module generates by itself; generation inside a forward is refused."""
+    engine = start(speaker(), config(2))
+    copied = copy.deepcopy(engine.module)
+    alone = isinstance(vars(engine.module)["generate"], object) and copied.generate.__self__ is copied
+    with CollectiveSpy() as spy:
+        copied.generate(prompt(0))
+    inside = list[str]()
+    engine.module.blocks[0].register_forward_hook(
+        lambda *_: inside.append(outcome(lambda: engine.generate(prompt(0)))) if not inside else None
+    )
+    engine(prompt(0))
+    engine.destroy()
+    return alone, spy.count() == 0, inside[0]
+
+
+def test_a_copy_of_the_module_is_not_the_engines(pool2: RankPool) -> None:
+    for alone, silent, inside in pool2.run(copies):
+        assert alone and silent and "inside a forward or backward" in inside
