@@ -63,12 +63,13 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         all: RankFailedError names it. Raises UsageError on all ranks for a prompt that with the new tokens exceeds
         ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
         """
-        self._check_alive()
+        self._check_alive(alone=False)
         if self._generating:  # within unsharded(), where each rank calls as it likes
             if (fault := self._too_long(args, kwargs)) is not None:
                 raise fault
             return self._speak(args, kwargs)
         self._check_between_passes("generate")
+        self._settle_together()
         self._agree(self._too_long(args, kwargs))
         output = self._layer_by_layer(args, kwargs) if self._gathers_layers else self._whole(args, kwargs)
         if self._options.release_inference_cache:

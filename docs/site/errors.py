@@ -25,6 +25,7 @@ PAGES = {
     "config": "config.md",
     "engine_checkpoint": "checkpoints.md",
     "engine_elastic": "elastic.md",
+    "engine_hybrid": "rl.md",
     "elasticity": "elastic.md",
     "launcher": "launcher.md",
     "launcher.elastic": "elastic.md",

@@ -97,6 +97,29 @@ class Server:
 server, ids, batch, build = Server(), torch.ones(2, 8), torch.ones(2, 8), Speaker
 """,
     ),
+    "rl.md": (
+        2,
+        """
+class Speaker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Block(8) for _ in range(3))
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+    def generate(self, ids, max_new_tokens):
+        for _ in range(max_new_tokens):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], 1)
+        return ids
+class Scorer(Speaker):
+    def forward(self, ids):
+        return super().forward(ids).mean(-1)
+ids = torch.ones(2, 4, dtype=torch.long)
+""",
+    ),
     "pipeline.md": (
         4,
         """
@@ -131,7 +154,8 @@ batches = dicts()
 }
 ELSEWHERE = {"checkpoint-format.md": "tests/dist/test_checkpoint_format_doc.py"}
 # What is left of a run: an engine, perhaps a process with other random numbers.
-AFTER = "for made in (globals().pop('engine', None),):\n    made is None or made.destroy()\n"
+ENGINES = ("engine", "actor", "critic", "reference")
+AFTER = f"for made in [globals().pop(name, None) for name in {ENGINES}]:\n    made is None or made.destroy()\n"
 
 
 def blocks(page: str) -> list[str]:

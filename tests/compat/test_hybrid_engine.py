@@ -1,0 +1,97 @@
+"""The hybrid engine over models of transformers and PEFT, called as DeepSpeed-Chat calls it: tokens of plain torch, and
+training as if nothing had been generated.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.errors import RankFailedError, UsageError
+from tests.compat.common import llama, need
+from tests.compat.test_weights_out import ADAPTERS, engine_of, peft_model, trained, whole_state
+from tests.harness.pool import RankPool
+from tests.harness.training import outcome
+
+need("peft", "transformers")
+pytestmark = pytest.mark.timeout(180)
+
+
+def build(kind: str) -> nn.Module:
+    return peft_model(kind) if kind in ADAPTERS else llama()
+
+
+def generated(kind: str, stage: int, pinned: bool) -> list[str]:
+    """What of the generations, and of the training after them, is not plain torch's."""
+    wrong, silent = list[str](), dict[str, Tensor]()
+    for generates in (False, True):
+        engine = engine_of(build(kind), stage, hybrid_engine={"enabled": True, "pin_parameters": pinned})
+        trained(engine)
+        if generates:
+            before, plain = whole_state(engine), build(kind)
+            plain.load_state_dict({**plain.state_dict(), **before})
+            plain = plain.merge_and_unload() if pinned and kind in ADAPTERS else plain
+            engine.eval()
+            plain.eval()
+            for length in (2 + 5 * dist.get_rank(), 4):
+                options: dict[str, Any] = {"max_new_tokens": length, "do_sample": False}
+                ids = torch.arange(3, 8 + dist.get_rank()).view(1, -1)
+                theirs = plain.generate(input_ids=ids, **options)
+                # DeepSpeed-Chat calls the module's and says whether ranks are to wait for each other
+                ours = engine.module.generate(input_ids=ids, synced_gpus=stage == 3, **options)
+                wrong += [] if torch.equal(ours, theirs) else [f"{ours} for {theirs}"]
+            after = whole_state(engine)
+            wrong += [name for name in before if not torch.equal(before[name], after[name])]
+            wrong += [n for n, m in engine.module.named_modules() if getattr(m, "merged_adapters", [])]
+            engine.train()
+        trained(engine)
+        weights = whole_state(engine)
+        if generates:
+            wrong += [f"{n} trains differently" for n in weights if not torch.equal(weights[n], silent[n])]
+        silent |= weights
+        engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "pinned"),
+    [
+        ("plain", 2, True),
+        ("plain", 3, True),
+        ("plain", 3, False),
+        ("lora", 1, True),
+        ("lora", 3, True),
+        ("lora", 3, False),
+        ("dora", 3, True),
+        ("embeddings", 3, True),
+        ("a head beside", 3, True),
+    ],
+)
+def test_the_hybrid_engine_generates_as_plain_torch(pool2: RankPool, kind: str, stage: int, pinned: bool) -> None:
+    for wrong in pool2.run(generated, kind, stage, pinned):
+        assert wrong == []
+
+
+def lengths_of_configurations() -> list[str]:
+    engine = engine_of(llama(), 3, hybrid_engine={"enabled": True, "max_out_tokens": 12})
+    ids = torch.arange(3, 8).view(1, -1)
+    calls: list[dict[str, Any]] = [
+        {"max_length": 12},
+        {"max_new_tokens": 7},
+        {"max_length": 13},
+        {"max_new_tokens": 8},
+        {},  # transformers asks for 20 in all
+        {"max_new_tokens": 7 + dist.get_rank()},
+    ]
+    said = [outcome(lambda call=call: engine.generate(ids, do_sample=False, **call)) for call in calls]
+    engine.destroy()
+    return said
+
+
+def test_lengths_are_those_of_the_call_or_of_the_models_configuration(pool2: RankPool) -> None:
+    for rank, said in enumerate(pool2.run(lengths_of_configurations)):
+        assert said[:2] == ["", ""]
+        assert all(UsageError.__name__ in text and "max_out_tokens is 12" in text for text in said[2:5])
+        assert (UsageError if rank else RankFailedError).__name__ in said[5]
