@@ -43,9 +43,6 @@ def test_the_reward_rises_with_whole_weights(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
-    for options, sentence in (
-        (("--prompt", "48"), "--prompt 48 must be between 1 and --context 48"),
-        (("--width", "30"), "--width 30 must be a multiple of 4"),
-    ):
-        status, output = _run(*options, "--out", str(tmp_path), ranks=1)
-        assert status == 2 and sentence in output and "Traceback" not in output, output
+    status, output = _run("--prompt", "48", "--out", str(tmp_path), ranks=1)
+    assert status == 2 and "Traceback" not in output, output
+    assert "--prompt 48 must be between 1 and --context 48" in output

@@ -7,6 +7,11 @@ import re
 from collections.abc import Iterable
 
 CORNERS: dict[str, str] = {
+    r"test_hybrid_engine.py::test_it_generates_as.*_without\[(0|3, small.*)\]": "bf16, and layers all cut, stay",
+    r"test_hybrid_engine.py::test_(an_error.*\[1-True|adapters.*\[(1-eval|3-train))\]": "each kind stays once",
+    r"test_hybrid_engine.py::test_a_model_that_leaves.*\[True\]": "layer by layer more can go wrong",
+    r"test_several_engines.py::test_states_of_an_idle.*\[(1-bf16|3-fp32)\]": "stages 2 and 3 stay, and both precisions",
+    r"test_several_engines.py::test_engines_with_adapters.*\[\((0, 2|1, 3)\)\]": "one pair of stages stays",
     r"test_one_pass_update.py::test_units_updated.*\[(?!2-3-bf16|1-2-fp16|3-2-fp32).*\]": "each once",
     r"test_tensor_parallel.py::test_two_ways.*\[(llama|llama, tied|neox|llama with.*)-.*\]": "two models stay",
     r"test_tensor_parallel.py::test_two_ways.*\[(llama, tied.*-[012]|gpt2-[023])\]": "each at one stage",
