@@ -202,6 +202,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def update(self) -> None:
         """One optimizer update from the gradients at hand, or none on overflow. Collective."""
+        self._check_here()
         if self._backwards == 0 and not self.runtime.gradients.collect():
             raise UsageError("step() was called before backward(): there are no gradients. Call that first")
         assert self.basic_optimizer is not None
@@ -248,6 +249,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def _before_backward(self) -> None:
         """A backward has begun, through the engine or not; the latter is scaled here."""
+        self._check_here()
         self._backwards += 1
         gradients = self.runtime.gradients
         gradients.scale = 1.0

@@ -220,8 +220,15 @@ def put_away(stage: int, precision: str) -> list[str]:
                     model(x)
                 idle.train()
                 alone[1 - number].train()
-            for act in (idle.step, lambda idle=idle: idle.save_checkpoint("."), lambda idle=idle: idle.backward(x)):
-                wrong += [] if "reload_states" in outcome(act) else ["an idle engine trains"]
+            acts = {
+                "step": idle.step,
+                "optimizer.step": idle.optimizer.step,
+                "save": lambda idle=idle: idle.save_checkpoint("."),
+                "backward": lambda idle=idle: idle.backward(x),
+                "loss.backward": lambda idle=idle: idle.scale(idle(x).float().sum()).backward(),
+            }
+            wrong += [f"an idle engine does {name}" for name, act in acts.items() if "reload_st" not in outcome(act)]
+            idle.zero_grad()
             if train_step(busy, case, step) != train_step(alone[number], case, step):
                 wrong.append(f"losses of engine {number} differ at step {step}")
             idle.reload_states()
