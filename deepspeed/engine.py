@@ -30,7 +30,6 @@ from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.client.gathered import leave_device
 from deepspeed.zero.failures import settle_together
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
@@ -95,7 +94,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
-        self._destroyed = self._over_limit = self._lent = self._params_lent = self.is_compiled = False
+        self._destroyed = self._over_limit = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
@@ -422,42 +421,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
 
-    # -- states that leave the device --------------------------------------------------------------------------------
-    def offload_states(
-        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
-    ) -> None:
-        """Move states (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
-
-        What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank.
-        Further calls add to the first. Until then ``backward``, ``step`` and saves raise UsageError, with parameters
-        (``lp_params``; in fp32 ``hp_params`` are the same) also forwards and generation. Raises UsageError inside a
-        forward or backward, ValueError for another device than "cpu" (or "none": nothing happens).
-        """
-        self._check_alive(params=False)
-        place = getattr(device, "value", device)
-        if place == "none":
-            logger.warning("offload_states(device='none') moves nothing")
-            return
-        if place != "cpu":
-            raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
-        self.runtime.settle()
-        self.runtime.gradients.withdraw()
-        self.runtime.gradients.land_all()
-        self.runtime.before_update()  # what leaves the device may still be copied for a save
-        units, arena = self.runtime.units, self._parts.tiers.arena
-        with contextlib.ExitStack() as undone:  # where host memory ends half way, all of them come back
-            undone.callback(self._way_back.close)
-            params = leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
-            undone.pop_all()
-        self._lent, self._params_lent = True, self._params_lent or params
-        if self.device.type != "cpu":
-            get_accelerator().empty_cache()
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what ``offload_states`` moved."""
-        self._way_back.close()
-        self._lent = self._params_lent = False
-
     # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
         """Drop what an error has left, on all ranks, and start the accumulation window anew if one was further."""
@@ -507,10 +470,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
     def _check_destroyed(self) -> None:
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
-
-    def _check_here(self) -> None:
-        if self._lent:
-            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
     def _check_alive(self, *, alone: bool = True, params: bool = True) -> None:
         """UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks hear of

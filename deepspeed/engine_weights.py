@@ -1,4 +1,4 @@
-"""The engine's whole weights: for a file, for an inference server, for generation."""
+"""The engine's whole weights: for a file, for an inference server, for generation; and states that leave the device."""
 
 import contextlib
 import weakref
@@ -19,8 +19,8 @@ from deepspeed.config.model.values import byte_count
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist
-from deepspeed.zero.client.gathered import GatheredParameters, state_names
+from deepspeed.observe.log import log_dist, logger
+from deepspeed.zero.client.gathered import GatheredParameters, leave_device, state_names
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
 
@@ -34,6 +34,8 @@ class EngineWeights:
     mesh: Mesh
     runtime: Runtime
     _generating = False  # inside unsharded()
+    _lent = _params_lent = False  # states are away, parameters among them
+    _way_back: contextlib.ExitStack
     _units_at_once = 1  # that it asks for by one message
     _open_flow: Callable[[], WeightFlow | None] = staticmethod(lambda: None)
 
@@ -151,6 +153,46 @@ class EngineWeights:
             finally:
                 self._generating = False
                 self._parts.hooks.install()
+
+    # -- states that leave the device --------------------------------------------------------------------------------
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move states (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
+
+        What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank.
+        Further calls add to the first. Until then ``backward``, ``step`` and saves raise UsageError, with parameters
+        (``lp_params``; in fp32 ``hp_params`` are the same) also forwards and generation. Raises UsageError inside a
+        forward or backward, ValueError for another device than "cpu" (or "none": nothing happens).
+        """
+        self._check_alive(params=False)
+        place = getattr(device, "value", device)
+        if place == "none":
+            logger.warning("offload_states(device='none') moves nothing")
+            return
+        if place != "cpu":
+            raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
+        self.runtime.settle()
+        self.runtime.gradients.withdraw()
+        self.runtime.gradients.land_all()
+        self.runtime.before_update()  # what leaves the device may still be copied for a save
+        units, arena = self.runtime.units, self._parts.tiers.arena
+        with contextlib.ExitStack() as undone:  # where host memory ends half way, all of them come back
+            undone.callback(self._way_back.close)
+            params = leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
+            undone.pop_all()
+        self._lent, self._params_lent = True, self._params_lent or params
+        if self.device.type != "cpu":
+            get_accelerator().empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` moved."""
+        self._way_back.close()
+        self._lent = self._params_lent = False
+
+    def _check_here(self) -> None:
+        if self._lent:
+            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
     # -- files ----------------------------------------------------------------------------------------------------
     def save_pretrained(self, save_directory: Any, max_shard_size: int | str = "5GB", **options: Any) -> None:
