@@ -251,8 +251,8 @@ def targets(model: str, summaries: list[Summary], ranks: int) -> list[str]:
     return lines
 
 
-def machine(args: argparse.Namespace) -> str:
-    """Where and when, in one paragraph."""
+def machine(args: argparse.Namespace, dtype: str = "bf16 (pp2 and tp2: fp32)") -> str:
+    """Where, when and how, in one paragraph."""
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -266,7 +266,7 @@ def machine(args: argparse.Namespace) -> str:
         f"{os.cpu_count()} cores, load average "
         f"{args.load:.2f} at the start; torch {torch.__version__}, Python {platform.python_version()}; "
         f"{args.ranks} ranks, gloo, "
-        f"{args.threads} thread(s) per rank, AdamW, bf16 (pp2 and tp2: fp32). "
+        f"{args.threads} thread(s) per rank, AdamW, {dtype}. "
         f"{args.rounds} alternating rounds of {args.steps} "
         "timed steps "
         f"after {args.warmup} warm-up steps in a fresh process group; medians of all timed steps, the larger "
