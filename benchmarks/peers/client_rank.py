@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 import traceback
@@ -26,19 +25,11 @@ from torch import Tensor, nn
 
 VOCABULARY, CONTEXT, MICRO, ACCUMULATE, STEPS, LR = 128, 32, 2, 2, 10, 3e-3
 CLIP = 1.0
-BASE = "DS_BENCH_BASE"
 
 
 def llama() -> nn.Module:
-    """The model of the folder that ``write_base`` has made; born in shards where a stage-3 configuration lives."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(os.environ[BASE]).train()
-
-
-def write_base() -> None:
-    """A random Llama of two layers of width 32 in fp32, into a folder of which ``BASE`` tells all ranks. Not drawn
-    anew in each cell: under ``zero.Init`` the two packages draw the same seed's numbers in different order.
+    """Two layers of width 32, the same at each call. Where a stage-3 configuration lives it is born in shards, with
+    other values than else, and the same under both packages.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -56,12 +47,7 @@ def write_base() -> None:
         eos_token_id=2,
         use_cache=False,
     )
-    told: list[str] = [tempfile.mkdtemp(prefix="ds_clients_") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(told)
-    os.environ[BASE] = told[0]
-    if dist.get_rank() == 0:
-        AutoModelForCausalLM.from_config(shape).save_pretrained(told[0])
-    dist.barrier()
+    return AutoModelForCausalLM.from_config(shape).train()
 
 
 def text() -> bytes:
@@ -357,7 +343,6 @@ def main() -> None:
     if Path(deepspeed.__file__ or "").resolve().is_relative_to(here) is args.reference:
         raise SystemExit(f"deepspeed is {deepspeed.__file__}: the wrong one of the two; see benchmarks/README.md")
     deepspeed.init_distributed(dist_backend="gloo")
-    write_base()
     for cell in args.cells:
         client, stage, dtype = cell.split(":")
         row: dict[str, Any] = {"cell": cell}
@@ -375,7 +360,6 @@ def main() -> None:
             os._exit(1)
     with contextlib.suppress(Exception):
         dist.barrier()
-    shutil.rmtree(os.environ[BASE], ignore_errors=True)
     os._exit(0)  # exit handlers of clients are no part of this
 
 
