@@ -21,7 +21,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from train import machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"no interpreter at {args.reference_python}; benchmarks/README.md says how to make one")
     if min(args.rounds, args.steps, args.ranks) < 1:
         parser.error("--rounds, --steps and --ranks must be at least 1")
-    args.load, args.threads = os.getloadavg()[0], torch.get_num_threads()
+    args.load, args.threads = os.getloadavg()[0], 1  # the ranks set it themselves
     return args
 
 
