@@ -11,6 +11,7 @@ and 2 for the rounded weights.
 """
 
 import argparse
+import functools
 import sys
 import tempfile
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 from deepspeed.simulate.costs import Machine, load_machine
 from deepspeed.simulate.events import COMPUTE
 from deepspeed.simulate.models import subject_of
-from deepspeed.simulate.run import Outcome, simulate
+from deepspeed.simulate.run import Loop, Outcome, RankJob, run_job, simulate
 
 SHAPES = {"1B": (2048, 18), "7B": (4096, 32)}  # width and blocks
 ROWS = [f"{model}:{level}:{ranks}" for model in SHAPES for level in (2, 3) for ranks in (1, 8)]
@@ -45,11 +46,24 @@ def machine_of(ranks: int, cores: int) -> Machine:
     return replace(machine, values=machine.values | {"gpus_per_node": 1}) if alone else machine
 
 
+class Windows(Loop):
+    """A step of it is a window of so many updates."""
+
+    def __init__(self, updates: int, *what: Any) -> None:
+        super().__init__(*what)
+        self._updates = updates
+
+    def step(self, number: int) -> None:
+        for update in range(self._updates):
+            super().step(number * self._updates + update)
+
+
 def run(
-    row: str, cores: int, *, block: dict[str, Any] | None = None, keep: bool = False, norm: bool = True
-) -> tuple[Outcome, Machine, int]:
+    row: str, cores: int, *, block: dict[str, Any] | None = None, keep: bool = False, norm: bool = True,
+    zenflow: dict[str, Any] | None = None,
+) -> tuple[Outcome, Machine, int]:  # fmt: skip
     """One row, the machine as the rank finds it, and the number of ranks. ``block``: more of ``offload_optimizer``;
-    ``keep``: with every span of the last step.
+    ``keep``: with every span of the last step. With a block ``zenflow`` the steps of its third window are one.
     """
     model, level, ranks = row.split(":")
     width, blocks = SHAPES[model]
@@ -61,7 +75,12 @@ def run(
     machine = machine_of(int(ranks), cores)
     config = config_of(int(level), norm=norm)
     config["zero_optimization"]["offload_optimizer"] |= block or {}
-    outcome = simulate(subject, config, machine, world=int(ranks), steps=4, keep=keep)
+    if zenflow is None:
+        outcome = simulate(subject, config, machine, world=int(ranks), steps=4, keep=keep)
+    else:
+        config["zero_optimization"]["zenflow"] = zenflow
+        job = RankJob(config, machine, int(ranks), keep=keep, steps=3)
+        outcome = run_job(job, subject, loop=functools.partial(Windows, zenflow["update_interval"]))
     return outcome, machine.used_by(int(ranks)), int(ranks)
 
 
@@ -70,20 +89,25 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", default=ROWS, help="MODEL:STAGE:RANKS")
     parser.add_argument("--cores", type=int, choices=(16, 128), default=16)
     parser.add_argument("--unclipped", action="store_true", help="nothing needs the norm")
+    parser.add_argument("--zenflow", type=int, metavar="S", help="the host updates every S steps, beside them; a mean")
     parser.add_argument("--early", action="store_true", help="updates begin beside the backward: super_offload")
+    parser.add_argument("--delayed", action="store_true", help="the update goes on beside the next step")
     options = parser.parse_args()
     say, block = sys.stdout.write, {"super_offload": True} if options.early else {}
+    block |= {"delayed_update": True} if options.delayed else {}
+    zenflow = {"update_interval": options.zenflow, "overlap_step": True} if options.zenflow else None
     say("| model, stage, ranks | step | the program waits | places | kernels | bus | host memory | step / bound |\n")
     say("|---|---|---|---|---|---|---|---|\n")
     for row in options.rows:
-        outcome, machine, ranks = run(row, options.cores, block=block, norm=not options.unclipped)
+        outcome, machine, ranks = run(row, options.cores, block=block, norm=not options.unclipped, zenflow=zenflow)
+        seconds = outcome.seconds / (options.zenflow or 1)
         mine = outcome.parameters / ranks
-        bounds = [outcome.busy[COMPUTE], BUS_BYTES * mine / machine["bus_rate"]]
+        bounds = [outcome.busy[COMPUTE] / (options.zenflow or 1), BUS_BYTES * mine / machine["bus_rate"]]
         bounds.append(HOST_BYTES * mine / machine["adam_rate"])
         kernels, bus, host = (f"{1e3 * seconds:,.0f} ms" for seconds in bounds)
         waits, blocked = sum(outcome.waits.values()), sum(outcome.waited.values())
-        say(f"| {row.replace(':', ', ')} | {1e3 * outcome.seconds:,.0f} ms | {1e3 * blocked:,.0f} ms | {waits} ")
-        say(f"| {kernels} | {bus} | {host} | {outcome.seconds / max(bounds):.2f} |\n")
+        say(f"| {row.replace(':', ', ')} | {1e3 * seconds:,.0f} ms | {1e3 * blocked:,.0f} ms | {waits} ")
+        say(f"| {kernels} | {bus} | {host} | {seconds / max(bounds):.2f} |\n")
         sys.stdout.flush()
         assert not outcome.unordered, outcome.unordered[0]
     return 0

@@ -24,7 +24,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "rest": {"ratio": 0.5},
     "travel": {"device_states": "travel"},
     "delayed": {"delayed_update": True},
+    "zenflow": {},
 }
+ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
 UPDATES = {"cpu_adam": "update on the host", "fused_adam": "update on the device"}
 
 
@@ -60,7 +62,9 @@ def main() -> int:
     words = sys.argv[1:]
     for row in [word for word in words if ":" in word] or ["1B:3:1"]:
         for name in [word for word in words if ":" not in word] or POLICIES:
-            outcome, _, _ = offload.run(row, 16, block=POLICIES[name], keep=True)
+            outcome, _, _ = offload.run(
+                row, 16, block=POLICIES[name], keep=True, zenflow=ZENFLOW if name == "zenflow" else None
+            )
             assert not outcome.unordered, outcome.unordered[0]
             begin, peak = min(span.start for span in outcome.spans), outcome.peak / 2**30
             sys.stdout.write(f"{name}: {1e3 * outcome.seconds:,.0f} ms, at most {peak:.1f} GiB on the device\n")

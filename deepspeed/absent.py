@@ -21,7 +21,7 @@ INSTEAD = {
     "runtime.sequence_parallel": "tensor_parallel.sequence_parallel_norms keeps parts of the sequence between layers",
     "runtime.swap_tensor": "drives belong to the engine: offload_optimizer and offload_param with device nvme",
     "runtime.torch_autocast": "autocast belongs to the engine: the block torch_autocast",
-    "runtime.zenflow": "zero_optimization.offload_optimizer.delayed_update runs updates beside the next step",
+    "runtime.zenflow": "the block zero_optimization.zenflow updates chosen columns at once and the rest later",
     "sequence": "tensor_parallel.sequence_parallel_norms keeps parts of the sequence between layers",
     "utils.comms_logging": "deepspeed.comm.configure(enabled=True) and deepspeed.comm.log_summary(return_dict=True)",
 }

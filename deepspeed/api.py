@@ -266,11 +266,27 @@ def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, devi
             f"zero_optimization.offload_optimizer.super_offload needs this package's AdamW or Adam, not {name}; remove "
             "it, or use one of these by name in the configuration"
         )
+    if offload.columns is not None:
+        _check_columns(base, mesh)
     if offload.device_share is None:
         share = measured_share(base, mesh, device)
         log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
         offload = replace(offload, device_share=share)
     return replace(plan, offload=offload)
+
+
+def _check_columns(base: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Raise OptimizerConfigError for what ``zero_optimization.zenflow`` cannot be combined with."""
+    if not isinstance(base, AdamBase):
+        raise OptimizerConfigError(
+            f"zero_optimization.zenflow needs this package's AdamW or Adam, not {type(base).__name__}; remove it, or "
+            "use one of these by name in the configuration"
+        )
+    if mesh.pp.size > 1 or mesh.tp.size > 1:
+        raise OptimizerConfigError(
+            "zero_optimization.zenflow cannot be combined with pipeline or tensor parallelism, whose ranks have parts "
+            "of columns; remove it, or use offload_optimizer.delayed_update"
+        )
 
 
 def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:

@@ -35,9 +35,9 @@ from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.step import take_step
-from deepspeed.zero.update.delayed import Delayed
 from deepspeed.zero.update.early import Early
 from deepspeed.zero.update.visits import Visits
+from deepspeed.zero.update.zenflow import late_update
 
 
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module):
@@ -85,8 +85,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
                 and self.device.type != "cpu"
             ):
                 self.runtime.visits = Visits(optimizer, parts.tiers, up=self.runtime.up)
-            if isinstance(optimizer, GroupStep) and (first := self.runtime.plan.offload.delayed_from):
-                self.runtime.delayed = Delayed(self.runtime, optimizer, first=first)
+            self.runtime.delayed = late_update(self.runtime, optimizer)
             if isinstance(optimizer, AdamBase) and self.runtime.plan.offload.early:
                 self.runtime.early = Early(self.runtime, optimizer)
                 optimizer.host_cores = self.runtime.plan.offload.host_cores
@@ -105,7 +104,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.client = weakref.ref(self)
         self.runtime.optimizer, self.runtime.tiles = optimizer, self.tiles
         if isinstance(optimizer, GroupStep):
-            settle = weakref.WeakMethod(self.runtime.settle)
+            settle = weakref.WeakMethod(getattr(self.runtime.delayed, "come_home", self.runtime.settle))
             optimizer.before_looking = lambda: (now := settle()) and now()
 
     def give_way(self, params: set[nn.Parameter]) -> bool:

@@ -173,6 +173,8 @@ class EngineWeights:
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
         self.runtime.settle()
+        if self.runtime.delayed is not None:
+            self.runtime.delayed.come_home()
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
         self.runtime.before_update()  # what leaves the device may still be copied for a save

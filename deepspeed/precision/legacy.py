@@ -14,10 +14,10 @@ BF16_Optimizer = pending_class("deepspeed.runtime.bf16_optimizer.BF16_Optimizer"
 FP16_Optimizer = pending_class("deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer", _INSTEAD)
 FP16_UnfusedOptimizer = pending_class("deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer", _INSTEAD)
 
-_DELAYED = "The key zero_optimization.offload_optimizer.delayed_update runs updates beside the next step."
+_BLOCK = "The block zero_optimization.zenflow works with this package's AdamW and Adam (DeepSpeedCPUAdam, FusedAdam)."
 
-ZenFlowCPUAdam = pending_class("deepspeed.ops.adam.ZenFlowCPUAdam", _DELAYED)
-ZenFlowSelectiveAdamW = pending_class("deepspeed.ops.adam.ZenFlowSelectiveAdamW", _DELAYED)
+ZenFlowCPUAdam = pending_class("deepspeed.ops.adam.ZenFlowCPUAdam", _BLOCK)
+ZenFlowSelectiveAdamW = pending_class("deepspeed.ops.adam.ZenFlowSelectiveAdamW", _BLOCK)
 autocast_if_enabled = pending_function("deepspeed.runtime.engine.autocast_if_enabled", "Use torch.autocast.")
 get_numactl_cmd = pending_function(
     "deepspeed.utils.get_numactl_cmd", "The launcher binds ranks to cores with --bind_cores_to_rank."

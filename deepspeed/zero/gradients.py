@@ -70,6 +70,10 @@ class Gradients:
         self._views: dict[Unit, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._shown: dict[Unit, list[torch.Tensor]] = {}
         self.written = False  # a client has written gradients by hand
+        # A policy of the update's: it reads the last rest gradient before the next one comes, and sees this one, in
+        # memory of the device, on its way to the host.
+        self.before: Callable[[Unit], None] = lambda _: None
+        self.seen: Callable[[Unit, torch.Tensor], None] = lambda *_: None
         for unit in units:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
@@ -151,6 +155,7 @@ class Gradients:
     def reduce(self, unit: Unit) -> None:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
         unit.settle()  # its update reads the last one
+        self.before(unit)
         if unit in self._shown:
             self.withdraw()
         partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
@@ -203,6 +208,7 @@ class Gradients:
         def leave() -> Transfer:
             transfer.wait()
             unit.send_gradient(target.memory)
+            self.seen(unit, target.memory)
             return ARRIVED
 
         beside = not target.rests and not unit.on_drive(StateKind.GRAD)
@@ -238,6 +244,7 @@ class Gradients:
         self._land_all()
         for unit in self._units:
             unit.landed.wait()
+            self.before(unit)
             if unit.grad_away and not unit.on_drive(StateKind.GRAD):
                 unit.widen_gradient(self._accum_dtype(unit))
 
@@ -306,6 +313,7 @@ class Gradients:
 
     def _zero(self, unit: Unit) -> None:
         unit.settle()
+        self.before(unit)
         target = self._rest(unit)
         target.memory.zero_()
         self._send(unit, ARRIVED, target)

@@ -7,7 +7,7 @@ Everything below reads these rows; nothing else branches on a stage.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadParamConfig
+from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 
 
 class InFlight:
@@ -121,14 +121,33 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
+class ColumnsPlan:
+    """Which columns the device updates at every step, and when the host updates the rest (``zero/update/zenflow.py``).
+
+    ``ratio``: the share of columns. ``select``: steps after which they are chosen again, 0 for every fourth window.
+    ``window``: steps of one, 0 for as many as ``auto_ratio`` says. ``overlap``: the host's update goes on beside the
+    next window. ``warm_up``: first steps that update everything. ``cores``: the share of them that the update takes.
+    """
+
+    ratio: float
+    select: int = 0
+    window: int = 0
+    overlap: bool = False
+    auto_ratio: float = 0.99
+    warm_up: int = 0
+    cores: float = 1.0
+
+
+@dataclass(frozen=True)
 class OffloadPlan:
     """Places and sizes (in elements, of one rank) behind the tiers of a plan.
 
     ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
     PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates (None: as
     the rates of this machine say); it stays there, or with ``travel`` comes for the update. ``delayed_from``: the first
-    update, from 1, that goes on beside the next step; 0 for none. ``early``: updates begin beside the backward, on the
-    share ``host_cores`` of the cores. Limits are bytes; 0 for none. ``save_copies``: saves
+    update, from 1, that goes on beside the next step; 0 for none. ``columns``: the device updates some at once, the
+    host the rest later. ``early``: updates begin beside the backward, on the share ``host_cores`` of the cores. Limits
+    are bytes; 0 for none. ``save_copies``: saves
     keep a copy of the states in host memory while training goes on.
     """
 
@@ -142,6 +161,7 @@ class OffloadPlan:
     device_share: float | None = 0.0
     travel: bool = False
     delayed_from: int = 0
+    columns: ColumnsPlan | None = None
     early: bool = False
     host_cores: float = 1.0
     pin_param: bool = True
@@ -152,6 +172,11 @@ class OffloadPlan:
     host_limit: int = 0
     device_limit: int = 0
     save_copies: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether masters in host memory change while their parameters are in use, and so are never these."""
+        return self.delayed_from > 0 or self.columns is not None
 
 
 @dataclass(frozen=True)
@@ -240,6 +265,7 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         device_share=None if travel and "ratio" not in optim.model_fields_set else 1.0 - float(optim.ratio),
         travel=travel,
         delayed_from=1 + int(optim.delayed_update_warm_up) if optim.delayed_update else 0,
+        columns=_columns(zero.zenflow),
         early=optim.super_offload,
         host_cores=float(optim.cpuadam_cores_perc) if optim.super_offload else 1.0,
         pin_param=param.pin_memory,
@@ -250,4 +276,19 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         host_limit=config.memory.host_limit or 0,
         device_limit=config.memory.device_limit or 0,
         save_copies=config.checkpoint.in_background,
+    )
+
+
+def _columns(block: ZenFlowConfig | None) -> ColumnsPlan | None:
+    if block is None:
+        return None
+    select = 0 if block.select_interval == "auto" else int(block.select_interval)
+    return ColumnsPlan(
+        ratio=float(block.topk_ratio),
+        select=select * (int(block.steps_per_epoch or 1) if block.select_strategy == "epoch" else 1),
+        window=0 if block.update_interval == "auto" else int(block.update_interval),
+        overlap=block.overlap_step,
+        auto_ratio=float(block.auto_ratio),
+        warm_up=int(block.full_warm_up_rounds),
+        cores=1.0 - float(block.pt_reserved_cores_perc) if block.overlap_step else 1.0,
     )

@@ -18,11 +18,20 @@ from deepspeed.zero.unit import Unit
 
 class Publication:
     """PARAM of ``units`` follows OPTIM, unit by unit in this order, on every rank. ``up``: the stream of copies to the
-    device, beside which the host goes on; ``gathers``: that of gathers.
+    device, beside which the host goes on; ``gathers``: that of gathers. ``over(unit, piece, transfer)`` writes what is
+    newer than the masters into PARAM over the range of OPTIM, when these have come, or without ``masters`` alone.
     """
 
-    def __init__(self, units: Sequence[Unit], *, up: SideStream, gathers: SideStream) -> None:
-        self._units, self._up, self._gathers = units, up, gathers
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        up: SideStream,
+        gathers: SideStream,
+        over: Callable[[Unit, torch.Tensor, Transfer], object] | None = None,
+        masters: bool = True,
+    ) -> None:
+        self._units, self._up, self._gathers, self._over, self._masters = units, up, gathers, over, masters
         self._waiting = deque(unit for unit in units if unit.master is not None)
         self._transfers: list[Transfer] = []
         self._written = defaultdict[Unit, list[tuple[int, int]]](list)
@@ -79,7 +88,14 @@ class Publication:
     def _start(self, *, spent: bool) -> None:
         unit = self._waiting.popleft()
         ranges = self._written[unit] if spent else ()
-        self._transfers.append(_publish(unit, ranges, up=self._up, spent=spent))
+
+        def fill(piece: torch.Tensor) -> Transfer:
+            transfer = publish_rest(unit, piece, ranges, up=self._up, spent=spent) if self._masters else ARRIVED
+            if self._over is not None:
+                self._over(unit, piece, transfer)
+            return transfer
+
+        self._transfers.append(_publish(unit, fill))
 
 
 def _wider(unit: Unit) -> list[AxisGroup]:
@@ -90,8 +106,8 @@ def _wider(unit: Unit) -> list[AxisGroup]:
     return [group for group in reversed(cut) if group.size > 1]
 
 
-def _publish(unit: Unit, written: Sequence[tuple[int, int]], *, up: SideStream, spent: bool) -> Transfer:
-    """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
+def _publish(unit: Unit, fill: Callable[[torch.Tensor], Transfer]) -> Transfer:
+    """Let ``fill`` write this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
     assert unit.master is not None and unit.plan.optim is not None
     start, stop = unit.range_of(StateKind.OPTIM)
     base, _ = unit.range_of(StateKind.PARAM)
@@ -103,7 +119,7 @@ def _publish(unit: Unit, written: Sequence[tuple[int, int]], *, up: SideStream, 
     with unit.values(StateKind.PARAM, write=True) as resting:
         piece = resting[start - base : stop - base]
         if not unit.tiled and piece.data_ptr() != unit.master.data_ptr():
-            transfer = publish_rest(unit, piece, written, up=up, spent=spent)
+            transfer = fill(piece)
         for group in wider:
             numel = piece.numel() * group.size
             wide_start = (start - base) // numel * numel

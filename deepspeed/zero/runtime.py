@@ -459,11 +459,11 @@ class Runtime:
             for unit in self.units:
                 unit.forget_update()
 
-    def publication(self, units: list[Unit]) -> Publication:
+    def publication(self, units: list[Unit], **how: Any) -> Publication:
         """PARAM of ``units`` follows OPTIM, which changes."""
         self._trim()
         self._discard_idle(units)
-        return Publication(units, up=self.up, gathers=self._stream)
+        return Publication(units, up=self.up, gathers=self._stream, **how)
 
     def publish(self, units: list[Unit]) -> None:
         """After a change: bring PARAM of ``units`` in line with OPTIM. Collective."""

@@ -116,7 +116,8 @@ def take_step(
             factor *= runtime.mesh.job.size / of_all if of_all > 0 else 1.0
             norm *= factor
             if not math.isfinite(norm) and skip_nonfinite:
-                runtime.catch_up()
+                if runtime.delayed is not None:
+                    runtime.delayed.left_out()
                 report_nonfinite(runtime, units)
                 runtime.gradients.clear(collected=True)
                 return StepResult(math.inf, overflow=True, weight=of_all)

@@ -51,6 +51,7 @@ class Unit:
         self.landed = ARRIVED
         self._updating = ARRIVED  # the last update in another thread, of masters, slots and PARAM at rest
         self._delayed = ARRIVED  # that of masters and slots alone
+        self._bring_home: Callable[[], object] = lambda: None  # what of masters and slots is elsewhere between steps
         self._early: Any = None  # one that the next step may take (EarlyUpdate)
         self.master_is_param = False
         self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
@@ -388,14 +389,15 @@ class Unit:
         if not self.movable:
             self.arrive()
 
-    def delay_update(self, update: Transfer) -> None:
-        """Masters and slots alone are there when ``update`` is."""
-        self._delayed = update
+    def delay_update(self, update: Transfer = ARRIVED, *, home: Callable[[], object] | None = None) -> None:
+        """Masters and slots alone are there when ``update`` is, and after ``home``, from now on, if that is given."""
+        self._delayed, self._bring_home = update, home or self._bring_home
 
     def settle_states(self, *, stepping: bool = False) -> None:
         """The same of masters and slots, until the program may read them."""
         self.settle(stepping=stepping)
         self._delayed.wait()
+        _ = stepping or self._bring_home()
         if self.plan.visits:
             self.landed.wait()
 
@@ -466,9 +468,7 @@ class Unit:
         """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one.
         Autograd finishes a gradient after the parameter's last use in that task, so no op still reads the weights.
         """
-        if task != self._done_task:
-            self._done.clear()
-            self._done_task = task
+        self._done, self._done_task = self._done if task == self._done_task else set(), task
         self._done.add(position)
         return len(self._done) == len(self.params)
 
@@ -574,7 +574,7 @@ class Unit:
         self.clear_grad()
         self.abandon()
         self.views, self.pins, self._spare, self._keeper = [], 0, None, lambda: None
-        self.master_is_param = self.tiled = False
+        self.master_is_param, self.tiled, self._bring_home = False, False, lambda: None
         if self.state is UnitState.READY:
             self.release()
 

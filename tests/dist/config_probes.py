@@ -251,11 +251,31 @@ def _offload_probes() -> dict[str, Probe]:
         f"{block}param.buffer_size": Probe(param, 8),
         f"{block}param.max_in_cpu": Probe(param, 100_000),
         f"{block}param.pin_memory": Probe(param, value=False),
+        **_zenflow_probes(),
         "aio.block_size": Probe(optim, 8192),
         "aio.queue_depth": Probe(optim, 4),
         "aio.intra_op_parallelism": Probe(optim, 2),
         "memory.host_limit": Probe(base(3), "900GiB"),
         "memory.device_limit": Probe(base(3), "900GiB"),
+    }
+
+
+def _zenflow_probes() -> dict[str, Probe]:
+    def columns(**keys: Any) -> dict[str, Any]:
+        return base(2, zero={"offload_optimizer": {"device": "cpu"}, "zenflow": keys})
+
+    head, step = "zero_optimization.zenflow", {"select_strategy": "step", "select_interval": 2, "update_interval": 2}
+    return {
+        head: Probe(base(2, zero={"offload_optimizer": {"device": "cpu"}}), {"update_interval": 2}),
+        f"{head}.topk_ratio": Probe(columns(), 0.5),
+        f"{head}.select_strategy": Probe(columns(**step, steps_per_epoch=3), "epoch"),
+        f"{head}.select_interval": Probe(columns(**step), 4),
+        f"{head}.update_interval": Probe(columns(), 2),
+        f"{head}.overlap_step": Probe(columns(update_interval=2), value=True),
+        f"{head}.auto_ratio": Probe(columns(), 0.5),
+        f"{head}.full_warm_up_rounds": Probe(columns(), 2),
+        f"{head}.pt_reserved_cores_perc": Probe(columns(overlap_step=True), 0.25),
+        f"{head}.steps_per_epoch": Probe(columns(**{**step, "select_strategy": "epoch"}, steps_per_epoch=2), 1),
     }
 
 

@@ -283,8 +283,8 @@ REFUSED = {
     "autotuning.enabled": {"autotuning": {"enabled": True, "fast": False}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
     "tensor_parallel.tp_overlap_comm": {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
-    "zero_optimization.zenflow": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.05}}
+    "zero_optimization.zenflow.offload": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"offload": True}}
     },
     "hybrid_engine.inference_tp_size": {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
 }

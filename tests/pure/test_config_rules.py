@@ -87,6 +87,35 @@ BROKEN = [
         z(stage=3, offload_optimizer={"device": "cpu", "delayed_update": True, "super_offload": True}),
         "super_offload cannot be combined with an update that is delayed",
     ),
+    (z(stage=2, zenflow={}), 'zenflow needs offload_optimizer.device "cpu"'),
+    (
+        z(stage=2, zenflow={}, offload_optimizer={"device": "nvme", "nvme_path": "/x"}),
+        'zenflow needs offload_optimizer.device "cpu"',
+    ),
+    (z(stage=3, zenflow={}, offload_optimizer=CPU, offload_param=CPU), "zenflow cannot be combined with offload_param"),
+    *(
+        (
+            z(stage=3, zenflow={}, offload_optimizer={**CPU, **other}),
+            "zenflow cannot be combined with offload_optimizer.",
+        )
+        for other in ({"ratio": 0.5}, {"delayed_update": True}, {"super_offload": True}, {"device_states": "travel"})
+    ),
+    ({"gradient_allreduce_op": "sum", **z(stage=2, zenflow={}, offload_optimizer=CPU)}, 'gradient_allreduce_op "sum"'),
+    (z(stage=2, zenflow={"select_interval": 4}, offload_optimizer=CPU), "select_interval is a number, so"),
+    (z(stage=2, zenflow={"select_strategy": "step"}, offload_optimizer=CPU), "select_interval must be a number with"),
+    (
+        z(stage=2, zenflow={"select_strategy": "epoch", "select_interval": 1}, offload_optimizer=CPU),
+        'steps_per_epoch is needed by select_strategy "epoch"',
+    ),
+    (
+        z(
+            stage=2,
+            zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4},
+            offload_optimizer=CPU,
+        ),
+        "select_interval of 2 steps must not be below update_interval 4",
+    ),
+    (z(stage=2, zenflow={"offload": True}, offload_optimizer=CPU), "zero_optimization.zenflow.offload"),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
     (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
     (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),

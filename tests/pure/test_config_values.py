@@ -83,7 +83,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optimizer.params.min_coeff": {"optimizer.params.max_coeff": 20.0},
     "zero_optimization.zenflow.offload": {"zero_optimization.overlap_comm": True},
     "zero_optimization.zenflow.select_interval": {"zero_optimization.zenflow.select_strategy": "step"},
-    "zero_optimization.zenflow.select_strategy": {"zero_optimization.zenflow.select_interval": 3},
+    "zero_optimization.zenflow.select_strategy": {
+        "zero_optimization.zenflow.select_interval": 3,
+        "zero_optimization.zenflow.steps_per_epoch": 5,
+    },
 }
 RIGHT: dict[str, Any] = {
     **{

@@ -42,6 +42,7 @@ from tests.sim.loops import LOOPS, TOKENS, VOCABULARY, WIDTH, Model
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _LATE = {**_CPU, "delayed_update": True}
+_COLUMNS = {"update_interval": 2, "overlap_step": True, "select_strategy": "step", "select_interval": 2}
 _EARLY = {**_CPU, "super_offload": True}
 _TRAVEL = {**_CPU, "device_states": "travel"}
 _BUCKETS = {"reduce_bucket_size": 600_000}  # several units
@@ -152,6 +153,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage2-delayed-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_LATE) | _UNCHECKED,
     "slots-delayed-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_LATE),
     "evaluating-delayed-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_LATE),
+    # columns at once, the rest beside the next window
+    "zenflow-on-host": _config(3, offload_optimizer=_CPU, zenflow=_COLUMNS),
+    "slots-zenflow-on-host-accumulated": _config(2, accumulation=2, offload_optimizer=_CPU, zenflow=_COLUMNS),
     # updates that begin beside the backward
     "single-early-on-host": _config(3, offload_optimizer=_EARLY),
     "single-stage2-early-on-host-fp32": _config(2, dtype="fp32", offload_optimizer=_EARLY, **_BUCKETS),

@@ -184,6 +184,7 @@ OUTSIDE: dict[str, str] = {
     "engine_elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
     "zero.update.delayed": "no case delays its updates; tests/dist/test_offload_delayed.py",
+    "zero.update.zenflow": "as for delayed; tests/dist/test_offload_zenflow.py",
     "simulate.": "the simulator itself",
     "device": "the events of a host that is its own device",
     "bench.": "measurements of drives",

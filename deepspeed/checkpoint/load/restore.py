@@ -29,6 +29,8 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update import zenflow
+from deepspeed.zero.update.zenflow import ZenFlow
 
 _CUT_ANEW = (
     "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
@@ -76,6 +78,7 @@ def load_into(
             logger.warning("loading %s: %s", source.path, line)
         if optimizer:
             check_optimizer(states, source)
+            _check_window(runtime, source)
         check()
     begin()
     nbytes = sum(u.shard.numel() * u.full.element_size() for u in states.units)
@@ -84,8 +87,22 @@ def load_into(
             _fill_module(states, source, match, report)
         if optimizer:
             _fill_optimizer(states, source, match, report)
+            if states.optimizer is not None and not isinstance(runtime.delayed, ZenFlow):
+                for state in states.optimizer.state.values():  # every column has the host's count from here on
+                    for name in [name for name in state if str(name).startswith(zenflow.SLOT)]:
+                        del state[name]
     runtime.publish(runtime.units)
     return source
+
+
+def _check_window(runtime: Runtime, source: Source) -> None:
+    """CheckpointError where gradients that a window has summed would be lost."""
+    if any(state == f"optim.{zenflow.SUM}" for state, _ in source.entries) and not isinstance(runtime.delayed, ZenFlow):
+        raise CheckpointError(
+            f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with sums of "
+            "gradients that this engine cannot use, and nothing was loaded; load it with that block, save at the end "
+            "of a window, or load with load_optimizer_states=False"
+        )
 
 
 # -- what is no tensor of the engine ------------------------------------------------------------------------------

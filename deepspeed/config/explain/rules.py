@@ -155,6 +155,38 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
             yield name in cfg.optimizer.params, f"optimizer.params.{name}", text
 
 
+def _zenflow_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+    zero, block, head = cfg.zero, cfg.zero.zenflow, f"{_ZERO}.zenflow"
+    if block is None:
+        return
+    optimizer, param, whole = zero.offload_optimizer, zero.offload_param, isinstance(block.select_interval, int)
+    on_host = optimizer is not None and optimizer.device is OffloadDeviceEnum.cpu
+    yield not on_host, head, 'needs offload_optimizer.device "cpu": the host updates what is not chosen.'
+    text = "cannot be combined with offload_param: the device writes the columns it updates where parameters rest."
+    yield param is not None and zero.stage == 3, head, text
+    if optimizer is not None:
+        shared = optimizer.ratio < 1.0 or optimizer.device_states == "travel"
+        text = (
+            "cannot be combined with offload_optimizer.delayed_update, super_offload, ratio below 1 or device_states."
+        )
+        yield shared or optimizer.delayed_update or optimizer.super_offload, head, text
+    yield cfg.gradient_allreduce_op == "sum", head, 'cannot be combined with gradient_allreduce_op "sum". Use "mean".'
+    yield (
+        cfg.tensor_parallel.autotp_size > 1,
+        head,
+        "cannot be combined with tensor_parallel: ranks have parts of columns.",
+    )
+    path, auto = f"{head}.select_interval", block.select_strategy == "auto"
+    yield auto and whole, path, 'is a number, so select_strategy must be "step" or "epoch", not "auto".'
+    yield not auto and not whole, path, f'must be a number with select_strategy "{block.select_strategy}".'
+    text = 'is needed by select_strategy "epoch". Set it to the updates of an epoch, or use "step".'
+    yield block.select_strategy == "epoch" and block.steps_per_epoch is None, f"{head}.steps_per_epoch", text
+    if isinstance(block.select_interval, int) and isinstance(block.update_interval, int):
+        steps = block.select_interval * (block.steps_per_epoch or 1 if block.select_strategy == "epoch" else 1)
+        text = f"of {steps} steps must not be below update_interval {block.update_interval}."
+        yield steps < block.update_interval, path, text
+
+
 def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     world, mics, hpz = cfg.world_size, cfg.zero.mics_shard_size, cfg.zero.zero_hpz_partition_size
     for name, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
@@ -173,7 +205,8 @@ def _parallel_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
 
 def rule_violations(cfg: "DeepSpeedConfig", *, lenient: bool) -> list[tuple[str, str]]:
     """(path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: not those about the ranks."""
-    kinds = (_precision_rules, _reduction_rules, _offload_rules, _parallel_rules, *(() if lenient else (_group_rules,)))
+    kinds = (_precision_rules, _reduction_rules, _offload_rules, _zenflow_rules, _parallel_rules)
+    kinds = (*kinds, *(() if lenient else (_group_rules,)))
     return [(path, f"{path} {rest}") for rules in kinds for broken, path, rest in rules(cfg) if broken]
 
 

@@ -267,7 +267,20 @@ class TimersConfig(Block):
     throughput: ThroughputConfig = Field(default_factory=ThroughputConfig)
 
 
-ZenFlowConfig = unread.ZeroOptimizationZenflowKeys
+class ZenFlowConfig(unread.ZeroOptimizationZenflowKeys):
+    """``zero_optimization.zenflow``: update important gradient columns at once and the rest later on the host."""
+
+    topk_ratio: Num = key(0.1, "Share of columns that are updated at once, on the device.", gt=0, lt=1)
+    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "Unit of select_interval; auto: every 4 windows.")
+    select_interval: Positive | Literal["auto"] = key("auto", "Steps or epochs after which columns are chosen again.")
+    update_interval: Positive | Literal["auto"] = key("auto", "Steps between updates of the rest; auto: 4 to 16.")
+    overlap_step: Flag = key(False, "The host updates beside the next window's steps, a window late.")
+    auto_ratio: Num = key(0.99, "Share of the squares in the columns chosen from which windows grow.", ge=0, le=1)
+    full_warm_up_rounds: Count = key(0, "First steps that update everything at once.")
+    pt_reserved_cores_perc: Num = key(0.5, "Share of the cores for the program, with overlap_step.", ge=0, le=1)
+    steps_per_epoch: Positive | None = key(None, 'Updates per epoch; needed by select_strategy "epoch".')
+
+
 _LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -384,6 +397,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
     offload_param: OffloadParamConfig | None = key(None, "Where sharded parameters rest; absent or false: the device.")
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Where optimizer states rest; absent: the device.")
+    zenflow: ZenFlowConfig | None = key(None, "Update important gradient columns at once, the rest later on the host.")
     mics_shard_size: _ShardGroup = key(-1, "Ranks that hold one copy of all states together (MiCS); -1 for all ranks.")
     divergence: _Divergence = key("tolerate", "Ranks that take different branches: tolerate, error, or no check.")
 

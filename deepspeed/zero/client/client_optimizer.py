@@ -85,6 +85,8 @@ class DeepSpeedOptimizer:
         if [tuple(a.shape) for a in saved] != [tuple(v.param.shape) for v in self._views]:
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model)")
         engine.reload_states()
+        if engine.runtime.delayed is not None:
+            engine.runtime.delayed.restart()
         with engine.whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
         if engine.tiles is not None:

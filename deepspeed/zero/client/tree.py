@@ -100,8 +100,9 @@ class ModuleTree:
                     zip(unit.params, now, strict=True)
                 )  # refused once: what is said to use works then
                 raise UsageError(
-                    f"parameter {unit.layout.segments[edited[0]].name!r} was written in place under delayed_update, "
-                    "whose masters are ahead of it: use engine.load_module_state_dict or safe_set_full_fp32_param"
+                    f"parameter {unit.layout.segments[edited[0]].name!r} was written in place under delayed_update "
+                    "or zenflow, whose masters are ahead of it: use engine.load_module_state_dict or "
+                    "safe_set_full_fp32_param"
                 )
             with torch.no_grad(), unit.values(StateKind.OPTIM, write=True) as resting:
                 for position in edited:

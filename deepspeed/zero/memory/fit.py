@@ -110,13 +110,19 @@ def memory_plan(
         add("parameters", tier, numel * unit.width)
         grad, optim = unit.row.grad, unit.row.optim
         if grad is not None and optim is not None:
-            for _ in range(2 if offload.delayed_from and optim.away else 1):  # the last ones while new ones come
+            columns = offload.columns if optim.away else None
+            late = (offload.delayed_from or (columns is not None and columns.overlap)) and optim.away
+            for _ in range(2 if late else 1):  # the last ones while new ones come
                 add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
             # An fp32 parameter that rests on the device is its own master.
-            same = unit.width >= 4 and not (offload.delayed_from and optim.away)
+            same = unit.width >= 4 and not (offload.apart and optim.away)
             same = same and (Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE)
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
+            for _ in range(0 if columns is None else 1 + columns.overlap):
+                add("sums of gradients of a window", optim.tier, 4 * numel)
+            if columns is not None:  # weights, slots and gradient
+                add("states of chosen columns", Tier.DEVICE, int(columns.ratio * numel) * (8 + widths.slots))
             if unit.row.visits and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)

@@ -18,6 +18,7 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import OptimView, captured_groups, run_step
+from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.standing import frozen_later
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Begun:
+class Begun:
     """The update of one unit, its gradient in ``store``. ``rounded``: whose rounded weights are there behind it, each
     with the version of the master that they are of.
     """
@@ -48,7 +49,7 @@ class Delayed:
     def __init__(self, runtime: "Runtime", optimizer: GroupStep, *, first: int) -> None:
         self._runtime, self._optimizer, self._first = runtime, optimizer, first
         runtime.catch_up = self.publish
-        self._begun: list[_Begun] = []
+        self._begun: list[Begun] = []
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
     def applies(self) -> bool:
@@ -71,7 +72,7 @@ class Delayed:
         for unit, those in itertools.groupby(views, lambda view: view.unit):
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
-            self._begun.append(begun := _Begun(unit, store, []))
+            self._begun.append(begun := Begun(unit, store, []))
             calls.append(self._turn_of(begun, list(those), groups, factor, landed[unit]))
         worker = self._runtime.worker
         if not undisturbed:
@@ -88,7 +89,7 @@ class Delayed:
 
     def _update(
         self,
-        begun: Sequence[_Begun],
+        begun: Sequence[Begun],
         views: Sequence[OptimView],
         step: Callable[[], object],
         factor: float,
@@ -101,7 +102,7 @@ class Delayed:
             each.rounded += [(view, view.param._version) for view in written if view.unit is each.unit]
 
     def _turn_of(
-        self, begun: _Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float, landed: Transfer
+        self, begun: Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float, landed: Transfer
     ) -> Callable[[], Transfer]:
         mine = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
         step, frozen = functools.partial(self._optimizer.update, mine), frozen_later(views)
@@ -139,12 +140,30 @@ class Delayed:
         # what is rounded lies in its memory
         kept = [(each, each.unit.exchange_gradient_store(each.store)) for each in begun]
         try:
-            publication = self._runtime.publication([unit for unit in self._runtime.units if unit.trainable])
-            publication.finish([view for each in begun for view in each.written])
+            self._publication().finish([view for each in begun for view in each.written])
         finally:
             for each, store in kept:
                 each.unit.exchange_gradient_store(store)
-                self._spare[each.unit] = each.store
+                self._take_back(each)
+
+    def _publication(self) -> Publication:
+        return self._runtime.publication([unit for unit in self._runtime.units if unit.trainable])
+
+    def _take_back(self, begun: Begun) -> None:
+        """The memory of one that is published."""
+        self._spare[begun.unit] = begun.store
+
+    def come_home(self) -> None:
+        """Let all masters and slots be where they rest."""
+        self._runtime.settle()
+
+    def left_out(self) -> None:
+        """A step that changes nothing: collective."""
+        self.publish()
+
+    def restart(self) -> None:
+        """All states are about to be others. Collective."""
+        self.come_home()
 
     def forget(self) -> None:
         """What has begun is overwritten."""

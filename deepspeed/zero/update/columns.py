@@ -1,0 +1,113 @@
+"""The columns of parameters that lie in a flat range of elements. Pure; every shape is known beforehand.
+
+A parameter of two or more dimensions is a matrix with as many rows as its first one; a rank's flat range has whole rows
+of it but at the borders, so it has as much of every column as of any other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+MOST_OF_VECTOR = 1 << 20  # elements of a vector that is chosen whole; of a larger one nothing is
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """Columns of a parameter; 0 of one without elements, 1 of a vector or a number."""
+    if 0 in shape:
+        return 0
+    return prod(shape[1:]) if len(shape) > 1 else 1
+
+
+def chosen_of(shape: Sequence[int], ratio: float) -> int:
+    """How many of its columns are chosen: at least one of a matrix, all of a small vector, none of a large one."""
+    if len(shape) < 2:
+        return width_of(shape) if prod(shape) <= MOST_OF_VECTOR else 0
+    return min(width_of(shape), max(1, int(ratio * width_of(shape))))
+
+
+@dataclass(frozen=True)
+class Band:
+    """Elements [start, start + numel) of a flat range: those of one parameter from its element ``first`` on, in rows of
+    ``width``. ``segment``: the number of the parameter.
+    """
+
+    segment: int
+    start: int
+    numel: int
+    first: int
+    width: int
+
+    @property
+    def head(self) -> int:
+        """Elements before the first whole row."""
+        return min(self.numel, -self.first % self.width)
+
+    @property
+    def body(self) -> int:
+        """Whole rows."""
+        return (self.numel - self.head) // self.width
+
+    @property
+    def rows(self) -> int:
+        """Rows of which there is anything."""
+        return len([*self._pieces()]) + self.body - bool(self.body)
+
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Elements [lo, hi) of the band, and the column of the first; the whole rows are one piece."""
+        bounds = (0, self.head, self.head + self.body * self.width, self.numel)
+        for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+            if lo < hi:
+                yield lo, hi, (self.first + lo) % self.width
+
+    def take(self, flat: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+        """Put ``columns`` of the band of ``flat`` into ``out``, row by row; zeros for what is not in the band."""
+        at, count, values = 0, columns.numel(), flat[self.start : self.start + self.numel]
+        for lo, hi, first in self._pieces():
+            rows = (
+                values[lo:hi].view(-1, self.width) if (hi - lo) % self.width == 0 else self._row(values[lo:hi], first)
+            )
+            size = rows.shape[0] * count
+            out[at : at + size].view(-1, count).copy_(rows if count == self.width else rows.index_select(1, columns))
+            at += size
+
+    def put(self, flat: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+        """The other way: ``values`` into ``columns`` of ``flat``, as far as the band has them."""
+        at, count, target = 0, columns.numel(), flat[self.start : self.start + self.numel]
+        for lo, hi, first in self._pieces():
+            part = target[lo:hi]
+            size = max(1, (hi - lo) // self.width) * count
+            new = values[at : at + size].view(-1, count)
+            at += size
+            if (hi - lo) % self.width == 0:
+                part.view(-1, self.width).index_copy_(1, columns, new)
+                continue
+            row, known = part.new_zeros(self.width), torch.zeros(self.width, dtype=torch.bool, device=part.device)
+            row.index_copy_(0, columns, new[0])
+            known.index_fill_(0, columns, True)  # noqa: FBT003
+            part.copy_(torch.where(known[first : first + hi - lo], row[first : first + hi - lo], part))
+
+    def squares(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the sums of squares of all columns, as far as the band has them, to ``out``, in fp32 or wider."""
+        values = flat[self.start : self.start + self.numel]
+        for lo, hi, first in self._pieces():
+            rows = (
+                values[lo:hi].view(-1, self.width) if (hi - lo) % self.width == 0 else self._row(values[lo:hi], first)
+            )
+            out += torch.linalg.vector_norm(rows, dim=0, dtype=torch.promote_types(rows.dtype, out.dtype)).square()
+
+    def _row(self, values: torch.Tensor, first: int) -> torch.Tensor:
+        row = values.new_zeros(self.width)
+        row[first : first + values.numel()] = values
+        return row[None]
+
+
+def bands_of(segments: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: int) -> list[Band]:
+    """The bands of the flat range [start, stop), of parameters given by offset and shape."""
+    bands = []
+    for number, (offset, shape) in enumerate(segments):
+        lo, hi = max(offset, start), min(offset + prod(shape), stop)
+        if lo < hi:
+            bands.append(Band(number, lo - start, hi - lo, lo - offset, width_of(shape)))
+    return bands

@@ -1,0 +1,551 @@
+"""ZenFlow (Lan et al. 2025, arXiv 2505.12242): the columns with the largest gradients are updated on the device at each
+step, the rest by the host every so many steps, with the mean of their gradients.
+
+A chosen column's masters and moments are on the device, in compact tensors; their places on the host are stale, and
+what the host's update, which goes over everything, makes of them does not matter. Whoever looks at a state brings all
+of them home, beside the sums of the open window and what is chosen, as further slots of the optimizer's state: a
+checkpoint has them as it has the moments. The next step takes all of it from there, so all that is known is saved.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm import collectives
+from deepspeed.optim.base import GroupStep
+from deepspeed.optim.rules import AdamBase, FusedAdam
+from deepspeed.tier.store import TierStore
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.optim_view import OptimView, captured_groups
+from deepspeed.zero.plan import ColumnsPlan, Spread, StateKind
+from deepspeed.zero.publish import Publication
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.columns import Band, bands_of, chosen_of, width_of
+from deepspeed.zero.update.delayed import Begun, Delayed
+from deepspeed.zero.update.standing import frozen_later
+
+if TYPE_CHECKING:
+    from deepspeed.zero.runtime import Runtime
+
+SLOT = "zenflow_"  # what the names of the further slots begin with
+SUM, CHOSEN = f"{SLOT}sum", f"{SLOT}chosen"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WINDOWS = (4, 16)  # the shortest and the longest window of "auto"; columns are chosen again every so many, too
+_PIECE = 1 << 20  # elements whose sums fit a cache
+Groups = list[dict[str, Any]]  # the settings of the optimizer's groups
+
+
+@dataclass
+class Counts:
+    """Equal on all ranks. ``steps``: updates so far; ``window``: of these in the open window, of ``length``; ``since``:
+    since columns were chosen; ``updates``: how many the device has made, as its bias correction counts them.
+    """
+
+    steps: int = 0
+    window: int = 0
+    length: int = 0
+    since: int = -1
+    updates: int = 0
+
+    def numbers(self) -> dict[str, int]:
+        """As slots."""
+        return {f"{SLOT}{name}": value for name, value in asdict(self).items()}
+
+
+class Window(TierStore):
+    """The sum of a window's gradients, in the place of a gradient; PARAM is rounded into the last one's memory."""
+
+    def __init__(self, total: torch.Tensor, gradient: TierStore) -> None:
+        super().__init__(total)
+        self.gradient = gradient
+
+    def spare(self, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+        return self.gradient.spare(dtype, keep=False)
+
+
+class Chosen:
+    """Chosen columns of one view: ``columns`` of each band, sorted, and, while they are ``out``, the compact states."""
+
+    def __init__(self, view: OptimView, columns: list[tuple[Band, torch.Tensor]]) -> None:
+        self.view, device = view, view.unit.device
+        self.parts = [(band, some.to(device), some.to("cpu")) for band, some in columns if some.numel()]
+        self.sizes = [band.rows * some.numel() for band, some, _ in self.parts]
+        self.grad = torch.empty(sum(self.sizes), dtype=view.param.dtype, device=device)
+        self.param: nn.Parameter | None = None
+        self.mark: tuple[Any, int] | None = None  # the mask of it that was left behind, and its version
+
+    def take(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The columns of ``flat``, over the view's range, into ``out``."""
+        for (band, here, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
+            band.take(flat, here if flat.device == here.device else host, piece)
+        return out
+
+    def put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
+        """``values`` into the columns of ``flat``."""
+        for (band, here, host), piece in zip(self.parts, values.split(self.sizes), strict=True):
+            band.put(flat, here if flat.device == here.device else host, piece)
+
+    def compact(self, flat: torch.Tensor | None) -> torch.Tensor:
+        """The columns of ``flat``, which rests on the host, on the device; zeros for what is not there yet."""
+        if flat is None:
+            return torch.zeros_like(self.grad)
+        return self.take(flat, torch.empty_like(self.grad, device="cpu", dtype=flat.dtype)).to(self.grad.device)
+
+    def mask(self) -> torch.Tensor:
+        """One for what is chosen of the view, on the host."""
+        ones = torch.zeros(self.view.stop - self.view.start, dtype=torch.uint8, device="cpu")
+        self.put(ones, torch.ones(sum(self.sizes), dtype=torch.uint8, device="cpu"))
+        return ones
+
+
+class ZenFlow(Delayed):
+    """Of one engine. With ``plan.overlap`` what a window's end makes is published at the end of the next window, as the
+    delayed update does step by step; else at once.
+    """
+
+    def __init__(self, runtime: "Runtime", optimizer: AdamBase, plan: ColumnsPlan) -> None:
+        super().__init__(runtime, optimizer, first=0)
+        self._plan, self._counts, self._forgot = plan, Counts(), False
+        self._views = [view for unit in runtime.units for view in unit.views]
+        self._chosen: dict[nn.Parameter, Chosen] = {}  # by what the optimizer sees of a view
+        self._on_device: AdamBase | None = None  # while the states of the chosen are out
+        self._out = self._busy = False
+        self._sums: dict[Unit, list[torch.Tensor]] = {}  # that of the window first, then spare ones
+        self._adding: dict[Unit, Transfer] = {}
+        # Versions of gradients on the host whose chosen columns, and whose columns' squares, are on the device.
+        self._taken: dict[Unit, int] = {}
+        self._squared: dict[Unit, int] = {}
+        self._squares = {unit: _room(unit) for unit in runtime.units if unit.trainable}
+        optimizer.host_cores = plan.cores
+        runtime.gradients.before, runtime.gradients.seen = self._until_added, self._see
+        for unit in runtime.units:
+            unit.delay_update(home=self.come_home)
+
+    def applies(self) -> bool:
+        return True
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+    def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
+        """Update what is chosen, by gradients times ``factor``, and add the others to the sums; at the end of a window
+        update these, too. After a ``failure`` raise that, when the other ranks have what they wait for.
+        """
+        with self._alone():
+            self._go_out()
+            counts, plan = self._counts, self._plan
+            warm = counts.steps < plan.warm_up
+            if self._due():
+                self._choose(failed=failure is not None)
+            if failure is not None:
+                self._publication(masters=False).finish()
+                raise failure
+            groups, undisturbed = captured_groups(self._optimizer), self._optimizer.undisturbed()
+            ends = warm or counts.window + 1 >= counts.length
+            if undisturbed or not ends:
+                self._step_of_nothing()
+            if self._on_device is not None:
+                self._update_chosen(self._on_device, groups, factor)
+            begins, count = counts.window == 0, counts.window + 1
+            counts.steps, counts.window = counts.steps + 1, 0 if ends else count
+            counts.since += counts.since >= 0
+            beside = plan.overlap and not warm
+            if not ends:
+                for unit in self._units():
+                    self._add_behind(unit, factor, begins=begins)
+                self._publication(masters=False).finish()
+            elif self._begun:
+                self._publish()
+            elif beside:
+                self._publication(masters=False).finish()
+            if ends:
+                self._end_window(views, groups if undisturbed else None, factor, count, beside=beside)
+                if not beside:
+                    self._publish()
+        if self._begun and any(unit.movable and unit.pins for unit in self._runtime.units):
+            self.publish()  # into a context of the user's, whose edits would else be made to what is old
+
+    def _step_of_nothing(self) -> None:
+        """Whoever counts steps, as schedules do, sees one; without parameters, whose gradients may be the thread's."""
+        groups = self._optimizer.param_groups
+        lists = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        try:
+            self._optimizer.step()
+        finally:
+            for group, params in zip(groups, lists, strict=True):
+                group["params"] = params
+
+    def _units(self) -> list[Unit]:
+        return [unit for unit in self._runtime.units if unit.views]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, whoever asks for states is this."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _end_window(
+        self, views: Sequence[OptimView], groups: Groups | None, factor: float, count: int, *, beside: bool
+    ) -> None:
+        """Begin the host's update by the mean over ``count`` steps. ``groups``: the settings, where nobody watches."""
+        worker, calls = self._runtime.worker if beside else None, []
+        for unit, those in itertools.groupby(views, lambda view: view.unit):
+            self._until_added(unit)
+            landed, sums = unit.landed, self._sums_of(unit)
+            store = unit.exchange_gradient_store(self._spare.pop(unit, None)) if beside else unit.rest[StateKind.GRAD]
+            assert store is not None, "a step comes with gradients"
+            begun = Begun(unit, Window(sums.pop(0), store), [])
+            self._begun.append(begun)
+            add = functools.partial(_add, begun.store.tensor, store, factor, landed, begins=count == 1)
+            mine = list(those)
+            calls.append((begun, add, mine, landed, frozen_later(mine)))
+        if groups is None:
+            for _, add, *_ in calls:
+                add()
+            self._update(self._begun, views, self._optimizer.step, 1 / count)
+            return
+        for begun, add, mine, landed, frozen in calls:
+            some = [group | {"params": [v.param for v in mine if v.group == i]} for i, group in enumerate(groups)]
+            step = functools.partial(self._optimizer.update, some)
+
+            def turn(
+                begun: Begun = begun, add: Any = add, mine: Any = mine, step: Any = step, frozen: Any = frozen
+            ) -> Any:
+                add()
+                self._update([begun], mine, step, 1 / count, frozen=frozen)
+                return ARRIVED
+
+            if worker is not None:
+                begun.turn = worker.hand_over(turn, place=begun.unit.index, after=landed)
+            else:
+                turn()
+
+    def _take_back(self, begun: Begun) -> None:
+        store = begun.store
+        assert isinstance(store, Window)
+        self._sums[begun.unit].append(store.tensor)
+        if store.gradient is not begun.unit.rest.get(StateKind.GRAD):
+            self._spare[begun.unit] = store.gradient
+
+    def _publication(self, *, masters: bool = True) -> Publication:
+        units = [unit for unit in self._runtime.units if unit.trainable]
+        return self._runtime.publication(units, over=self._write_chosen if self._out else None, masters=masters)
+
+    def _write_chosen(self, unit: Unit, piece: torch.Tensor, masters: Transfer) -> None:
+        """Into ``piece``, PARAM over the range of OPTIM, behind the ``masters`` of the rest."""
+        masters.wait()
+        base, _ = unit.range_of(StateKind.OPTIM)
+        for view in unit.views:
+            if view.param in self._chosen and (param := self._chosen[view.param].param) is not None:
+                self._chosen[view.param].put(
+                    piece[view.start - base : view.stop - base], param.detach().to(piece.dtype)
+                )
+
+    # -- sums on the host ------------------------------------------------------------------------------------------
+    def _sums_of(self, unit: Unit) -> list[torch.Tensor]:
+        """Places for a unit's sums: one, and where the last one is in use another."""
+        places = self._sums.setdefault(unit, [])
+        if not places:
+            assert unit.master is not None and unit.tiers is not None
+            start, stop = unit.range_of(StateKind.GRAD)
+            places.append(unit.tiers.arena.empty(stop - start, dtype=unit.master.dtype))
+        return places
+
+    def _add_behind(self, unit: Unit, factor: float, *, begins: bool) -> None:
+        self._until_added(unit)
+        worker, store = self._runtime.worker, unit.rest[StateKind.GRAD]
+        call = functools.partial(_add, self._sums_of(unit)[0], store, factor, unit.landed, begins=begins)
+        if worker is None:
+            call()
+        else:  # the last one first: the backward needs its memory first
+            self._adding[unit] = worker.hand_over(call, place=-unit.index, after=unit.landed)
+
+    def _until_added(self, unit: Unit) -> None:
+        self._adding.pop(unit, ARRIVED).wait()
+
+    # -- the device's part -----------------------------------------------------------------------------------------
+    def _see(self, unit: Unit, grad: torch.Tensor) -> None:
+        """The whole gradient of ``unit`` is on its way to the host; this runs on its stream."""
+        assert unit.grad is not None
+        base, version = unit.range_of(StateKind.GRAD)[0], unit.grad._version
+        if self._out:
+            for view in unit.views:
+                if view.param in self._chosen:
+                    self._chosen[view.param].take(
+                        grad[view.start - base : view.stop - base], self._chosen[view.param].grad
+                    )
+            self._taken[unit] = version
+        if self._due():
+            self._square(unit, grad)
+            self._squared[unit] = version
+
+    def _due(self) -> bool:
+        """Whether the next step chooses columns."""
+        counts, plan = self._counts, self._plan
+        after = plan.select or _WINDOWS[0] * counts.length
+        return counts.steps >= plan.warm_up and counts.window == 0 and not 0 <= counts.since < after
+
+    def _update_chosen(self, optimizer: AdamBase, groups: Groups, factor: float) -> None:
+        """One step on the device."""
+        self._counts.updates += 1
+        frozen, still = frozen_later(self._views), []
+        for chosen in self._chosen.values():
+            view, unit, param = chosen.view, chosen.view.unit, chosen.param
+            assert unit.grad is not None and param is not None
+            if self._taken.get(unit) != unit.grad._version:
+                unit.landed.wait()
+                grad = unit.within(StateKind.GRAD, unit.grad, view.start, view.stop)
+                chosen.grad.copy_(
+                    chosen.take(grad, torch.empty_like(chosen.grad, device=grad.device, dtype=grad.dtype))
+                )
+            param.grad = chosen.grad.mul_(factor * unit.facts.after)
+            names, state = {segment.name for segment in frozen.get(unit, ())}, optimizer.state[param]
+            for values in (param.detach(), *(state[name] for name in _MOMENTS)) if names else ():
+                pieces = zip(chosen.parts, values.split(chosen.sizes), strict=True)
+                still += [
+                    (x, x.clone()) for (band, *_), x in pieces if unit.layout.segments[band.segment].name in names
+                ]
+        optimizer.update(
+            [
+                group | {"params": [c.param for c in self._chosen.values() if c.view.group == i]}
+                for i, group in enumerate(groups)
+            ]
+        )
+        for values, before in still:
+            values.copy_(before)
+        for chosen in self._chosen.values():
+            assert chosen.param is not None
+            chosen.param.grad = None
+        self._taken.clear()
+
+    def _square(self, unit: Unit, grad: torch.Tensor) -> None:
+        """The sums of squares of all columns of ``unit``, of this rank's part of its gradient."""
+        widths = _widths(unit)
+        places = self._squares[unit].zero_().split(widths)
+        base, stop = unit.range_of(StateKind.GRAD)
+        for band in bands_of(_places(unit), base, stop):
+            if widths[band.segment]:
+                band.squares(grad, places[band.segment])
+
+    def _choose(self, *, failed: bool) -> None:
+        """Choose columns anew, by the gradient of this step. Collective."""
+        self._come_home(leave=False)
+        units = [unit for unit in self._runtime.units if unit.trainable]
+        meshes: dict[tuple[int, ...], list[Unit]] = {}
+        for unit in units:
+            if not failed and (unit.grad is None or self._squared.get(unit) != unit.grad._version):
+                unit.landed.wait()
+                assert unit.grad is not None
+                self._square(unit, unit.grad.to(unit.device))
+            meshes.setdefault(tuple(id(group) for group in _sharing(unit)), []).append(unit)
+        for those in meshes.values():  # in the same order on all ranks: that of their first units
+            together = torch.cat([self._squares[unit] for unit in those])
+            for group in _sharing(those[0]):
+                collectives.sum_in_place(together, group)
+            sizes = [self._squares[unit].numel() for unit in those]
+            for unit, squares in zip(those, together.split(sizes), strict=True):
+                self._squares[unit].copy_(squares)
+        self._chosen, shares = {}, torch.zeros(2, dtype=torch.float64, device=self._runtime.device)
+        for unit in units:
+            columns = self._largest(unit, shares)
+            for view in unit.views:
+                bands = bands_of(_places(unit), view.start, view.stop)
+                chosen = Chosen(view, [(band, columns[band.segment]) for band in bands])
+                if chosen.parts:
+                    self._chosen[view.param] = chosen
+        counts = self._counts
+        if self._plan.window == 0:
+            rest, whole = collectives.sum_in_place(shares, self._runtime.mesh.job).tolist()
+            longer = rest < (1 - self._plan.auto_ratio) * whole
+            counts.length = min(_WINDOWS[1], 2 * counts.length) if longer else max(_WINDOWS[0], counts.length // 2)
+        if counts.since < 0:
+            counts.updates = self._host_updates()
+        counts.since = 0
+        self._squared.clear()
+        self._bring_out()
+
+    def _largest(self, unit: Unit, shares: torch.Tensor) -> list[torch.Tensor]:
+        """Of each parameter the columns to choose; what is not chosen of the squares, and all, goes to ``shares``."""
+        columns, parts = [], self._squares[unit].split(_widths(unit))
+        for segment, squares in zip(unit.layout.segments, parts, strict=True):
+            count = chosen_of(segment.shape, self._plan.ratio)
+            if count == 0 or len(segment.shape) < 2:
+                columns.append(torch.arange(count, device=unit.device))
+                continue
+            order = torch.sort(squares, descending=True, stable=True)
+            columns.append(torch.sort(order.indices[:count]).values)
+            shares += torch.stack([order.values[count:].sum(), order.values.sum()])
+        return columns
+
+    # -- here and there --------------------------------------------------------------------------------------------
+    def _state(self, view: OptimView) -> dict[str, Any]:
+        """Not by the optimizer's own door, at which all comes home."""
+        state: dict[str, Any] = vars(self._optimizer)["state"].get(view.param, {})
+        return state
+
+    def _host_updates(self) -> int:
+        return max([0, *(int(self._state(view).get("step", 0)) for view in self._views)])
+
+    def come_home(self) -> None:
+        """Everything that is known goes to where the masters and moments rest. Local."""
+        worker = self._runtime.worker
+        if self._out and not self._busy and not (worker is not None and worker.inside()):
+            with self._alone(), torch.no_grad():
+                self._come_home(leave=True)
+
+    def settle(self) -> None:
+        Several([begun.turn for begun in self._begun]).wait()
+        if not self._busy:
+            for unit in [*self._adding]:
+                self._until_added(unit)
+
+    def _come_home(self, *, leave: bool) -> None:
+        """``leave``: with what the next step, or a checkpoint, goes on from."""
+        Several([*(begun.turn for begun in self._begun), *self._adding.values()]).wait()
+        optimizer, counts = self._on_device, self._counts
+        for view in self._views:
+            group = self._optimizer.param_groups[view.group]
+            state = self._optimizer._state_of(view.param, group) if leave or view.param in self._chosen else {}
+            if view.param in self._chosen and optimizer is not None:
+                chosen = self._chosen[view.param]
+                assert chosen.param is not None
+                chosen.put(view.param.detach(), chosen.param.detach().cpu())
+                for name in _MOMENTS:
+                    chosen.put(state[name], optimizer.state[chosen.param][name].cpu())
+                chosen.param = None
+            if leave:
+                if view.param in self._chosen:
+                    state[CHOSEN] = self._chosen[view.param].mask()
+                    self._chosen[view.param].mark = state[CHOSEN], state[CHOSEN]._version
+                if counts.window:
+                    base, _ = view.unit.range_of(StateKind.GRAD)
+                    state[SUM] = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
+                state |= counts.numbers()
+        self._on_device, self._out = None, False
+
+    def _go_out(self) -> None:
+        """Take everything from where it rests; after a load the ranks agree on the counts."""
+        if self._out:
+            return
+        numbers: dict[str, int] = {}
+        for view in self._views:
+            state = self._state(view)
+            mask, total = state.pop(CHOSEN, None), state.pop(SUM, None)
+            own = {name: int(state.pop(name)) for name in Counts().numbers() if name in state}
+            numbers = own or numbers
+            chosen = self._chosen.get(view.param)
+            if mask is None:
+                self._chosen.pop(view.param, None)
+            elif chosen is None or chosen.mark is None or chosen.mark[0] is not mask or chosen.mark[1] != mask._version:
+                self._chosen[view.param] = _chosen_in(view, mask)
+            if total is not None:
+                base, _ = view.unit.range_of(StateKind.GRAD)
+                place = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
+                if place.data_ptr() != total.data_ptr():
+                    place.copy_(total)
+        if self._forgot:
+            numbers = next(filter(None, collectives.gather_objects(numbers, self._runtime.mesh.job)), {})
+        if numbers:
+            self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
+        elif self._forgot:
+            self._counts = Counts(steps=self._host_updates())
+        self._counts.length = self._plan.window or self._counts.length or _WINDOWS[0]
+        self._forgot = False
+        self._bring_out()
+
+    def _bring_out(self) -> None:
+        """The states of what is chosen come to the device."""
+        self._out, self._on_device = True, None
+        self._taken.clear()
+        if not self._chosen:
+            return
+        for chosen in self._chosen.values():
+            chosen.param = nn.Parameter(chosen.compact(chosen.view.param.detach()))
+        params = [chosen.param for chosen in self._chosen.values()]
+        optimizer = self._on_device = FusedAdam([param for param in params if param is not None])
+        for chosen in self._chosen.values():
+            state, group = self._state(chosen.view), self._optimizer.param_groups[chosen.view.group]
+            fused = group.get("fused") or group.get("capturable")
+            where = chosen.grad.device if fused else torch.device("cpu")
+            moments = {name: chosen.compact(state.get(name)) for name in _MOMENTS}
+            step = torch.full((), float(self._counts.updates), dtype=torch.float32, device=where)
+            optimizer.state[chosen.param] = {"step": step, **moments}
+
+    def left_out(self) -> None:
+        """The window goes on with the next step."""
+
+    def publish(self) -> None:
+        """As for a delayed update; and everything comes home."""
+        super().publish()
+        self.come_home()
+
+    def restart(self) -> None:
+        self.come_home()
+        self.forget()
+
+    def forget(self) -> None:
+        """Everything is overwritten."""
+        super().forget()
+        self._adding.clear()
+        self._chosen.clear()
+        self._on_device, self._out, self._forgot = None, False, True
+
+
+def late_update(runtime: "Runtime", optimizer: torch.optim.Optimizer) -> Delayed | None:
+    """The policy of an engine whose plan wants updates beside later steps."""
+    offload = runtime.plan.offload
+    if isinstance(optimizer, AdamBase) and offload.columns is not None:
+        return ZenFlow(runtime, optimizer, offload.columns)
+    if isinstance(optimizer, GroupStep) and offload.delayed_from:
+        return Delayed(runtime, optimizer, first=offload.delayed_from)
+    return None
+
+
+def _add(total: torch.Tensor, store: TierStore, factor: float, landed: Transfer, *, begins: bool) -> Transfer:
+    """Add a gradient times ``factor`` to ``total``, or make it that."""
+    landed.wait()
+    for piece, grad in zip(total.split(_PIECE), store.tensor.split(_PIECE), strict=True):
+        if begins:
+            piece.copy_(grad).mul_(factor)
+        else:
+            piece.add_(grad, alpha=factor)
+    return ARRIVED
+
+
+def _widths(unit: Unit) -> list[int]:
+    """Of each parameter the columns that are compared: of matrices."""
+    return [width_of(s.shape) if len(s.shape) > 1 else 0 for s in unit.layout.segments]
+
+
+def _room(unit: Unit) -> torch.Tensor:
+    """For the sums of squares of these columns, of this rank's part of the gradient."""
+    return torch.zeros(sum(_widths(unit)), dtype=torch.float32, device=unit.device)
+
+
+def _places(unit: Unit) -> list[tuple[int, tuple[int, ...]]]:
+    return [(segment.offset, segment.shape) for segment in unit.layout.segments]
+
+
+def _sharing(unit: Unit) -> list[collectives.AxisGroup]:
+    """The groups over which the gradient of ``unit`` is cut."""
+    axes = zip(unit.plan.of(StateKind.GRAD).spread, unit.mesh.groups, strict=True)
+    return [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
+
+
+def _chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
+    """What a loaded ``mask`` of the view says: of each band the columns of which it has anything."""
+    columns = []
+    for band in bands_of(_places(view.unit), view.start, view.stop):
+        held = torch.zeros(band.width, dtype=torch.float32, device="cpu")
+        band.squares(mask.float(), held)
+        columns.append((band, held.nonzero().view(-1)))
+    return Chosen(view, columns)

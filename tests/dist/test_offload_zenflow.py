@@ -1,0 +1,410 @@
+"""ZenFlow equals the same rule written down with plain torch, one process, element by element.
+
+m: masters, w: the weights a forward computes with, C: the chosen columns of each matrix (vectors are chosen whole). At
+every step m[C] = Adam(m[C], g[C]) and w[C] = m[C]. The rest is updated at the end of each window with the mean of its
+gradients, and w of it follows at once, or with ``overlap_step`` at the end of the next window. Each side counts its own
+updates for the bias correction. C is chosen at the first step of a window by the gradient of that step.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CheckpointError
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.models import IN_FEATURES, MicroBatch
+from deepspeed.verify.reference import GATE_ADAM
+from tests.dist.test_update_behind import behind
+from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, outcome, start, train_step
+
+STEPS = 13
+
+
+@dataclass
+class Element:
+    """One parameter of the statement; every tensor has its shape."""
+
+    m: Tensor
+    w: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    total: Tensor
+    chosen: Tensor
+
+    def adam(self, where: Tensor, grad: Tensor, count: int) -> None:
+        """AdamW (Loshchilov and Hutter) on the elements ``where``, which have the count ``count``."""
+        lr, (b1, b2), eps, decay = (GATE_ADAM[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        first, second = b1 * self.exp_avg + (1 - b1) * grad, b2 * self.exp_avg_sq + (1 - b2) * grad * grad
+        update = first / (1 - b1**count) / ((second / (1 - b2**count)).sqrt() + eps)
+        new = self.m * (1 - lr * decay) - lr * update
+        for old, now in ((self.m, new), (self.exp_avg, first), (self.exp_avg_sq, second)):
+            old.copy_(torch.where(where, now, old))
+
+
+@dataclass
+class Statement:
+    """The rule for all parameters."""
+
+    ratio: float
+    window: int
+    select: int
+    overlap: bool = False
+    warm_up: int = 0
+    elements: list[Element] = field(default_factory=list)
+    device_count: int = 0
+    host_count: int = 0
+    steps: int = 0
+    filled: int = 0
+    since: int | None = None
+    choices: int = 0
+
+    def begin(self, params: list[Tensor]) -> None:
+        for p in params:
+            m = p.detach().float().clone()
+            none = torch.zeros_like(m, dtype=torch.bool)
+            self.elements.append(Element(m, m.clone(), *(torch.zeros_like(m) for _ in range(3)), none))
+
+    def choose(self, grads: list[Tensor]) -> None:
+        """Anew, for all of a parameter's rows."""
+        for element, grad in zip(self.elements, grads, strict=True):
+            if grad.dim() < 2:
+                element.chosen = torch.ones_like(grad, dtype=torch.bool)
+                continue
+            columns = max(1, int(self.ratio * grad.shape[1]))
+            best = grad.square().sum(0).argsort(descending=True)[:columns]
+            mask = torch.zeros(grad.shape[1], dtype=torch.bool)
+            mask[best] = True
+            element.chosen = mask.expand_as(grad).clone()
+        self.device_count = self.host_count if self.since is None else self.device_count
+        self.since, self.choices = 0, self.choices + 1
+
+    def step(self, grads: list[Tensor]) -> None:
+        warm = self.steps < self.warm_up
+        if not warm and self.filled == 0 and (self.since is None or self.since >= self.select):
+            self.choose(grads)
+        if self.since is not None:
+            self.since, self.device_count = self.since + 1, self.device_count + 1
+        self.filled += 1
+        ends = warm or self.filled == self.window
+        if ends:
+            self.host_count += 1
+        for e, grad in zip(self.elements, grads, strict=True):
+            if self.since is not None:
+                e.adam(e.chosen, grad, self.device_count)
+            e.total += grad
+            if ends and self.overlap and not warm:
+                e.w.copy_(e.m)
+            if ends:
+                e.adam(~e.chosen, e.total / self.filled, self.host_count)
+                e.total.zero_()
+            if ends and (warm or not self.overlap):
+                e.w.copy_(e.m)
+            e.w.copy_(torch.where(e.chosen, e.m, e.w))
+        self.steps, self.filled = self.steps + 1, 0 if ends else self.filled
+
+
+def stated(
+    rule: Statement, case_name: str, *, world: int, clip: float, dtype: torch.dtype, steps: int = STEPS
+) -> Statement:
+    """``rule`` after the steps of the case."""
+    case = CASES[case_name]()
+    model = case.build().train().to(dtype)
+    rule.begin(list(case.build().parameters()))
+    for step in range(steps):
+        for p, e in zip(model.parameters(), rule.elements, strict=True):
+            p.data.copy_(e.w)
+        grads = [torch.zeros_like(e.m) for e in rule.elements]
+        for rank in range(world):
+            for micro in range(case.accumulation):
+                model.zero_grad()
+                (loss,) = case.seeded_loss(model, MicroBatch(step, micro, rank, world))
+                (loss / case.accumulation).backward()
+                for total, p in zip(grads, model.parameters(), strict=True):
+                    total += p.grad.float() / world
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        factor = min(1.0, clip / (float(norm) + 1e-6)) if clip else 1.0
+        rule.step([g * factor for g in grads])
+    return rule
+
+
+def block(rule: Statement, **changes: Any) -> dict[str, Any]:
+    """The configuration of the same rule."""
+    keys = {"topk_ratio": rule.ratio, "update_interval": rule.window, "full_warm_up_rounds": rule.warm_up}
+    chosen = {"select_strategy": "step", "select_interval": rule.select, "overlap_step": rule.overlap}
+    return {"offload_optimizer": CPU, "zenflow": {**keys, **chosen, **changes}}
+
+
+def zenflow_engine(stage: int, rule: Statement, case_name: str = "wide", *, zero: Any = (), **config: Any) -> Any:
+    case = CASES[case_name]()
+    options = {"gradient_accumulation_steps": case.accumulation, **config}
+    return start(case.build().train(), make_config(stage, zero={**block(rule), **dict(zero)}, **options))
+
+
+def rule_of(**changes: Any) -> Statement:
+    return Statement(**{"ratio": 0.2, "window": 3, "select": 6, **changes})
+
+
+def against_statement(
+    stage: int, precision: str, rule: dict[str, Any], case_name: str, clip: float, zero: Any
+) -> list[float]:
+    """Largest errors of weights and masters, and of the moments. Collective."""
+    case, wanted = CASES[case_name](), rule_of(**rule)
+    engine = zenflow_engine(stage, wanted, case_name, zero=zero, **{**PRECISION[precision], "gradient_clipping": clip})
+    for step in range(STEPS):
+        train_step(engine, case, step)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    stated(wanted, case_name, world=engine.world_size, clip=clip, dtype=dtype)
+    assert wanted.choices >= 2
+    weights = full_parameters(engine.module).values()
+    errors = [
+        max(scaled_error(w.float(), e.w.to(dtype).float()) for w, e in zip(weights, wanted.elements, strict=True))
+    ]
+    for name in ("m", "exp_avg", "exp_avg_sq"):
+        found = [
+            safe_get_full_fp32_param(p) if name == "m" else safe_get_full_optimizer_state(p, name)
+            for p in engine.module.parameters()
+        ]
+        errors.append(max(scaled_error(f, getattr(e, name)) for f, e in zip(found, wanted.elements, strict=True)))
+    engine.destroy()
+    return errors
+
+
+CASES_OF_IT = [
+    (2, "fp32", {}, "wide_accumulation", 0.05, {}),
+    (3, "fp32", {"overlap": True}, "wide", 0.0, {}),
+    (3, "bf16", {"warm_up": 2}, "wide", 0.0, {}),
+    (2, "bf16", {"overlap": True, "warm_up": 1, "window": 2, "select": 4}, "wide", 0.05, {}),
+    (1, "fp32", {"select": 3}, "wide", 0.0, {}),
+    (3, "fp32", {"ratio": 0.5}, "wide", 0.05, {"mics_shard_size": 1}),
+]
+
+
+@pytest.mark.parametrize("case", CASES_OF_IT, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks: int, case: tuple[Any, ...]) -> None:
+    limit = 2e-2 if case[1] == "bf16" else 2e-5  # a weight that is rounded the other way changes what comes after it
+    for errors in (pool1 if ranks == 1 else pool2).run(against_statement, *case):
+        assert max(errors) < limit, errors
+
+
+# -- what it is near to ----------------------------------------------------------------------------------------------
+def far_from_adam(precision: str) -> list[float]:
+    """How far masters and moments are from an update of everything at once, with nearly all columns, windows of one."""
+    case, found = CASES["wide"](), []
+    almost = {"offload_optimizer": CPU, "zenflow": {"topk_ratio": 0.99, "update_interval": 1}}
+    for zero in ({"offload_optimizer": CPU}, almost):
+        engine = start(case.build().train(), make_config(3, zero=zero, gradient_clipping=0.05, **PRECISION[precision]))
+        for step in range(6):
+            train_step(engine, case, step)
+        params = list(engine.module.parameters())
+        found.append([safe_get_full_fp32_param(p) for p in params])
+        found[-1] += [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in params]
+        engine.destroy()
+    return [max(scaled_error(a, b) for a, b in zip(*found, strict=True))]
+
+
+def test_nearly_all_columns_and_a_window_of_one_are_plain_adam(pool2: RankPool) -> None:
+    assert max(max(errors) for errors in pool2.run(far_from_adam, "fp32")) < 1e-6
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+def plain_steps(engine: Any, case_name: str, begin: int, end: int) -> list[float]:
+    return [loss for step in range(begin, end) for loss in train_step(engine, CASES[case_name](), step)]
+
+
+def at_the_end(engine: Any, losses: list[float]) -> dict[str, Tensor]:
+    engine.eval()
+    found = {**snapshot(engine), "losses": torch.tensor(losses)}
+    engine.destroy()
+    return found
+
+
+def resumed(folder: str, precision: str, stage: int, overlap: bool, at: int) -> list[str]:
+    """What differs after a save in the middle between going on and starting from it. Collective."""
+    rule, found = rule_of(overlap=overlap, warm_up=1), []
+    engine = zenflow_engine(stage, rule, **PRECISION[precision])
+    plain_steps(engine, "wide", 0, at)
+    engine.save_checkpoint(folder)
+    for again in (False, True):
+        if again:
+            engine = zenflow_engine(stage, rule, **PRECISION[precision])
+            engine.load_checkpoint(folder)
+        found.append(at_the_end(engine, plain_steps(engine, "wide", at, STEPS)))
+    return [
+        name for name in found[0].keys() | found[1].keys() if not same(*(f.get(name, torch.empty(0)) for f in found))
+    ]
+
+
+@pytest.mark.parametrize(("precision", "stage", "overlap", "at"), [("bf16", 3, True, 6), ("fp32", 2, False, 5)])
+def test_training_goes_on_from_the_middle_of_a_window_bit_for_bit(
+    pool2: RankPool, tmp_path: Path, precision: str, stage: int, overlap: bool, at: int
+) -> None:
+    assert pool2.run(resumed, str(tmp_path), precision, stage, overlap, at) == [[], []]
+
+
+def saved(folder: str, at: int) -> dict[str, Tensor]:
+    """A save after so many steps; what training from there comes to. Collective."""
+    engine = zenflow_engine(3, rule_of())
+    plain_steps(engine, "wide", 0, at)
+    engine.save_checkpoint(folder)
+    masters = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return masters
+
+
+def continued(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Masters and counts as they are loaded by any number of ranks, and one step behind. Collective."""
+    engine = zenflow_engine(stage, rule_of())
+    engine.load_checkpoint(folder)
+    masters = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+    plain_steps(engine, "wide", 4, 5)
+    policy = engine.runtime.delayed
+    counts = [policy._counts.window, policy._counts.updates]
+    whole = sum(int(chosen.mask().sum()) for chosen in policy._chosen.values())
+    engine.destroy()
+    return masters, [*counts, whole]
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_columns(
+    pool1: RankPool, pool2: RankPool, tmp_path: Path
+) -> None:
+    written = pool2.run(saved, str(tmp_path), 4)[0]
+    (alone, counts), *_ = pool1.run(continued, str(tmp_path), 2)
+    both = pool2.run(continued, str(tmp_path), 3)
+    assert all(same(alone[name], value) for name, value in written.items())
+    assert [c[:2] for _, c in both] == [counts[:2]] * 2 == [[2, 5]] * 2
+    assert sum(c[2] for _, c in both) == counts[2]
+
+
+def into_plain(folder: str, at: int) -> str | list[str]:
+    """What an engine without the block makes of a save; the slots that it has then. Collective."""
+    saved(folder, at)
+    engine = start(CASES["wide"]().build().train(), make_config(3, zero={"offload_optimizer": CPU}))
+    try:
+        engine.load_checkpoint(folder)
+        plain_steps(engine, "wide", at, at + 1)
+        return sorted({name for state in engine.basic_optimizer.state.values() for name in state})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def test_an_engine_without_it_takes_whole_windows_and_refuses_sums(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(into_plain, str(tmp_path / "whole"), 6) == [["exp_avg", "exp_avg_sq", "step"]] * 2
+    assert all(
+        "in the middle of a window of zero_optimization.zenflow" in t for t in pool2.run(into_plain, str(tmp_path), 4)
+    )
+
+
+def from_plain(folder: str) -> list[int]:
+    """The counts of an engine with the block that goes on from one without. Collective."""
+    engine = start(CASES["wide"]().build().train(), make_config(2, zero={"offload_optimizer": CPU}))
+    plain_steps(engine, "wide", 0, 3)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = zenflow_engine(3, rule_of())
+    engine.load_checkpoint(folder)
+    plain_steps(engine, "wide", 3, 5)
+    counts = engine.runtime.delayed._counts
+    engine.destroy()
+    return [counts.steps, counts.window, counts.since, counts.updates]
+
+
+def test_it_goes_on_from_an_engine_without_it(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(from_plain, str(tmp_path)) == [[5, 2, 2, 5]] * 2
+
+
+# -- doors, skipped steps, a thread ----------------------------------------------------------------------------------
+def trained(stage: int, precision: str, *, look: bool, overlap: bool = True) -> dict[str, Tensor]:
+    """States after some steps; with ``look`` some are read in between, which changes nothing."""
+    engine = zenflow_engine(stage, rule_of(overlap=overlap), **PRECISION[precision], gradient_clipping=0.05)
+    seen = []
+    for step in range(STEPS):
+        train_step(engine, CASES["wide"](), step)
+        if look and step in (1, 5, 6, 8):
+            seen.append(safe_get_full_fp32_param(engine.module.inp.weight))
+            seen.append(safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg"))
+    found = at_the_end(engine, [])
+    assert all(bool(value.isfinite().all()) for value in seen)
+    return found
+
+
+def looked_at() -> list[str]:
+    """What a look in between changes. Collective."""
+    first, second = (trained(3, "bf16", look=look) for look in (False, True))
+    return [name for name in first.keys() | second.keys() if not same(first[name], second[name])]
+
+
+def test_looking_changes_nothing(pool2: RankPool) -> None:
+    assert pool2.run(looked_at) == [[], []]
+
+
+def in_a_thread(precision: str, stage: int) -> list[str]:
+    """What differs from updates that the program waits for. Collective."""
+    wanted = trained(stage, precision, look=False)
+    with behind() as turns:
+        found = trained(stage, precision, look=True)
+    bad = [k for k in wanted.keys() | found.keys() if k not in found or not same(wanted[k], found[k])]
+    return bad + ([] if turns else ["nothing was done behind"])
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("fp16", 3), ("bf16", 2)])
+def test_in_a_thread_it_is_the_same_bit_for_bit(pool2: RankPool, precision: str, stage: int) -> None:
+    assert pool2.run(in_a_thread, precision, stage) == [[], []]
+
+
+def undisturbed_loop() -> list[bool]:
+    """Whether the states of what is chosen stayed on the device from step to step, and what is written counts."""
+    engine, stayed = zenflow_engine(3, rule_of()), []
+    for step in range(5):
+        train_step(engine, CASES["wide"](), step)
+        stayed.append(engine.runtime.delayed._out)
+    weight = engine.module.inp.weight
+    safe_set_full_fp32_param(weight, torch.full_like(safe_get_full_fp32_param(weight), 0.25))
+    train_step(engine, CASES["wide"](), 5)
+    moved = (safe_get_full_fp32_param(weight) - 0.25).abs()
+    engine.destroy()
+    return [*stayed, 0 < float(moved.max()) < 0.1]
+
+
+def test_states_stay_where_they_are_and_follow_what_is_written(pool2: RankPool) -> None:
+    assert pool2.run(undisturbed_loop) == [[True] * 6] * 2
+
+
+def overflowed() -> list[str]:
+    """What a step whose gradients are not finite changes in the middle of a window. Collective."""
+    found = []
+    for bad in (False, True):
+        engine = zenflow_engine(2, rule_of(overlap=True), **PRECISION["bf16"])
+        plain_steps(engine, "wide", 0, 4)
+        if bad:
+            engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=torch.bfloat16)).sum())
+            engine.step()
+            assert not engine.was_step_applied()
+        plain_steps(engine, "wide", 4, 8)
+        found.append(at_the_end(engine, []))
+    return [name for name in found[0] if not same(found[0][name], found[1].get(name, torch.empty(0)))]
+
+
+def test_a_step_that_overflows_leaves_the_window_as_it_was(pool2: RankPool) -> None:
+    assert pool2.run(overflowed) == [[], []]
+
+
+def refused() -> str:
+    """Of an optimizer that is not this package's."""
+    model = CASES["wide"]().build().train()
+    config = make_config(2, zero=block(rule_of()), optimizer=None, zero_force_ds_cpu_optimizer=False)
+    options = {"optimizer": torch.optim.AdamW(model.parameters())}
+    return outcome(lambda: start(model, config, **options))
+
+
+def test_another_optimizer_is_refused(pool1: RankPool) -> None:
+    assert "zenflow needs this package's AdamW or Adam, not AdamW" in str(pool1.run(refused)[0])
