@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed.simulate.costs import Machine, load_machine
 from deepspeed.simulate.events import COMPUTE
 from deepspeed.simulate.models import subject_of
-from deepspeed.simulate.run import Loop, Outcome, RankJob, run_job, simulate
+from deepspeed.simulate.run import Outcome, RankJob, TrainingLoop, run_job, simulate
 
 SHAPES = {"1B": (2048, 18), "7B": (4096, 32)}  # width and blocks
 ROWS = [f"{model}:{level}:{ranks}" for model in SHAPES for level in (2, 3) for ranks in (1, 8)]
@@ -46,7 +46,7 @@ def machine_of(ranks: int, cores: int) -> Machine:
     return replace(machine, values=machine.values | {"gpus_per_node": 1}) if alone else machine
 
 
-class Windows(Loop):
+class Windows(TrainingLoop):
     """A step of it is a window of so many updates."""
 
     def __init__(self, updates: int, *what: Any) -> None:

@@ -104,7 +104,7 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
         yield seen | {"zero_optimization": zero} if zero else seen
 
 
-class Loop:
+class TrainingLoop:
     """Trains for a step at a time, micro-batch by micro-batch."""
 
     def __init__(self, recorder: Recorder, engine: Any, subject: Subject) -> None:
@@ -152,7 +152,7 @@ def simulate(
 
 def run_job(
     job: RankJob, subject: Subject, *, store: dist.Store | None = None, column: Sequence[int] = (),
-    loop: Callable[[Recorder, Any, Subject], Any] = Loop, events: list[Event] | None = None,
+    loop: Callable[[Recorder, Any, Subject], Any] = TrainingLoop, events: list[Event] | None = None,
 ) -> Outcome:  # fmt: skip
     """What the last step of ``job`` took. ``column``: the ranks, one of each pipeline stage, that share ``store``;
     ``loop(recorder, engine, subject).step(number)`` trains; ``events`` gets those of the last step.

@@ -6,14 +6,14 @@ mixed-precision training (Rajbhandari et al. 2020).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
 from deepspeed.zero.layout import round_up
-from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
+from deepspeed.zero.plan import ColumnsPlan, InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
 _PAGE = 4096  # what a state in host memory beside a device is rounded up to, as ``tier.arena`` does
 _SPARE = 8  # of the memory there is, one part in so many is left to activations, inputs and the interpreter
@@ -119,10 +119,8 @@ def memory_plan(
             same = same and (Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE)
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
-            for _ in range(0 if columns is None else 1 + columns.overlap):
-                add("sums of gradients of a window", optim.tier, 4 * numel)
-            if columns is not None:  # weights, slots and gradient
-                add("states of chosen columns", Tier.DEVICE, int(columns.ratio * numel) * (8 + widths.slots))
+            if columns is not None:
+                _add_columns(add, columns, optim.tier, numel, widths)
             if unit.row.visits and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)
@@ -132,12 +130,7 @@ def memory_plan(
         if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
             each = 4 + widths.slots if optim is not None else unit.width
             table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
-    moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, ways) < u.numel]
-    if moving:
-        moving.sort(key=lambda u: -u.numel * u.width)
-        after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
-        ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
-        table["units gathered at once", Tier.DEVICE] = (1 + window) * moving[0].numel * moving[0].width + ahead
+    table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch, windows=1 + window)
     # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
     trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
     together = InFlight.REDUCTIONS + 1
@@ -152,6 +145,26 @@ def memory_plan(
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
+
+
+def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int, *, windows: int) -> int:
+    """Bytes of the units that are whole at once."""
+    moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, ways) < u.numel]
+    if not moving:
+        return 0
+    moving.sort(key=lambda u: -u.numel * u.width)
+    after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
+    ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
+    return windows * moving[0].numel * moving[0].width + ahead
+
+
+def _add_columns(
+    add: Callable[[str, Tier, int], None], columns: ColumnsPlan, rest: Tier, numel: int, widths: Widths
+) -> None:
+    """Of a unit whose chosen columns are on the device: their weights, slots and gradient, and the others' sums."""
+    for _ in range(1 + columns.overlap):
+        add("sums of gradients of a window", rest, 4 * numel)
+    add("states of chosen columns", Tier.DEVICE, int(columns.ratio * numel) * (8 + widths.slots))
 
 
 def _beside(units: Sequence[UnitSize], ways: Sequence[int]) -> int:

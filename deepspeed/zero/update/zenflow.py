@@ -58,7 +58,7 @@ class Counts:
         return {f"{SLOT}{name}": value for name, value in asdict(self).items()}
 
 
-class Window(TierStore):
+class WindowSum(TierStore):
     """The sum of a window's gradients, in the place of a gradient; PARAM is rounded into the last one's memory."""
 
     def __init__(self, total: torch.Tensor, gradient: TierStore) -> None:
@@ -82,14 +82,14 @@ class Chosen:
 
     def take(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The columns of ``flat``, over the view's range, into ``out``."""
-        for (band, here, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
-            band.take(flat, here if flat.device == here.device else host, piece)
+        for (band, near, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
+            band.take(flat, near if flat.device == near.device else host, piece)
         return out
 
     def put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
         """``values`` into the columns of ``flat``."""
-        for (band, here, host), piece in zip(self.parts, values.split(self.sizes), strict=True):
-            band.put(flat, here if flat.device == here.device else host, piece)
+        for (band, near, host), piece in zip(self.parts, values.split(self.sizes), strict=True):
+            band.put(flat, near if flat.device == near.device else host, piece)
 
     def compact(self, flat: torch.Tensor | None) -> torch.Tensor:
         """The columns of ``flat``, which rests on the host, on the device; zeros for what is not there yet."""
@@ -203,7 +203,7 @@ class ZenFlow(Delayed):
             landed, sums = unit.landed, self._sums_of(unit)
             store = unit.exchange_gradient_store(self._spare.pop(unit, None)) if beside else unit.rest[StateKind.GRAD]
             assert store is not None, "a step comes with gradients"
-            begun = Begun(unit, Window(sums.pop(0), store), [])
+            begun = Begun(unit, WindowSum(sums.pop(0), store), [])
             self._begun.append(begun)
             add = functools.partial(_add, begun.store.tensor, store, factor, landed, begins=count == 1)
             mine = list(those)
@@ -231,7 +231,7 @@ class ZenFlow(Delayed):
 
     def _take_back(self, begun: Begun) -> None:
         store = begun.store
-        assert isinstance(store, Window)
+        assert isinstance(store, WindowSum)
         self._sums[begun.unit].append(store.tensor)
         if store.gradient is not begun.unit.rest.get(StateKind.GRAD):
             self._spare[begun.unit] = store.gradient
@@ -440,8 +440,8 @@ class ZenFlow(Delayed):
         for view in self._views:
             state = self._state(view)
             mask, total = state.pop(CHOSEN, None), state.pop(SUM, None)
-            own = {name: int(state.pop(name)) for name in Counts().numbers() if name in state}
-            numbers = own or numbers
+            counts = {name: int(state.pop(name)) for name in Counts().numbers() if name in state}
+            numbers = counts or numbers
             chosen = self._chosen.get(view.param)
             if mask is None:
                 self._chosen.pop(view.param, None)
@@ -545,7 +545,7 @@ def _chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
     """What a loaded ``mask`` of the view says: of each band the columns of which it has anything."""
     columns = []
     for band in bands_of(_places(view.unit), view.start, view.stop):
-        held = torch.zeros(band.width, dtype=torch.float32, device="cpu")
-        band.squares(mask.float(), held)
-        columns.append((band, held.nonzero().view(-1)))
+        marked = torch.zeros(band.width, dtype=torch.float32, device="cpu")
+        band.squares(mask.float(), marked)
+        columns.append((band, marked.nonzero().view(-1)))
     return Chosen(view, columns)
