@@ -200,7 +200,9 @@ class ParameterReallocation:
     def _agree(self, fault: Exception | None, outcome: str) -> None:
         """Raise on all ranks what one has met. Collective."""
         for rank, text in collectives.failures(fault, self._job).items():
-            raise fault or UsageError(f"parameter reallocation, rank {rank}: {text} ({outcome})")
+            if fault is not None:
+                raise fault
+            raise UsageError(f"parameter reallocation, rank {rank}: {text} ({outcome})")
 
 
 def _round_bytes(max_bytes: int | str) -> int:

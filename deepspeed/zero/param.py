@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.errors import NotYetError, ReleasedParameterError, UsageError
-from deepspeed.zero.layout import Place
+from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.plan import StateKind
 
 # fmt: off
@@ -359,14 +359,23 @@ def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Te
     return sum_in_place(whole, tp)
 
 
-def check_unmoved(param: torch.Tensor, address: int, name: str) -> None:
-    """Raise UsageError unless ``param`` shows the memory that it was given."""
-    if local_of(param).data_ptr() != address:
+def keep_view(param: torch.Tensor, full: torch.Tensor, segment: Segment) -> None:
+    """Let ``param`` show its ``segment`` of ``full``: frozen codes that were given other memory (by bitsandbytes, as it
+    computes) again, with their values; raise UsageError for every other that does not.
+    """
+    if local_of(param).data_ptr() == full.data_ptr() + segment.offset * full.element_size():
+        return
+    inside, name = full[segment.offset : segment.stop].view(segment.shape), segment.name
+    same = param.dtype is inside.dtype and param.shape == inside.shape and param.device == inside.device
+    if param.requires_grad or castable(param.dtype) or is_composed(param) or not same:
         raise UsageError(
             f"{name!r} was given other data, resized, moved or cast after deepspeed.initialize (now {param.dtype}, "
             f"{param.device}), so the optimizer would no longer update it. Choose all that before, or call "
             "engine.destroy() and initialize again; to write values use param.copy_(...) under torch.no_grad()"
         )
+    with torch.no_grad():
+        inside.copy_(param)
+    point(param, inside)
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:

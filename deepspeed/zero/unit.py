@@ -14,7 +14,7 @@ from deepspeed.tier.store import Memory, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import check_unmoved, expose, hide, point, requiring, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import expose, hide, keep_view, point, requiring, storage_uses, unmark_zero_parameter
 from deepspeed.zero.partition import GradState, Keeper, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
@@ -214,11 +214,10 @@ class Unit:
         """Refuse parameters (``sample``: the last one) that were moved off the flat buffer (``module.half()``, ...)."""
         if self.state is not UnitState.READY or not self.params:
             return
-        base, width = self.full.data_ptr(), self.full.element_size()
         first = len(self.params) - 1 if sample else 0
         for segment, param in zip(self.layout.segments[first:], self.params[first:], strict=True):
             if segment.numel:
-                check_unmoved(param, base + segment.offset * width, segment.name)
+                keep_view(param, self.full, segment)
 
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""

@@ -37,6 +37,7 @@ PAGES = {
     "optim": "config.md#optimizer",
     "pipe": "pipeline.md",
     "profiling": "measures.md",
+    "reallocate": "weights.md",
     "report": "observe.md",
     "simulate": "simulator.md",
     "tensor": "tensor-parallelism.md",

@@ -160,6 +160,27 @@ def test_adapters_train_on_a_quantized_base_as_in_plain_torch(pool2: RankPool, k
         assert error <= 1e-6 and same, where
 
 
+def run_moved(stage: int) -> tuple[float, bool]:
+    engine, plain = begin(Codes4, stage), build(Codes4)
+    error = 0.0
+    for step in range(2):
+        for block in engine.module:  # as the 8-bit layers of bitsandbytes do in their forward
+            block.weight.data = block.weight.data.clone()
+        loss = loss_of(engine, step, 0)
+        if step == 0:
+            error = abs(float(loss.detach()) - float(loss_of(plain, step, 0).detach()))
+        engine.backward(loss)
+        engine.step()
+    held = all(torch.equal(a, b) for a, b in zip(codes_of(engine.module), codes_of(plain), strict=True))
+    return error, held
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_frozen_codes_that_are_given_other_memory_come_back_with_their_values(pool2: RankPool, stage: int) -> None:
+    for error, same in pool2.run(run_moved, stage):
+        assert error <= 1e-6 and same
+
+
 @pytest.mark.parametrize("kind", [Codes4, Rows8])
 def test_a_quantized_base_rests_in_host_memory(pool2: RankPool, kind: Any) -> None:
     changes = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
