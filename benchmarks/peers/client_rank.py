@@ -289,6 +289,8 @@ def lightning(stage: int, dtype: str, folder: str) -> list[float]:
     module = Module()
     config = {"zero_allow_untested_optimizer": True, "zero_optimization": settings(stage, dtype, auto=False)}
     config["zero_optimization"] = config["zero_optimization"]["zero_optimization"]
+    batches = [batch for batch in mine()]
+    config["train_micro_batch_size_per_gpu"] = len(batches[0]["input_ids"])
     made = pl.Trainer(
         default_root_dir=folder,
         accelerator=cpu_posing_as_cuda(CUDAAccelerator),
@@ -306,7 +308,7 @@ def lightning(stage: int, dtype: str, folder: str) -> list[float]:
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
-    made.fit(module, torch.utils.data.DataLoader([b for b in mine()], batch_size=None))
+    made.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     return over_ranks(module.seen)
 
 
