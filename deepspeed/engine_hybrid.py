@@ -50,6 +50,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         options = config.hybrid_engine
         self._options, self._units_at_once = options, options.tp_gather_partition_size
         self._gathers_layers = not options.pin_parameters and any(unit.movable for unit in self.runtime.units)
+        self._speaking = False  # inside the module's own generate
         self._own_generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
         self._own_attribute = vars(module).get("generate")
         module.generate = _Routed(self, self._own_generate)  # type: ignore[assignment]
@@ -64,13 +65,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
         """
         self._check_alive(alone=False)
-        if self._generating:  # within unsharded(), where each rank calls as it likes
-            if (fault := self._too_long(args, kwargs)) is not None:
+        fault = self._too_long(args, kwargs)
+        if self._generating or self._speaking:  # in unsharded(), or by generate() itself: each rank as it likes
+            if fault is not None:
                 raise fault
             return self._speak(args, kwargs)
         self._check_between_passes("generate")
         self._settle_together()
-        self._agree(self._too_long(args, kwargs))
+        self._agree(fault)
+        self.runtime.catch_up()
         output = self._layer_by_layer(args, kwargs) if self._gathers_layers else self._whole(args, kwargs)
         if self._options.release_inference_cache:
             get_accelerator().empty_cache()
@@ -137,8 +140,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         parameters = inspect.signature(_inner(self.module, self._own_generate)).parameters
         if "synced_gpus" in parameters or "synced_gpus" in kwargs:
             kwargs = {**kwargs, "synced_gpus": False}  # no rank waits for the length of another
-        with torch.no_grad():
-            return self._own_generate(*args, **kwargs)
+        outer, self._speaking = self._speaking, True
+        try:
+            with torch.no_grad():
+                return self._own_generate(*args, **kwargs)
+        finally:
+            self._speaking = outer
 
     def _agree(self, fault: Exception | None) -> None:
         """Raise on all ranks where one has a fault: its own there."""
@@ -150,10 +157,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 f"{self.mesh.title(rank)} failed in generate(): {text}; no rank has generated anything"
             )
 
-    def _too_long(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
-        limit, (prompt, total) = self._options.max_out_tokens, lengths(self.module, self._own_generate, args, kwargs)
-        if total <= limit:
-            return None
+    def _too_long(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+        """What is wrong with the lengths asked for: returned, as the other ranks are to hear of it."""
+        limit = self._options.max_out_tokens
+        try:
+            prompt, total = lengths(self.module, self._own_generate, args, kwargs)
+            if total <= limit:
+                return None
+        except Exception as error:  # lengths that are no numbers
+            return error
         return UsageError(
             f"generate(): a prompt of {prompt} tokens and up to {total - prompt} new ones are {total}, and "
             f"hybrid_engine.max_out_tokens is {limit}: set that higher, or ask for fewer (max_new_tokens)"
@@ -176,7 +188,9 @@ class _Routed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
-        return self._generate(*args, **kwargs) if engine is None else engine.generate(*args, **kwargs)
+        if engine is None or engine._destroyed:  # and a client has kept this, around which it has put its own
+            return self._generate(*args, **kwargs)
+        return engine.generate(*args, **kwargs)
 
     def __reduce_ex__(self, _: Any) -> Any:
         return _same, (self._generate,)

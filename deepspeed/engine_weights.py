@@ -19,7 +19,7 @@ from deepspeed.config.model.values import byte_count
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.log import log_dist, log_dist_once, logger
 from deepspeed.zero.client.gathered import GatheredParameters, leave_device, state_names
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
@@ -91,7 +91,7 @@ class EngineWeights:
     def _flow(
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:
-        self._end_flow()
+        self._check_alive(alone=False)
         self._settle_together()
         self.runtime.catch_up()
         options: Any = {"max_bytes": limit, "device": self.device, "target": target, "parcels": parcels}
@@ -114,9 +114,8 @@ class EngineWeights:
         ends.
 
         Inside, ranks may run different numbers of forward passes (under tensor parallelism those that share a layer
-        the same). Edits are refused at the end, on all ranks. The log says at the start how much memory that takes
-        until then. Raises UsageError on all ranks where one has not so much, inside a forward or backward, and for
-        pipelines.
+        the same). Edits are refused at the end, on all ranks. The log says once how much memory that takes. Raises
+        UsageError on all ranks where one has not so much, inside a forward or backward, and for pipelines.
         """
         self._check_alive(alone=False)
         self._check_between_passes("unsharded")
@@ -142,17 +141,15 @@ class EngineWeights:
         for rank, text in failures(short, self.mesh.talk).items():
             raise short or UsageError(f"{self.mesh.title(rank)}: {text}")
         if nbytes:
-            log_dist(f"unsharded(): {nbytes / 1e9:.2f} GB of weights are whole on every rank until the context ends")
+            log_dist_once(f"unsharded(): {nbytes / 1e9:.2f} GB of weights are whole on every rank inside the context")
         for start in range(0, len(missing), self._units_at_once):
             self.runtime.need(missing[start : start + self._units_at_once])
-        with GatheredParameters(list(self.module.parameters()), layers_whole=False):
-            self._parts.hooks.remove()
+        with GatheredParameters(list(self.module.parameters()), layers_whole=False), self._parts.hooks.away():
             self._generating = True
             try:
                 yield self.module
             finally:
                 self._generating = False
-                self._parts.hooks.install()
 
     # -- states that leave the device --------------------------------------------------------------------------------
     def offload_states(
@@ -236,6 +233,7 @@ class EngineWeights:
         False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is
         off. Raises CheckpointError on every rank when the file cannot be written; an older one is intact then.
         """
+        self._check_alive(alone=False)
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
             log_dist(f"save_16bit_model wrote nothing: set {key} to true")

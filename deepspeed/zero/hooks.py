@@ -17,6 +17,7 @@ are fetched on demand inside a forward, and refused outside. A compiled forward 
 that node, not on each output, also sees gradients that come through tensors which it has stored elsewhere.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -200,6 +201,24 @@ class ModuleHooks:
             handle.remove()
         self.forward_handles.clear()
         self.backward_handles.clear()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, no hook is there; afterwards each has its place among the client's again."""
+        before = [*self.forward_handles, *self.backward_handles]
+        orders = {id(hooks): (hooks, [*hooks]) for hooks in (handle.hooks_dict_ref() for handle in before) if hooks}
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
+            after = [*self.forward_handles, *self.backward_handles]
+            number = {old.id: new.id for old, new in zip(before, after, strict=False)}
+            for hooks, order in orders.values() if len(after) == len(before) else ():
+                order = [number.get(each, each) for each in order]
+                for each in (*order, *(other for other in [*hooks] if other not in order)):
+                    if each in hooks:
+                        hooks[each] = hooks.pop(each)  # autograd goes by the dict's own order, not move_to_end()'s
 
     def compile(self, compiler: Callable[[Any], Any]) -> Callable[[], None]:
         """Pass every forward without hooks inside through ``compiler``; returns what brings back what was there."""

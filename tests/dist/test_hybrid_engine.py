@@ -217,6 +217,51 @@ def test_an_error_of_one_rank_is_one_of_all(pool2: RankPool, stage: int, pinned:
     assert other[1:] == own[1:] == (True, [])
 
 
+def odd_arguments(pinned: bool) -> tuple[str, str, list[str]]:
+    """One rank gives a length that is no number, and then a word that ``generate`` does not know."""
+    engine = start(speaker(), config(3, zero=ZERO, pin_parameters=pinned))
+    odd = dist.get_rank() == 1
+    length = outcome(lambda: engine.generate(prompt(0), max_new_tokens="3" if odd else 3))
+    word = outcome(lambda: engine.generate(prompt(0), **({"twice": 1} if odd else {})))
+    train(engine, 0)
+    restless = not_at_rest(engine)
+    engine.destroy()
+    return length, word, restless
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_arguments_that_one_rank_gets_wrong_are_an_error_of_all(pool2: RankPool, pinned: bool) -> None:
+    other, own = pool2.run(odd_arguments, pinned)
+    assert all("TypeError" in said and RankFailedError.__name__ not in said for said in own[:2])
+    assert all(RankFailedError.__name__ in said and "rank 1" in said for said in other[:2])
+    assert other[2] == own[2] == []
+
+
+class Apart(Speaker):
+    """Generates for one prompt at a time, by calling itself."""
+
+    def generate(self, ids: Tensor, max_new_tokens: int = 8, sample: bool = False) -> Tensor:
+        if len(ids) == 1:
+            tokens = super().generate(ids, max_new_tokens, sample)
+            return nn.functional.pad(tokens, (0, ids.shape[1] + max_new_tokens - tokens.shape[1]))
+        return torch.cat([self.generate(row, max_new_tokens, sample) for row in ids.split(1)])
+
+
+def by_itself(pinned: bool) -> tuple[bool, list[str]]:
+    engine = start(speaker(Apart), config(3, zero=ZERO, pin_parameters=pinned))
+    ids = prompt(0).repeat(1 + dist.get_rank(), 1)  # other numbers of calls on each rank
+    with torch.no_grad():
+        expected = speaker(Apart).generate(ids)
+    found = torch.equal(engine.generate(ids), expected), not_at_rest(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_generate_that_calls_itself_does_so_on_each_rank_alone(pool2: RankPool, pinned: bool) -> None:
+    assert pool2.run(by_itself, pinned) == [(True, [])] * 2
+
+
 def too_long() -> list[str]:
     """One rank's prompt is too long: all raise; the limit counts the prompt and what may follow."""
     engine = start(speaker(), config(3, zero=ZERO, max_out_tokens=10))
@@ -304,6 +349,41 @@ def test_adapters_are_added_for_a_generation_and_no_bit_changes(pool2: RankPool,
         assert found == (mode == "eval", True, True, True)
 
 
+class Once(Fused):
+    """Adds its adapter once, however often it is asked to."""
+
+    def fuse_lora_weight(self) -> None:
+        if not self.is_fused:
+            super().fuse_lora_weight()
+
+    def unfuse_lora_weight(self) -> None:
+        if self.is_fused:
+            super().unfuse_lora_weight()
+
+
+def fused_by_the_client(fails: bool) -> tuple[str, list[bool], bool, bool]:
+    """Layers that a client has fused: what a generation says, are they still, do they compute the same bits?"""
+    module = speaker()
+    module.blocks = nn.ModuleList(Once(WIDTH) for _ in range(3))
+    engine = start(module, config(1))
+    engine.eval()
+    for block in module.blocks[1:]:
+        block.fuse_lora_weight()
+    before, weights = module(prompt(0)), full_parameters(module)
+    module.fails_after = 1 if fails else -1
+    said = outcome(lambda: engine.generate(prompt(0)))
+    fused, same = [block.is_fused for block in module.blocks], torch.equal(before, module(prompt(0)))
+    equals = equal(weights, full_parameters(module))
+    engine.destroy()
+    return said, fused, same, equals
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_client_has_fused_stays_so_after_a_generation_and_after_its_error(pool2: RankPool, fails: bool) -> None:
+    for said, *found in pool2.run(fused_by_the_client, fails):
+        assert ("no more words" in said) == fails and found == [[False, True, True], True, True]
+
+
 def refused(model: str, options: dict[str, Any], zero: dict[str, Any]) -> str:
     module = {"speaker": Speaker, "mute": lambda: nn.Linear(2, 2)}[model]()
     said = outcome(lambda: start(module, config(3, zero=zero, **options)))
@@ -342,6 +422,50 @@ def copies() -> tuple[bool, bool, str]:
     engine(prompt(0))
     engine.destroy()
     return alone, spy.count() == 0, inside[0]
+
+
+def hooks_of_a_client(stage: int) -> list[list[Any]]:
+    """What hooks of a client see in a step: before any generation, after one, and one that was added inside it."""
+    engine, seen, steps = start(speaker(), config(stage, zero=ZERO)), list[Any](), list[list[Any]]()
+    head = engine.module.head
+    head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+    head.register_forward_pre_hook(lambda m, _: seen.append(tuple(m.weight.shape)))
+    head.register_forward_hook(lambda m, *_: seen.append(float(m.weight.detach().sum())))
+    for turn in range(3):
+        loss = loss_of(engine, 0, dist.get_rank())
+        engine.backward(loss)
+        engine.zero_grad()
+        steps.append(seen[:])
+        engine.generate(prompt(0))
+        if turn == 1:
+            with engine.unsharded():
+                head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+        seen.clear()
+    engine.destroy()
+    return steps
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_of_a_client_see_after_a_generation_what_they_saw_before(pool2: RankPool, stage: int) -> None:
+    for first, second, third in pool2.run(hooks_of_a_client, stage):
+        assert first == second and third == [*first, first[-1]] and len(first) == 3
+
+
+def wrapped() -> tuple[str, bool]:
+    """A client has put its own ``generate`` around the engine's, and goes on with the module after the engine."""
+    engine, plain = start(speaker(), config(3, zero=ZERO)), speaker()
+    module, routed = engine.module, engine.module.generate
+    module.generate = lambda *args, **kwargs: routed(*args, **kwargs)
+    module.generate(prompt(0))
+    engine.destroy()
+    said = outcome(lambda: engine.generate(prompt(0)))
+    with torch.no_grad():
+        return said, torch.equal(module.generate(prompt(0)), plain.generate(prompt(0)))
+
+
+def test_what_a_client_puts_around_generate_works_after_the_engine(pool2: RankPool) -> None:
+    for said, same in pool2.run(wrapped):
+        assert "this engine was destroyed" in said and same
 
 
 def test_a_copy_of_the_module_is_not_the_engines(pool2: RankPool) -> None:

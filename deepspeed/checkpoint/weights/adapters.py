@@ -179,6 +179,11 @@ def fused_adapters(module: nn.Module) -> Iterator[int]:
         yield sum(_fuse(layer, back) for _, layer in list(_outermost(module, "", lambda m: _merges(m) or _fuses(m))))
 
 
+def _restore(layer: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(layer).clear()
+    vars(layer).update(attributes)
+
+
 def _fuses(module: nn.Module) -> bool:
     return hasattr(module, "fuse_lora_weight") and hasattr(module, "unfuse_lora_weight")
 
@@ -199,7 +204,7 @@ def _fuse(layer: Any, back: contextlib.ExitStack) -> bool:
             except (NotImplementedError, ValueError):
                 return False
         if not tuners:
+            undo.callback(_restore, layer, {**vars(layer)})  # exact also where the client has fused it before
             layer.fuse_lora_weight()
-            undo.callback(layer.unfuse_lora_weight)
         back.push(undo.pop_all())
     return True
