@@ -46,7 +46,7 @@ from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
 from deepspeed.zero.param import castable, is_composed
-from deepspeed.zero.partition import UnitFacts, is_shared, statistics_dtypes
+from deepspeed.zero.partition import UnitFacts, is_read, is_shared, statistics_dtypes
 from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.update.rates import measured_share
@@ -334,10 +334,12 @@ def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
         )
     unit: Any = getattr(param, "_ds_unit", None)
     keeper = getattr(unit, "keeper", None)
+    previous = keeper.client() if isinstance(keeper, Runtime) else None
     # Clients evaluate with one engine and then train the same module with another, without destroying the first.
-    if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(params):
-        return None
-    if is_shared(param) and not unit.movable and not unit.trainable and unit.mesh.tp.size == 1:
+    if previous is None or previous.give_way(params):
+        if not (param.requires_grad and is_read(param)):
+            return None
+    elif is_shared(param) and not unit.movable and not unit.trainable and unit.mesh.tp.size == 1:
         return None
     return (
         "already belongs to a living engine, and engines share only what is frozen in both and whole on every rank "

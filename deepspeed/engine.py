@@ -108,8 +108,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             optimizer.before_looking = lambda: (now := settle()) and now()
 
     def give_way(self, params: set[nn.Parameter]) -> bool:
-        """Another engine wants ``params``: an inference engine over no others is destroyed. Whether it was."""
-        if self.basic_optimizer is not None or not params.issuperset(self.module.parameters()):
+        """Another engine wants ``params``: an inference engine over no others is destroyed, unless the new one only
+        adds to what is frozen and whole, which both can have. Whether it was.
+        """
+        own = set(self.module.parameters())
+        if self.basic_optimizer is not None or not params >= own:
+            return False
+        adds = params > own and not any(p.requires_grad for p in own) and self.mesh.tp.size == 1
+        if adds and not any(unit.movable for unit in self.runtime.units):
             return False
         log_dist(f"the inference engine of {type(self.module).__name__} gives way to another one and is destroyed")
         self.destroy()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -90,6 +91,7 @@ class ZeroParts:
     born_sharded: bool
     tiers: Tiers
     memory: MemoryPlan
+    shared: set[nn.Parameter]  # that another engine keeps, or kept
 
 
 def build(
@@ -146,7 +148,9 @@ def build(
     runtime = Runtime(units, plan, mesh, accum=rules.accum_dtype, device=rules.device)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
     hooks.awaited = {p for p in group_of or () if not p.requires_grad}
-    return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
+    for param in shared:
+        vars(param).setdefault("_ds_readers", WeakSet()).add(runtime)
+    return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory, shared)
 
 
 def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
@@ -342,6 +346,8 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
             "some rank did not come to destroy(): the model stays in shards, for GatheredParameters or another "
             "engine to gather"
         )
+    for param in parts.shared:
+        param._ds_readers.discard(parts.runtime)  # type: ignore[attr-defined]
     for unit in parts.units:
         if unit.movable and (parts.born_sharded or not together):
             unit.strip()

@@ -204,9 +204,14 @@ def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
 
 
 def is_shared(param: nn.Parameter) -> bool:
-    """Whether a living engine keeps the frozen ``param``, so that further ones over it only read it."""
+    """Whether a living engine keeps the frozen ``param``, or reads it still, so that further ones only read it."""
     keeper = getattr(getattr(param, "_ds_unit", None), "keeper", None)
-    return not param.requires_grad and getattr(keeper, "client", lambda: None)() is not None
+    return not param.requires_grad and (getattr(keeper, "client", lambda: None)() is not None or is_read(param))
+
+
+def is_read(param: nn.Parameter) -> bool:
+    """Whether a living engine reads ``param``, which another one keeps, or kept until its end."""
+    return any(runtime.client() is not None for runtime in vars(param).get("_ds_readers", ()))
 
 
 def partition(

@@ -201,6 +201,75 @@ def test_what_engines_cannot_share_is_refused_by_name(pool2: RankPool, how: str,
         assert "UsageError" in said and sentence in said and error <= TOLERANCE
 
 
+def frozen_reference(first: str, stage: int) -> list[Any]:
+    """A reference that is the frozen trunk itself, made before or after the engine that trains adapters on it."""
+    trunk, plain, x = _trunk(), _trunk(), torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    made: dict[str, Any] = {}
+    for which in ("reference", "actor") if first == "reference" else ("actor", "reference"):
+        model = trunk if which == "reference" else Adapted(trunk, 1)
+        made[which] = start(model, make_config(stage, optimizer=None) if which == "reference" else make_config(2))
+    same = []
+    for step in range(STEPS):
+        loss = _loss(made["actor"], step, dist.get_rank())
+        with torch.no_grad():
+            same.append(torch.equal(made["reference"](x), plain(x)))
+        made["actor"].backward(loss)
+        made["actor"].step()
+    made[first].destroy()
+    with torch.no_grad():
+        if first == "actor":
+            same.append(torch.equal(made["reference"](x), plain(x)))
+    for engine in made.values():
+        engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize(("first", "stage"), [("reference", 0), ("actor", 3)])
+def test_a_frozen_reference_is_the_trunk_of_an_engine_with_adapters(pool2: RankPool, first: str, stage: int) -> None:
+    for same in pool2.run(frozen_reference, first, stage):
+        assert len(same) >= STEPS and all(same)
+
+
+def after_its_keeper(how: str) -> tuple[str, float]:
+    """The engine that kept the trunk has ended, a second one reads it, a third one comes: what is said, and whether the
+    second goes on as before.
+    """
+    trunk, alone = _trunk(), Adapted(_trunk(), 2)
+    keeper, reader = (start(Adapted(trunk, seed), make_config(2)) for seed in (1, 2))
+    keeper.destroy()
+    module, engines = Adapted(trunk, 3), list[Any]()
+    if how == "trained":
+        trunk[0].requires_grad_()
+    config = make_config(3, zero={"param_persistence_threshold": 0}, bf16={"enabled": how == "precision"})
+    said = outcome(lambda: engines.append(start(module, config)))
+    trunk.requires_grad_(False)
+    world = dist.get_world_size()
+    reader.backward(_loss(reader, 0, dist.get_rank()))
+    reader.step()
+    optimizer = gate_optimizer(alone)
+    for rank in range(world):
+        (_loss(alone, 0, rank) / world).backward()
+    optimizer.step()
+    error = parameter_error(reader.module, dict(alone.named_parameters()))[0]
+    for engine in (reader, *engines):
+        engine.destroy()
+    start(module, make_config(3)).destroy()  # nobody reads it any more
+    return said, error
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("sharded", ""),
+        ("trained", "parameter 'trunk.0.weight' already belongs to a living engine"),
+        ("precision", "frozen parameter 'trunk.0.weight' is kept in torch.float32 by another engine"),
+    ],
+)
+def test_a_frozen_trunk_stays_as_it_is_while_any_engine_reads_it(pool2: RankPool, how: str, sentence: str) -> None:
+    for said, error in pool2.run(after_its_keeper, how):
+        assert (sentence in said if sentence else not said) and error <= TOLERANCE, said
+
+
 def put_away(stage: int, precision: str) -> list[str]:
     """Two engines in turns, the states of the idle one away: what differs from the same ones left alone."""
     case, wrong = case_named("plain"), list[str]()
@@ -237,6 +306,8 @@ def put_away(stage: int, precision: str) -> list[str]:
         wrong += [] if all(torch.equal(a, b) for a, b in pairs) else ["weights differ"]
     engines[0].offload_states()
     wrong += [] if "reload_states" in outcome(lambda: engines[0](x)) else ["parameters are away, and a forward runs"]
+    said = outcome(lambda: engines[0].save_16bit_model("."))
+    wrong += [] if "reload_states" in said else ["parameters are away, and weights are written"]
     for engine in (*engines, *alone):
         engine.destroy()
     return wrong

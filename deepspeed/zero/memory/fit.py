@@ -187,7 +187,7 @@ def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPla
         away = [(u, s) for u, s in states if s is not None and s.tier is Tier.NVME]
         return max((_share(u.numel, s, ways) * (width or u.width) for u, s in away), default=0)
 
-    piece = min(largest("param", 0), offload.param_piece_numel * units[0].width)
+    piece = min(largest("param", 0), offload.param_piece_numel * units[0].width if units else 0)
     total = min(offload.param_buffers, InFlight.READS + 1) * piece
     grads = largest("grad")
     if tiles := largest("optim"):
