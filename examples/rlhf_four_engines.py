@@ -93,10 +93,11 @@ class Text:
     """Rows of bytes from the text, others on each rank."""
 
     def __init__(self, args: Any) -> None:
-        self.data = torch.frombuffer(bytearray(read_text(args.text).encode()), dtype=torch.uint8)
+        text = bytearray(read_text(args.text).encode())
+        if len(text) < 10 * args.context:
+            raise SystemExit(f"the text has {len(text)} bytes; {10 * args.context} are needed")
+        self.data = torch.frombuffer(text, dtype=torch.uint8)
         self.batch, self.context = args.batch, args.context
-        if len(self.data) < 10 * args.context:
-            raise SystemExit(f"the text has {len(self.data)} bytes; {10 * args.context} are needed")
         self.draws = torch.Generator().manual_seed(args.seed + dist.get_rank())
 
     def rows(self, device: torch.device) -> Tensor:

@@ -51,6 +51,8 @@ def checked(parser: argparse.ArgumentParser) -> Any:
     for path in args.text:
         if not path.is_file():
             parser.error(f"--text {path} is no file (looked from {Path.cwd()})")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is no folder")
     model = getattr(args, "model", None)
     if model is not None and not (model / "config.json").is_file():
         parser.error(f"--model {model} holds no config.json; give a folder that save_pretrained has written")

@@ -42,7 +42,17 @@ def test_the_reward_rises_layer_by_layer(tmp_path: Path) -> None:
     assert _raised(tmp_path, "--layer-by-layer") > 0.2
 
 
-def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
-    status, output = _run("--prompt", "48", "--out", str(tmp_path), ranks=1)
-    assert status == 2 and "Traceback" not in output, output
-    assert "--prompt 48 must be between 1 and --context 48" in output
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--prompt", "48", "--prompt 48 must be between 1 and --context 48"),
+        ("--out", "a file", "a file is no folder"),
+        ("--text", "a file", "the text has 0 bytes; 480 are needed"),
+    ],
+)
+def test_bad_input_is_a_sentence(tmp_path: Path, option: str, value: str, sentence: str) -> None:
+    (tmp_path / "a file").touch()
+    given = str(tmp_path / value) if value == "a file" else value
+    status, output = _run("--out", str(tmp_path), option, given, ranks=1)
+    assert status in (1, 2) and "Traceback" not in output, output
+    assert sentence in output
