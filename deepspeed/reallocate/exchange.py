@@ -19,7 +19,7 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.reallocate.plan import PIECE_BYTES, RegionTransfer, in_rounds, plan_reallocation
-from deepspeed.reallocate.sides import Inventory, Side, follow, match, units_of
+from deepspeed.reallocate.sides import Inventory, Side, follow, match
 from deepspeed.zero.unit import Unit
 
 _LEAST_BYTES = 16  # of a message: any element fits
@@ -127,14 +127,16 @@ class ParameterReallocation:
         moved; and what one rank meets on the way, when the target is of two steps.
         """
         fault: Exception | None = None
-        ends, buffers, units = list[RestingWeights](), list[torch.Tensor](), list[Unit]()
+        ends, buffers, written = list[RestingWeights](), list[torch.Tensor](), dict[Unit, list[torch.Tensor]]()
         try:
             for side, planned in zip(self._sides, self._ours, strict=True):
                 tensors, aliases = side.open()
                 ends.append(RestingWeights(tensors, write=side.role == "target"))
                 if planned is not None and (ends[-1].entries, aliases) != planned[:2]:
                     raise UsageError(f"the {side.role} has other tensors than when this was planned; plan another one")
-                units = units_of(tensors)  # in the end the target's
+            for name, tensor in tensors.items():  # of the target, which came last
+                if name in self._match.stored and hasattr(tensor, "_ds_unit"):
+                    written.setdefault(tensor._ds_unit, []).append(tensor)
             device = get_accelerator().torch_device()
             for rounds in (self._sends, self._takes) * 2:
                 size = max((message.hi for one in rounds for message in one), default=0)
@@ -147,8 +149,8 @@ class ParameterReallocation:
             self._exchange(ends, buffers, faults)
             for end in ends:
                 _try(end.close, faults)
-            for unit in units:
-                _try(functools.partial(follow, unit), faults)
+            for unit, params in written.items():
+                _try(functools.partial(follow, unit, params), faults)
         self._agree(faults[0] if faults else None, "the target may hold parts of two steps; run() again")
 
     def _exchange(

@@ -3,7 +3,7 @@ of both are one tensor.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.plan import GlobalShape, Spans
-from deepspeed.zero.client.gathered import runtime_of, state_names
+from deepspeed.zero.client.gathered import runtime_of, segment_of, state_names
 from deepspeed.zero.param import castable, local_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -59,6 +59,8 @@ class Side:
         units = units_of(tensors)
         if not self._engine and any(runtime_of(unit) is not None for unit in units):
             raise UsageError(f"the {self.role} is the module of an engine; pass the engine")
+        if away := next((name for name, tensor in tensors.items() if local_of(tensor).is_meta), None):
+            raise UsageError(f"{away} of the {self.role} is on meta, without memory; give it some with to_empty()")
         if self.role == "target":
             if busy := next((unit for unit in units if not unit.idle), None):
                 raise UsageError(
@@ -76,8 +78,13 @@ class Side:
             return None
         tensors, aliases = self.open()
         model: Any = self._model()
-        ranks = model.mesh.job.ranks if self._engine else (self._rank,)
-        return Inventory(RestingWeights(tensors).entries, aliases, ranks)
+        ranks = {self._rank} | set(model.mesh.job.ranks if self._engine else ())
+        for unit in units_of(tensors):  # of a module of ``zero.Init``
+            ranks |= set(unit.mesh.job.ranks)
+        for tensor in tensors.values():  # a DTensor
+            mesh = getattr(tensor, "device_mesh", None)
+            ranks |= set() if mesh is None else set(mesh.mesh.flatten().tolist())
+        return Inventory(RestingWeights(tensors).entries, aliases, tuple(sorted(ranks)))
 
 
 def units_of(tensors: Mapping[str, torch.Tensor]) -> list[Unit]:
@@ -85,17 +92,22 @@ def units_of(tensors: Mapping[str, torch.Tensor]) -> list[Unit]:
     return list(dict.fromkeys(t._ds_unit for t in tensors.values() if hasattr(t, "_ds_unit")))
 
 
-def follow(unit: Unit) -> None:
-    """PARAM of ``unit`` at rest was written: masters become it, but those that round to it keep their bits."""
+def follow(unit: Unit, params: Iterable[torch.Tensor]) -> None:
+    """PARAM at rest of ``params``, of ``unit``, was written: masters become it, but those that round to it keep their
+    bits. Masters of others may be ahead of PARAM, and stay so.
+    """
     unit.new_version(shown=not unit.movable)
     if unit.master is None or unit.master_is_param:
         return
-    start, stop = unit.range_of(StateKind.OPTIM)
     with unit.values(StateKind.PARAM) as resting, unit.values(StateKind.OPTIM, write=True) as master:
-        written = unit.within(StateKind.PARAM, resting, start, stop)
-        for part, wide in zip(written.split(_AT_ONCE), master.split(_AT_ONCE), strict=True):
-            values = part.to(wide)
-            wide.copy_(torch.where(wide.to(part.dtype).to(wide.dtype) == values, wide, values))
+        for param in params:
+            lo, hi = unit.layout.overlap(segment_of(param), *unit.range_of(StateKind.OPTIM))  # type: ignore[arg-type]
+            for start in range(lo, hi, _AT_ONCE):
+                stop = min(hi, start + _AT_ONCE)
+                part = unit.within(StateKind.PARAM, resting, start, stop)
+                wide = unit.within(StateKind.OPTIM, master, start, stop)
+                values = part.to(wide)
+                wide.copy_(torch.where(wide.to(part.dtype).to(wide.dtype) == values, wide, values))
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,8 @@ def _complete(side: Inventories, role: str) -> None:
         for other in ours.ranks:
             if other not in side:
                 raise UsageError(
-                    f"rank {other} takes part in the {role} engine of rank {rank}, on ranks {list(ours.ranks)}, but "
-                    "does not bring it here; every rank of an engine must pass it, and be in the group"
+                    f"rank {other} takes part in the {role} of rank {rank}, on ranks {list(ours.ranks)}, but does not "
+                    "bring it here; every rank that has a part of an engine or module must pass it, and be in the group"
                 )
 
 

@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import deepspeed
 from deepspeed.checkpoint.weights.resting import RestingWeights
 from deepspeed.comm.point_to_point import exchange
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.pipe.plain import cut_model
 from deepspeed.reallocate import ParameterReallocation
+from deepspeed.tensor.layers import LinearLayer
+from deepspeed.zero.plan import StateKind
 from tests.harness.decoders import Llama, batch, loss_of
 from tests.harness.pool import RankPool
 from tests.harness.spy import CollectiveSpy
@@ -109,7 +112,8 @@ def between(first: str, second: str) -> dict[str, Any]:
     found = {"moved": spy.nbytes("isend"), "plan": there.plan, "equal": equal(whole(source), whole(target))}
     if not piped:
         found["forward"] = float((logits(source) - logits(target)).abs().max())
-        train(source, 0)
+        if LAYOUTS[first].get("optimizer", True):
+            train(source, 0)
         there.run()
         found["again"] = equal(whole(source), whole(target))
         found["differs"] = float(logits(target).abs().sum())
@@ -119,7 +123,7 @@ def between(first: str, second: str) -> dict[str, Any]:
         back = ParameterReallocation(target, source, max_bytes="1MB")
         back.run()
         found["back"] = equal(whole(source), whole(target)) and not equal(before, whole(source))
-        if not piped:
+        if not piped and LAYOUTS[first].get("optimizer", True):
             train(source, 2)
             found["goes on"] = not equal(whole(source), whole(target))
     for engine in (source, target):
@@ -216,6 +220,31 @@ def test_a_client_s_parts_are_filled_in_their_dtype_when_that_is_asked_for(pool2
         assert why == "" and errors and max(errors) == 0.0
 
 
+def layers_in_parts(parts: list[int]) -> list[bool]:
+    """Ranks 0 and 1 share a layer of which they fill one on ranks 2 and 3, and a whole one on rank 3."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def layer(value: float) -> nn.Sequential:
+        torch.manual_seed(3)
+        linear = nn.Linear(4, 6)
+        with torch.no_grad():
+            linear.weight.mul_(value)
+        return nn.Sequential(LinearLayer(linear, groups[rank // 2], parts=parts))
+
+    mine = layer(1.0 if rank < 2 else -1.0)
+    torch.manual_seed(3)
+    right, whole_one = nn.Linear(4, 6), nn.Sequential(nn.Linear(4, 6))
+    ParameterReallocation(mine if rank < 2 else None, mine if rank > 1 else None).run()
+    ParameterReallocation(mine if rank > 1 else None, whole_one if rank == 3 else None).run()
+    found = [torch.equal(mine[0].weight, layer(1.0)[0].weight)]
+    return found if rank < 3 else [*found, torch.equal(whole_one[0].weight, right.weight)]
+
+
+@pytest.mark.parametrize("parts", [[], [2, 4]])
+def test_layers_in_parts_without_an_engine_are_no_replicas(pool4: RankPool, parts: list[int]) -> None:
+    assert pool4.run(layers_in_parts, parts) == [[True], [True], [True], [True, True]]
+
+
 # -- what a target that trains goes on with ---------------------------------------------------------------------------
 def masters_of(engine: Any) -> list[Tensor]:
     return [u.master.clone() for u in engine.runtime.units if u.master is not None]
@@ -272,6 +301,95 @@ def under_way(layout: str) -> bool:
 @pytest.mark.parametrize("layout", ["late", "early"])
 def test_an_update_under_way_is_waited_for(pool2: RankPool, layout: str) -> None:
     assert pool2.run(under_way, layout) == [True, True]
+
+
+class Pieces(nn.Module):
+    """Parameters of one size in one unit."""
+
+    def __init__(self, names: str, value: float) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.full((50,), value)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(p * x).sum() for p in self.parameters()]).sum()
+
+
+def ahead(keys: dict[str, Any]) -> list[float]:
+    """By how much what is not moved differs from a run in which nothing was moved: weights, masters."""
+    config = make_config(2, zero={"offload_optimizer": {"device": "cpu"}, **keys}, bf16={"enabled": True})
+    engine, plain = start(Pieces("abc", 1.0), config), start(Pieces("abc", 1.0), config)
+    source = Pieces("a", 5.0).bfloat16()
+    there = ParameterReallocation(source, engine, strict=False)
+    errors = []
+    for turn in range(4):
+        for each in (engine, plain):
+            each.backward(each(torch.full((50,), 1.0 + turn, dtype=torch.bfloat16)).float())
+            each.step()
+        there.run()
+        one, two = whole(engine), whole(plain)
+        assert torch.equal(one["a"], source.a)
+        errors += [float((one[n] - two[n]).abs().max()) for n in "bc"]
+        for unit, other in zip(engine.runtime.units, plain.runtime.units, strict=True):
+            with unit.values(StateKind.OPTIM) as ours, other.values(StateKind.OPTIM) as theirs:
+                for segment in unit.layout.segments[1:]:
+                    part = unit.part(StateKind.OPTIM, segment, ours) - unit.part(StateKind.OPTIM, segment, theirs)
+                    errors.append(float(part.abs().sum()))
+    for each in (engine, plain):
+        each.destroy()
+    return errors
+
+
+LATE = {
+    "delayed": {"offload_optimizer": {"device": "cpu", "delayed_update": True}},
+    "zenflow": {"zenflow": {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 2, "update_interval": 2}},
+}
+
+
+@pytest.mark.parametrize("way", LATE)
+def test_masters_that_are_ahead_of_what_is_not_moved_stay_ahead(pool2: RankPool, way: str) -> None:
+    for errors in pool2.run(ahead, LATE[way]):
+        assert max(errors) == 0.0
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of every kind that has a border: no dimension, no element, one, other dtypes, strides."""
+
+    def __init__(self, value: int, *, strides: bool = False) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(1.5 * value))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.one = nn.Parameter(torch.full((1, 1, 1), 2.0 * value))
+        self.frozen = nn.Parameter(torch.arange(7.0) * value, requires_grad=False)
+        self.narrow = nn.Parameter(torch.arange(5).half() * value, requires_grad=False)
+        matrix = (torch.arange(12.0) * value).view(3, 4).t()
+        self.turned = nn.Parameter(matrix if strides else matrix.contiguous())
+        self.register_buffer("count", torch.tensor(3 * value))
+        self.register_buffer("flags", torch.tensor([value == 1, value != 1]))
+        self.register_buffer("codes", (torch.arange(9) * value).to(torch.int8))
+        self.register_buffer("waves", torch.arange(4.0).to(torch.complex128) * value)
+        self.register_buffer("nothing", torch.empty(2, 0))
+
+
+def odd(stage: int, most: int) -> list[str]:
+    """Names of what does not arrive: in a module on the other rank, and in an engine from a module with strides."""
+    right = Odd(1).state_dict()
+    engine, source = start(Odd(1), make_config(stage)), Odd(1, strides=True)
+    target = Odd(2) if dist.get_rank() == 1 else None
+    ParameterReallocation(engine, target, max_bytes=most).run()
+    wrong = [n for n, t in target.state_dict().items() if not torch.equal(t, right[n])] if target is not None else []
+    other = start(Odd(5), make_config(3 - stage))
+    ParameterReallocation(source if dist.get_rank() == 0 else None, other, max_bytes=most).run()
+    moved = whole(other)
+    wrong += [n for n, t in right.items() if not torch.equal(moved[n], t)]
+    engine.destroy()
+    other.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "most"), [(0, 1), (3, 1 << 20)])
+def test_tensors_of_every_kind_arrive(pool2: RankPool, stage: int, most: int) -> None:
+    assert pool2.run(odd, stage, most) == [[], []]
 
 
 def from_a_drive(folder: str) -> bool:
@@ -408,7 +526,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool2: RankPool) -> None:
         "extra": "b: in the source and not in the target",
         "shape": "b is [6] in the source and [7] in the target",
         "options": "rank 1 passes other options than rank 0",
-        "alone": "rank 1 takes part in the source engine of rank 0",
+        "alone": "rank 1 takes part in the source of rank 0",
         "nobody": "no rank has a source",
         "module": "the source is the module of an engine; pass the engine",
         "kind": "the target is str; pass an engine, a module, or None",
@@ -424,10 +542,49 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool2: RankPool) -> None:
         assert texts["then"] == ""
         for case, text in expected.items():
             assert text in texts[case], (rank, case, texts[case])
-    assert "rank 1 takes part in the source engine of rank 0, on ranks [0, 1]" in answers[0]["group"]
+    assert "rank 1 takes part in the source of rank 0, on ranks [0, 1]" in answers[0]["group"]
     assert "this rank is not in the group" in answers[1]["group"]
     assert "rank 1: the target is str" in answers[0]["kind"], "the others hear of it"
     assert "the target may hold parts of two steps" in answers[0]["midway"]
+
+
+def half_brought() -> dict[str, str]:
+    """What both ranks are told of modules that are not what they seem, by case."""
+    rank, made, full = dist.get_rank(), ParameterReallocation, Other(a=5, b=6)
+    line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    nowhere = Other(a=5, b=6).to("meta")
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
+        born = Other(a=5, b=6)
+
+    def of_parts(values: Any) -> Other:
+        module = Other(b=6)
+        module.a = nn.Parameter(values)
+        return module
+
+    parts = of_parts(distribute_tensor(torch.zeros(5), line, [Shard(0)]))
+    cases: dict[str, Any] = {
+        "meta target": lambda: made(full, nowhere),
+        "meta source": lambda: made(nowhere, full),
+        "born": lambda: made(full, born if rank == 0 else None),
+        "parts": lambda: made(full, parts if rank == 0 else None),
+        "sums": lambda: made(of_parts(DTensor.from_local(torch.ones(5), line, [Partial()])), full),
+        "square": lambda: made(full, of_parts(distribute_tensor(torch.zeros(5), square, [Replicate(), Shard(0)]))),
+    }
+    return {case: outcome(call) for case, call in cases.items()}
+
+
+def test_modules_in_parts_are_brought_by_all_their_ranks(pool2: RankPool) -> None:
+    expected = {
+        "meta target": "a of the target is on meta, without memory",
+        "meta source": "a of the source is on meta, without memory",
+        "born": "rank 1 takes part in the target of rank 0, on ranks [0, 1], but does not bring it",
+        "parts": "rank 1 takes part in the target of rank 0, on ranks [0, 1], but does not bring it",
+        "sums": "a is a DTensor (Partial(sum),) over a mesh of (2,) ranks",
+        "square": "a is a DTensor (Replicate(), Shard(dim=0)) over a mesh of (1, 2) ranks",
+    }
+    for texts in pool2.run(half_brought):
+        for case, text in expected.items():
+            assert "UsageError" in texts[case] and text in texts[case], (case, texts[case])
 
 
 @pytest.mark.exhaustive

@@ -216,6 +216,22 @@ _PURE = (
         ("tests/dist/test_reallocate.py::test_masters_follow_and_keep_what_rounds_to_the_same",),
         "weights that come back as they went change no master",
     ),
+    Mutant(
+        "RA5",
+        "deepspeed/reallocate/exchange.py",
+        'if name in self._match.stored and hasattr(tensor, "_ds_unit"):',
+        'if hasattr(tensor, "_ds_unit"):',
+        ("tests/dist/test_reallocate.py::test_masters_that_are_ahead_of_what_is_not_moved_stay_ahead",),
+        "masters of what does not move keep updates that are not published yet",
+    ),
+    Mutant(
+        "RA6",
+        "deepspeed/checkpoint/weights/resting.py",
+        "if isinstance(part, Place) and tuple(tensor.shape) == part.size:",
+        "if False and isinstance(part, Place):",
+        ("tests/dist/test_reallocate.py::test_layers_in_parts_without_an_engine_are_no_replicas",),
+        "a layer's parts on several ranks are not copies of one tensor",
+    ),
 )
 
 _OPTIMIZERS = (

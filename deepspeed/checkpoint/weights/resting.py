@@ -10,6 +10,7 @@ import torch
 from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.checkpoint.save.collect import regions
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.errors import UsageError
 from deepspeed.zero.client.gathered import segment_of
 from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.param import local_of, place_of
@@ -108,7 +109,19 @@ def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, .
         return unit.shard.dtype, segment.whole_shape, ours
     if hasattr(tensor, "placements"):  # a DTensor of the client's
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        if mesh.ndim != 1 or any(p.is_partial() for p in tensor.placements):
+            raise UsageError(
+                f"{name} is a DTensor {tensor.placements} over a mesh of {tuple(mesh.shape)} ranks; only such over one "
+                "axis of a mesh, in parts or replicated, can be moved"
+            )
         place: Place = place_of(tensor, name, AxisGroup(None, mesh.size(), mesh.get_local_rank(0), (), ""))  # type: ignore[arg-type]
-        segment = Segment(name, place.size, 0).at(place)
-        return tensor.dtype, place.shape, list(regions(segment, 0, segment.numel))
+        return tensor.dtype, place.shape, _runs_of(name, place)
+    part = getattr(tensor, "tp_place", None)
+    if isinstance(part, Place) and tuple(tensor.shape) == part.size:  # which an engine has left
+        return tensor.dtype, part.shape, _runs_of(name, part)
     return tensor.dtype, tuple(tensor.shape), [(0, tensor.numel(), 0, None)]
+
+
+def _runs_of(name: str, place: Place) -> _Runs:
+    segment = Segment(name, place.size, 0).at(place)
+    return list(regions(segment, 0, segment.numel))
