@@ -134,6 +134,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self.tput_timer.start()
             self.update_metrics.note_inputs(inputs, kwargs)
         tokens = self._tokens if self.module.training and torch.is_grad_enabled() and not inside_backward() else None
+        noted = 0 if tokens is None else tokens.noted
         cast: Any = contextlib.nullcontext()
         if self.torch_autocast_enabled():
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
@@ -142,7 +143,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
                 return self.module(*inputs, **kwargs)
         except BaseException as error:
             if tokens is not None:
-                tokens.withdraw()
+                tokens.withdraw(noted)
             # A recomputation is left by an exception when it has all it needs.
             if isinstance(error, DivergenceError) or not inside_backward():
                 self._recover(error, in_forward=not isinstance(error, DivergenceError))

@@ -80,9 +80,11 @@ class RunFile:
         else:
             self._whole = written == len(line)
 
-    def step(self, means: Record, last: Record) -> None:
-        """An update: ``means`` are averaged with those of the steps for which no line has been written yet."""
-        self._sums.add(means, last)
+    def step(self, means: Record, last: Record, sampled: Record | None = None) -> None:
+        """An update: ``means`` are averaged with those of the steps for which no line has been written yet, and so are
+        those ``sampled``, which are not known of every update.
+        """
+        self._sums.add(means, last, sampled or {})
         now = time.monotonic()
         apart = 0.0 if self._lines < _EVERY_LINE else max(_LEAST_S, (now - self._begun) / _LINES)
         if now - self._last_s >= apart:
@@ -118,18 +120,22 @@ class _StepSums:
 
     def __init__(self) -> None:
         self.count, self.last = 0, Record()
-        self._values: dict[str, tuple[float, int]] = {}  # a sum, and of how many: not every update has each
+        self._totals, self._samples = dict[str, float](), dict[str, float]()
+        self._sampled = 0  # of how many the samples are: one stands for those since the last, too
 
-    def add(self, means: Record, last: Record) -> None:
+    def add(self, means: Record, last: Record, sampled: Record) -> None:
         self.count += 1
         skipped = int(self.last.get("skipped", 0)) + int(last.get("skipped", 0))
         self.last |= last | ({"skipped": skipped} if "skipped" in last else {})
         for name, value in means.items():
-            total, count = self._values.get(name, (0.0, 0))
-            self._values[name] = total + value, count + 1
+            self._totals[name] = self._totals.get(name, 0.0) + value
+        for name, value in sampled.items():
+            self._samples[name] = self._samples.get(name, 0.0) + value * (self.count - self._sampled)
+        self._sampled = self.count if sampled else self._sampled
 
     def means(self) -> Record:
-        return {name: total / count for name, (total, count) in self._values.items()}
+        means = {name: total / self.count for name, total in self._totals.items()}
+        return means | {name: total / self._sampled for name, total in self._samples.items()}
 
 
 def _claim(file: int) -> bool:

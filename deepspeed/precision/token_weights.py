@@ -29,6 +29,7 @@ class TokenWeights:
         self._count: torch.Tensor | int | None = None  # of the last forward
         self._forwards, self._twice = 0, False  # since the last backward; another has weighed its loss already
         self._anew = False  # the next forward is the first of a window
+        self.noted = 0  # forwards, ever
         self._weight: torch.Tensor | None = None  # of the last backward
         self._device, self._by_caller = device, False
         # A weight of 1 in tokens: in fp16, whose range is small, a power of two near the usual count.
@@ -59,14 +60,15 @@ class TokenWeights:
         given = [kwargs, *(value for value in inputs if hasattr(value, "keys"))]
         labels = next((g["labels"] for g in given if isinstance(g.get("labels"), torch.Tensor)), None)
         self._twice = any(g.get("num_items_in_batch") is not None for g in given)
-        self._forwards = 1 if self._anew else self._forwards + 1
+        self._forwards, self.noted = 1 if self._anew else self._forwards + 1, self.noted + 1
         self._count, self._anew = None, False
         if labels is not None:
             self._count = (labels[..., 1:] if self._shift else labels).ne(IGNORED).sum()
 
-    def withdraw(self) -> None:
-        """That forward has failed."""
-        self._forwards, self._count, self._twice = self._forwards - 1, None, False
+    def withdraw(self, noted: int) -> None:
+        """A forward has failed, which may not have come to be noted; ``noted``: how many were when it began."""
+        if self.noted > noted:
+            self._forwards, self._count, self._twice = self._forwards - 1, None, False
 
     def tell(self, count: torch.Tensor | int) -> None:
         """What the caller has counted for the next backward counts."""

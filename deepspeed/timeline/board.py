@@ -17,7 +17,7 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ranks
 from deepspeed.observe.runfile import RunFile
-from deepspeed.timeline.spans import StepSpans
+from deepspeed.timeline.spans import SAMPLED, StepSpans
 
 BEAT_S = 1.0
 _MANY_RANKS = 128  # of which each tells half as often
@@ -133,7 +133,8 @@ class Board:
                 if step.noted:
                     self._pace.add(times["total_ms"] - times["wait_ms"], times["wait_ms"])
                 if self.file is not None:
-                    self.file.step(times, {"step": step.number, **facts, "memory": self._memory})
+                    sampled = {name: times.pop(name) for name in SAMPLED if name in times}
+                    self.file.step(times, {"step": step.number, **facts, "memory": self._memory}, sampled)
 
     def _measure(self) -> Facts:
         """Bytes of this rank, per tier."""

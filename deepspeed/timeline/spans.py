@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from deepspeed.device import get_accelerator
 
 PHASES, COMPUTE, WAITS, COLLECTIVES, TIERS, PREFETCH = range(6)  # rows of a trace, from the top
+SAMPLED = ("wait_ms", "communication_ms", "prefetch_hits", "prefetch_misses", "sent_bytes")  # of updates noted alone
 ROWS = ("phases", "compute", "waits", "collectives", "tier transfers", "prefetch")
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,28 @@ def test_what_is_written_through_data_counts_before_the_first_update_and_when_it
     pool2: RankPool, stage: int, place: str, half: bool, when: int
 ) -> None:
     assert max(pool2.run(edited_through_data, stage, place, half, when)) < (0.01 if half else 1e-6)
+
+
+def edited_again(folder: str) -> float:
+    """The error where parameters are written to through ``data``, saved and written to again before an update."""
+    engine, plain = engine_of(1, "device", bf16={"enabled": True}), Plain(torch.bfloat16)
+    for model in (engine.module, plain.model):
+        _through_data(model)
+    engine.save_checkpoint(folder)
+    for model in (engine.module, plain.model):
+        for p in model.parameters():
+            p.data.mul_(-1.0)
+    step(engine, 0)
+    plain.step(0)
+    error = error_of(engine, plain)
+    engine.destroy()
+    return error
+
+
+def test_what_is_written_through_data_after_a_save_counts_until_the_first_update(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    assert max(pool2.run(edited_again, str(tmp_path))) < 0.01
 
 
 def masters_written_first() -> bool:

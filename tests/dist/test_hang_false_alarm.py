@@ -94,6 +94,28 @@ def test_a_rank_whose_watch_is_only_slow_says_where_it_is(pool2: RankPool) -> No
     assert "does not answer: native code keeps its interpreter" in text and silent == {1}
 
 
+def _answers_before_it_is_judged() -> tuple[str, set[int]]:
+    """What rank 0 says of rank 1, which has answered when the time for that is over, and whom it would kill."""
+    guard = HangWatch(600.0, "deepspeed/hang/answered")
+    guard._pulse()
+    dist.barrier()
+    asked = guard._ask() if dist.get_rank() == 0 else ("", 0.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        guard._exchange()
+    dist.barrier()
+    text, silent = "", {1}
+    if dist.get_rank() == 0:
+        text, _ = guard._judge(guard._pulses(), silent, (asked[0], time.monotonic() - 1.0))
+    dist.barrier()
+    return text, silent
+
+
+def test_ranks_that_have_answered_are_heard_where_a_slow_store_has_taken_the_time_for_answers(pool2: RankPool) -> None:
+    text, silent = pool2.run(_answers_before_it_is_judged)[0]
+    assert "does not answer" not in text and "_answers_before_it_is_judged" in text and not silent
+
+
 def _alarms_while_another_works() -> list[str]:
     """Which of five alarms of rank 0 have asked for reports, while rank 1 comes further all the time."""
     guard, asked = HangWatch(1.0, "deepspeed/hang/asks"), list[str]()

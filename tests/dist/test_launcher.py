@@ -281,6 +281,31 @@ def test_children_of_killed_ranks_have_ended_when_their_launcher_ends(
         guardian.dismiss()
 
 
+def test_a_rank_that_its_thread_has_not_seen_end_is_left_to_it_by_what_reaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread has nothing to wait for, and ends with a traceback in what the user reads."""
+    ends, seen, wait, guardian = list[int](), threading.Event(), os.waitid, Guard()
+    ranks = Ranks(guardian, ends.append, scratch=str(tmp_path), stdin=None)
+    monkeypatch.setattr(os, "waitid", lambda *args: wait(*args) if seen.wait(START_S) else None)
+    try:
+        ranks.start(0, ["sleep", "300"], {}, "", ())
+        ((_, process),) = ranks._processes
+        ranks.kill_groups()
+        wait(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        ranks.reap()
+        seen.set()
+        end = time.monotonic() + START_S
+        while not ends and time.monotonic() < end:
+            time.sleep(0.01)
+        assert ends == [-signal.SIGKILL]
+        ranks.reap()
+        assert process.returncode == -signal.SIGKILL
+    finally:
+        seen.set()
+        guardian.dismiss()
+
+
 def test_program_that_cannot_be_started_is_the_rank_s_failure(tmp_path: Path) -> None:
     (tmp_path / "program").write_text("#!/no/such\n")
     (tmp_path / "program").chmod(0o755)

@@ -257,6 +257,10 @@ def run_interrupted(how: str) -> float:
         if how == "its optimizer drops gradients" and micro == 0:
             engine.backward(engine(tokens, labels=labels))
             engine.optimizer.zero_grad()
+        if how == "a forward fails before it begins" and micro:
+            hook = engine.module.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True)
+            assert "ZeroDivisionError" in outcome(lambda: engine(tokens, labels=labels))
+            hook.remove()
         if how == "a forward fails":
             engine.module.raises = True
             assert "planted" in outcome(lambda: engine(tokens, labels=labels))
@@ -280,6 +284,7 @@ def run_interrupted(how: str) -> float:
     [
         "its optimizer drops gradients",
         "a forward fails",
+        "a forward fails before it begins",
         "gradients are dropped behind the forward",
         "a forward in a recomputation",
     ],

@@ -20,7 +20,7 @@ import pytest
 
 from deepspeed.errors import UsageError
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
-from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, read_run
+from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
 from deepspeed.observe.tracefile import TraceFile, lanes
 from deepspeed.report.cli import main
 from deepspeed.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
@@ -407,6 +407,20 @@ def test_updates_made_again_after_a_restart_are_shown_once(tmp_path: Path) -> No
     assert [line["step"] for line in run.updates] == [*range(1, 9)]
     time = figures(run)[0]
     assert time.title == "Time of a step" and [x for x, _ in time.lines[0].points] == [*range(1, 9)]
+
+
+def test_a_line_of_updates_of_which_a_share_is_noted_is_the_mean_of_all() -> None:
+    """Each noted one stands for those before it that are not: else the first ones, which are slow and all noted, would
+    be most of the mean. A phase that an update does not have took no time of it.
+    """
+    sums = _StepSums()
+    for n in range(1, 101):
+        noted = n <= 10 or n % 10 == 0
+        wait = 50.0 if n <= 10 else 1.0
+        phases = {"total_ms": wait + 1.0} | ({"forward_ms": 4.0} if n % 2 else {})
+        sums.add(phases, {"step": n}, {"wait_ms": wait, "sent_bytes": 8.0} if noted else {})
+    means = sums.means()
+    assert means == {"total_ms": 6.9, "forward_ms": 2.0, "wait_ms": 5.9, "sent_bytes": 8.0}
 
 
 def test_areas_of_many_points_lie_on_top_of_each_other() -> None:

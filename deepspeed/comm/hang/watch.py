@@ -271,7 +271,9 @@ class HangWatch:
         reports |= {rank: self._of_silent(rank, pulses[rank]) for rank in silent}
         # Whose interpreter is only slow to let its watch run may answer yet.
         asked = {r for r in range(self._size) if r not in reports or reports[r].what.startswith(_NO_ANSWER)}
-        while asked and time.monotonic() < end:
+        in_time = True
+        while asked and in_time:
+            in_time = time.monotonic() < end  # where the store is slow that time is over; who has answered is heard
             for rank in [*asked]:
                 if self._store.check([key := f"report/{turn}/{rank}"]):
                     reports[rank] = RankReport.from_text(self._store.get(key).decode())

@@ -161,8 +161,9 @@ class Ranks:
         """
         until = time.monotonic() + KILL_S
         while True:
-            for _, process in self._processes:
-                process.poll()
+            for index, (_, process) in enumerate(self._processes):
+                if index in self._ends:  # else its thread would wait for what is gone
+                    process.poll()
             if not self._killing or time.monotonic() > until:
                 return
             if not any(_runs(process.pid) for _, process in self._processes):

@@ -91,7 +91,7 @@ class ModuleTree:
             now = [p._version for p in unit.params]
             edited = [i for i, p in enumerate(unit.params) if now[i] not in (self._versions[p], unit.absorbed.get(i))]
             # masters that somebody has written to are ahead of what is shown, until the update
-            if unseen or (first and self._untrained.get(unit) == _version_of(unit)):
+            if (alone := first and self._untrained.get(unit) == _version_of(unit)) or unseen:
                 edited = [*range(len(unit.params))]
             if not edited:
                 continue
@@ -113,6 +113,8 @@ class ModuleTree:
                         values = unit.full[lo:hi].to(master)
                         master.copy_(torch.where(master.to(unit.full.dtype).to(master.dtype) == values, master, values))
                     self._versions[param] = param._version
+            if alone:  # what was written now is of the parameters, and further writes to those count, too
+                self._untrained[unit] = _version_of(unit)
 
 
 def _version_of(unit: Unit) -> int:
