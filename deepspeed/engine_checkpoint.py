@@ -223,6 +223,8 @@ class EngineCheckpoint:
 
         def begin() -> None:  # from here on the engine changes, and is of no use until all of it has
             if self.runtime.delayed is not None:
+                if not optimizer and not self._torn:  # its states stay, also those that are on the device
+                    self.runtime.delayed.restart()
                 self.runtime.delayed.forget()
             self.zero_grad()
             self._torn = f"loading {source.path} failed half way"

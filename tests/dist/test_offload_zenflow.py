@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -396,6 +396,82 @@ def overflowed() -> list[str]:
 
 def test_a_step_that_overflows_leaves_the_window_as_it_was(pool2: RankPool) -> None:
     assert pool2.run(overflowed) == [[], []]
+
+
+def few_elements(stage: int, zero: dict[str, Any]) -> tuple[int, Tensor]:
+    """How many views this rank has of one small trained matrix, and what it has become. Collective."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1, bias=False)).requires_grad_(requires_grad=False)
+    model[1].requires_grad_(requires_grad=True)
+    engine = start(model, make_config(stage, zero=zero, **PRECISION["bf16"]))
+    views = sum(len(unit.views) for unit in engine.runtime.units)
+    for step in range(6):
+        engine.backward(engine(torch.full((2, 8), 1.0 + step, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+        if step == 3:
+            engine.eval()
+            engine.train()
+    engine.eval()
+    weight = safe_get_full_fp32_param(model[1].weight)
+    engine.destroy()
+    return views, weight
+
+
+@pytest.mark.parametrize("overlap", [True, False, None])
+def test_a_rank_without_elements_takes_part(pool1: RankPool, pool2: RankPool, overlap: bool | None) -> None:
+    """``overlap`` None: the delayed update."""
+    zero = {"offload_optimizer": {**CPU, "delayed_update": True}}
+    if overlap is not None:
+        zero = block(rule_of(overlap=overlap, window=2, select=4, warm_up=1))
+    (_, alone), *_ = pool1.run(few_elements, 2, zero)
+    both = pool2.run(few_elements, 2, zero)
+    assert min(views for views, _ in both) == 0
+    assert all(same(weight, alone) for _, weight in both)
+
+
+def weights_alone(folder: str, *, only: bool) -> list[str]:
+    """Moments that differ between an engine that has loaded weights alone and one that has loaded nothing."""
+    found = []
+    for loads in (False, True):
+        engine = zenflow_engine(2, rule_of(), **PRECISION["bf16"])
+        plain_steps(engine, "wide", 0, 5)
+        if not loads:
+            engine.save_checkpoint(folder)
+        plain_steps(engine, "wide", 5, 8)
+        if loads:
+            engine.load_checkpoint(folder, **({"load_module_only": True} if only else {"load_optimizer_states": False}))
+        pairs = [(n, p, key) for n, p in engine.module.named_parameters() for key in ("exp_avg", "exp_avg_sq")]
+        found.append({f"{n}.{key}": safe_get_full_optimizer_state(p, key) for n, p, key in pairs})
+        plain_steps(engine, "wide", 8, 9)
+        counts = engine.runtime.delayed._counts
+        found[-1]["counts"] = torch.tensor([counts.steps, counts.window, counts.since, counts.updates])
+        engine.destroy()
+    return [name for name in found[0] if not same(found[0][name], found[1][name])]
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_loading_weights_alone_keeps_the_states_of_chosen_columns(pool2: RankPool, tmp_path: Path, only: bool) -> None:
+    assert pool2.run(weights_alone, str(tmp_path), only=only) == [[], []]
+
+
+def hook_raises(stage: int, overlap: bool, at: int) -> str:
+    """What a rank hears of a hook of the user's that raises on the last rank in step ``at``. Collective."""
+    engine = zenflow_engine(stage, rule_of(overlap=overlap), **PRECISION["bf16"])
+    plain_steps(engine, "wide", 0, at)
+
+    def mine(*_: Any) -> None:
+        raise ValueError("the hook of mine")
+
+    if engine.global_rank == engine.world_size - 1:
+        engine.basic_optimizer.register_step_pre_hook(mine)
+    text = str(outcome(lambda: plain_steps(engine, "wide", at, at + 2)))
+    engine.destroy()
+    return text
+
+
+@pytest.mark.parametrize(("overlap", "at"), [(False, 1), (False, 2), (True, 4)])
+def test_a_hook_that_raises_on_one_rank_leaves_no_other_waiting(pool2: RankPool, overlap: bool, at: int) -> None:
+    assert all("the hook of mine" in text for text in pool2.run(hook_raises, 2, overlap, at))
 
 
 def refused() -> str:

@@ -50,6 +50,7 @@ class Delayed:
         self._runtime, self._optimizer, self._first = runtime, optimizer, first
         runtime.catch_up = self.publish
         self._begun: list[Begun] = []
+        self._pending = False  # an update has begun on some rank: one with few elements may have no view of its own
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
     def applies(self) -> bool:
@@ -68,7 +69,7 @@ class Delayed:
         undisturbed, groups = self._optimizer.undisturbed(), captured_groups(self._optimizer)
         if undisturbed:
             self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
-        calls = []
+        calls, self._pending = [], True
         for unit, those in itertools.groupby(views, lambda view: view.unit):
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
@@ -123,20 +124,22 @@ class Delayed:
         it has failed on one.
         """
         runtime = self._runtime
-        if not self._begun:
+        if not self._pending:
             return
         try:
             settle_together(runtime.worker, self.settle, runtime.mesh)
         except UsageError:  # no rank can go on
             self._begun.clear()
+            self._pending = False
             raise
         self._publish()
 
     def _publish(self) -> None:
         self.settle()
         begun, self._begun = self._begun, []
-        if not begun:
+        if not self._pending:
             return
+        self._pending = False
         # what is rounded lies in its memory
         kept = [(each, each.unit.exchange_gradient_store(each.store)) for each in begun]
         try:
@@ -166,5 +169,8 @@ class Delayed:
         self.come_home()
 
     def forget(self) -> None:
-        """What has begun is overwritten."""
+        """What has begun, and ended, is overwritten."""
+        for each in self._begun:
+            self._take_back(each)
         self._begun.clear()
+        self._pending = False

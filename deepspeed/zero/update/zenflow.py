@@ -146,10 +146,11 @@ class ZenFlow(Delayed):
                 raise failure
             groups, undisturbed = captured_groups(self._optimizer), self._optimizer.undisturbed()
             ends = warm or counts.window + 1 >= counts.length
-            if undisturbed or not ends:
-                self._step_of_nothing()
-            if self._on_device is not None:
-                self._update_chosen(self._on_device, groups, factor)
+            with self._others_served():
+                if undisturbed or not ends:
+                    self._step_of_nothing()
+                if self._on_device is not None:
+                    self._update_chosen(self._on_device, groups, factor)
             begins, count = counts.window == 0, counts.window + 1
             counts.steps, counts.window = counts.steps + 1, 0 if ends else count
             counts.since += counts.since >= 0
@@ -158,16 +159,28 @@ class ZenFlow(Delayed):
                 for unit in self._units():
                     self._add_behind(unit, factor, begins=begins)
                 self._publication(masters=False).finish()
-            elif self._begun:
+            elif self._pending:
                 self._publish()
             elif beside:
                 self._publication(masters=False).finish()
             if ends:
-                self._end_window(views, groups if undisturbed else None, factor, count, beside=beside)
+                self._pending = True
+                with contextlib.nullcontext() if beside else self._others_served():
+                    self._end_window(views, groups if undisturbed else None, factor, count, beside=beside)
                 if not beside:
                     self._publish()
-        if self._begun and any(unit.movable and unit.pins for unit in self._runtime.units):
+        if self._pending and any(unit.movable and unit.pins for unit in self._runtime.units):
             self.publish()  # into a context of the user's, whose edits would else be made to what is old
+
+    @contextlib.contextmanager
+    def _others_served(self) -> Iterator[None]:
+        """An error inside is raised when the other ranks, which know nothing of it, have what they wait for."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._publication(masters=False).finish()
+            raise
 
     def _step_of_nothing(self) -> None:
         """Whoever counts steps, as schedules do, sees one; without parameters, whose gradients may be the thread's."""
@@ -368,7 +381,7 @@ class ZenFlow(Delayed):
             longer = rest < (1 - self._plan.auto_ratio) * whole
             counts.length = min(_WINDOWS[1], 2 * counts.length) if longer else max(_WINDOWS[0], counts.length // 2)
         if counts.since < 0:
-            counts.updates = self._host_updates()
+            counts.updates = max(collectives.gather_objects(self._host_updates(), self._runtime.mesh.job))
         counts.since = 0
         self._squared.clear()
         self._bring_out()
@@ -453,11 +466,10 @@ class ZenFlow(Delayed):
                 if place.data_ptr() != total.data_ptr():
                     place.copy_(total)
         if self._forgot:
-            numbers = next(filter(None, collectives.gather_objects(numbers, self._runtime.mesh.job)), {})
+            everyone = collectives.gather_objects((numbers, self._host_updates()), self._runtime.mesh.job)
+            numbers = next((known for known, _ in everyone if known), {f"{SLOT}steps": max(n for _, n in everyone)})
         if numbers:
             self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
-        elif self._forgot:
-            self._counts = Counts(steps=self._host_updates())
         self._counts.length = self._plan.window or self._counts.length or _WINDOWS[0]
         self._forgot = False
         self._bring_out()
