@@ -111,10 +111,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """Another engine wants ``params``: an inference engine over no others is destroyed, unless the new one only
         adds to what is frozen and whole, which both can have. Whether it was.
         """
-        own = set(self.module.parameters())
-        if self.basic_optimizer is not None or not params >= own:
+        present = set(self.module.parameters())
+        if self.basic_optimizer is not None or not params >= present:
             return False
-        adds = params > own and not any(p.requires_grad for p in own) and self.mesh.tp.size == 1
+        adds = params > present and not any(p.requires_grad for p in present) and self.mesh.tp.size == 1
         if adds and not any(unit.movable for unit in self.runtime.units):
             return False
         log_dist(f"the inference engine of {type(self.module).__name__} gives way to another one and is destroyed")

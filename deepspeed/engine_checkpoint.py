@@ -221,14 +221,6 @@ class EngineCheckpoint:
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         schedule = load_lr_scheduler_states and not load_module_only
 
-        def begin() -> None:  # from here on the engine changes, and is of no use until all of it has
-            if self.runtime.delayed is not None:
-                if not optimizer and not self._torn:  # its states stay, also those that are on the device
-                    self.runtime.delayed.restart()
-                self.runtime.delayed.forget()
-            self.zero_grad()
-            self._torn = f"loading {source.path} failed half way"
-
         try:
             loaded = restore.load_into(
                 self._states(),
@@ -238,7 +230,7 @@ class EngineCheckpoint:
                 module=custom_load_fn is None,
                 optimizer=optimizer,
                 check=lambda: self._check_schedule(source) if schedule else None,
-                begin=begin,
+                begin=functools.partial(self._begin_load, source.path, optimizer=optimizer),
             )
             if custom_load_fn is not None:
                 self.load_module_state_dict(restore.state_dict(loaded), load_module_strict, custom_load_fn)
@@ -250,6 +242,15 @@ class EngineCheckpoint:
             return str(source.path), restore.client_state(loaded)
         finally:
             source.close()
+
+    def _begin_load(self, path: Path, *, optimizer: bool) -> None:
+        """From here on the engine changes, and is of no use until all of it has."""
+        if self.runtime.delayed is not None:
+            if not optimizer and not self._torn:  # its states stay, also those that are on the device
+                self.runtime.delayed.restart()
+            self.runtime.delayed.forget()
+        self.zero_grad()
+        self._torn = f"loading {path} failed half way"
 
     def _take_facts(self, source: Source, *, optimizer: bool, scheduler: bool) -> None:
         facts, config = source.facts, self._config.checkpoint
