@@ -8,6 +8,7 @@ step: ``#`` it is busy for most of that, ``+`` for some, ``.`` hardly. Streams o
 so what the copies take of the host's memory is not in the times.
 """
 
+import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -59,7 +60,13 @@ def picture(spans: Sequence[Interval], begin: float, seconds: float, *, width: i
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "words", nargs="*", help=f"policies ({', '.join(POLICIES)}; default: all) and MODEL:STAGE:RANKS"
+    )
+    words = parser.parse_args().words
+    if unknown := [word for word in words if ":" not in word and word not in POLICIES]:
+        parser.error(f"no policy is called {unknown[0]}; there are {', '.join(POLICIES)}")
     for row in [word for word in words if ":" in word] or ["1B:3:1"]:
         for name in [word for word in words if ":" not in word] or POLICIES:
             outcome, _, _ = offload.run(
