@@ -235,7 +235,7 @@ class Rank:
         """As ``load_checkpoint`` does."""
         source = open_everywhere(self.mesh, Path(folder), "t", allow_pickle=False)
         assert source is not None
-        runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None)
+        runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None, delayed=None)
         try:
             loaded = load_into(self.states, runtime, source, **rules)
             if window:

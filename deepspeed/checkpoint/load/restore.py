@@ -89,7 +89,8 @@ def load_into(
             _fill_optimizer(states, source, match, report)
             if states.optimizer is not None and not isinstance(runtime.delayed, ZenFlow):
                 for state in states.optimizer.state.values():  # every column has the host's count from here on
-                    for name in [name for name in state if str(name).startswith(zenflow.SLOT)]:
+                    names = state if isinstance(state, dict) else ()
+                    for name in [name for name in names if str(name).startswith(zenflow.SLOT)]:
                         del state[name]
     runtime.publish(runtime.units)
     return source
