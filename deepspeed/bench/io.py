@@ -188,8 +188,6 @@ def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
         json="one JSON object instead of a table",
     )
     options = parser.parse_args(argv)
-    if options.warmup_loops < 0:
-        raise UsageError(f"--warmup_loops is 0 or more, not {options.warmup_loops}")
     depth = 1 if options.sequential_requests else options.queue_depth
     load = Load(options.block_size, depth, options.io_parallel, options.backend)
     with load.engine() as engine, contextlib.closing(Target(options.folder, options.io_size)) as target:

@@ -28,7 +28,7 @@ from deepspeed.bench.io import Load, Target, speed, through_engine
 from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.program import CommandLine, columns, count_of, guarded, positive_of
+from deepspeed.observe.program import CommandLine, columns, count_of, guarded, number_of
 from deepspeed.tier.arena import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead
@@ -182,7 +182,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UsageError for whatever would make a minute's measurement useless."""
     parser = CommandLine(prog="ds_nvme_tune", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nvme_dir", required=True, metavar="DIR", help="folder on the drive")
-    parser.option("--seconds", positive_of, 60.0, "N", "time to spend, about")
+    parser.option("--seconds", number_of, 60.0, "N", "time to spend, about")
     parser.option("--sweep_config", str, None, "FILE", "JSON with lists under block_size, queue_depth and io_parallel")
     parser.option("--io_size", size_of, "400M", "BYTES", "size of the file at most")
     parser.option("--loops", count_of, 1, "N", "measure each setting N times, whatever the time")

@@ -157,7 +157,6 @@ def test_memory_filesystem(capsys: pytest.CaptureFixture[str]) -> None:
         (["--folder", "{}", "--io_size", "900T"], "of free space and the file takes"),
         (["--folder", "{}", "--io_size", "10000"], "multiple of 4096 bytes, not 10000"),
         (["--folder", "{}", "--io_size", "64K", "--queue_depth", "100000"], "queue_depth is 1 to 4096"),
-        (["--folder", "{}", "--io_size", "64K", "--warmup_loops", "-1"], "--warmup_loops is 0 or more"),
     ],
 )
 def test_faults_are_sentences(
@@ -365,7 +364,7 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     ("options", "said"),
     [
         (["--no_read", "--no_write"], "nothing to measure"),
-        (["--seconds", "nan"], "--seconds is 0 to"),
+        (["--seconds", "1e9"], "--seconds is 0 to"),
         (["--io_size", "1000"], "multiple of 4096"),
         (["--sweep_config", "{}/none"], "none cannot be read"),
         (["--sweep_config", "{}/bad"], "block_size: a block is a multiple"),

@@ -60,7 +60,7 @@ WRONG: dict[str, str] = {
     "ds_io --folder {}/none": "",
     "ds_io --warmup_loops -1": "whole number from 0",
     "ds_nvme_tune": "",
-    **{f"ds_nvme_tune --seconds {text}": "no number above 0" for text in NOT_NUMBERS},
+    **{f"ds_nvme_tune --seconds {text}": "no number from 0 on" for text in NOT_NUMBERS[1:]},
     "ds_report --none": "unrecognized",
     "ds_report run {}/none": "none",
     "ds_report --job {}/none": "none",

@@ -115,7 +115,6 @@ BROKEN = [
         ),
         "select_interval of 2 steps must not be below update_interval 4",
     ),
-    (z(stage=2, zenflow={"offload": True}, offload_optimizer=CPU), "zero_optimization.zenflow.offload"),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
     (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
     (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),

@@ -358,14 +358,14 @@ def test_a_page_that_cannot_be_written_says_what_to_name(tmp_path: Path, capsys:
     assert "the page cannot be written" in (said := capsys.readouterr().err) and "--out FILE" in said
 
 
-def test_a_mean_is_of_the_updates_that_have_the_value(tmp_path: Path) -> None:
+def test_a_phase_that_an_update_has_not_is_none_of_its_time(tmp_path: Path) -> None:
     file = RunFile(tmp_path, FACTS)
     file._last_s = time.monotonic() + 60  # no line for a while
     for n, times in enumerate(({"total_ms": 2.0, "wait_ms": 1.0}, {"total_ms": 4.0}), 1):
         file.step(times, {"step": n})
     file.close()
     (line,) = read_run(tmp_path).of("step")
-    assert (line["steps"], line["total_ms"], line["wait_ms"]) == (2, 3.0, 1.0)
+    assert (line["steps"], line["total_ms"], line["wait_ms"]) == (2, 3.0, 0.5)
 
 
 def test_follow_and_job_show_a_run_on_no_terminal_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
