@@ -22,6 +22,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from lora import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "same-loss.md"
 ROWS = ROOT / ".bench" / "clients.jsonl"
@@ -35,17 +37,6 @@ CLIENTS = {
     "dpo": "TRL's DPOTrainer with a reference model",
 }
 LIMITS = {"fp32": 1e-5, "bf16": 1e-3}
-
-
-def environment(args: argparse.Namespace, *, reference: bool) -> dict[str, str]:
-    """Without a PYTHONPATH of the caller; only this project's turn sees this tree."""
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    if not reference:
-        return {**env, "PYTHONPATH": str(ROOT)}
-    # Its just-in-time builds look for ninja on the PATH.
-    path = f"{args.reference_python.absolute().parent}{os.pathsep}{env['PATH']}"
-    return {**env, "DS_ACCELERATOR": "cpu", "PATH": path}
 
 
 def group(args: argparse.Namespace, cells: list[str], ranks: int, *, reference: bool) -> set[str]:
