@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm import trace
 from deepspeed.comm.collectives import failures
-from deepspeed.comm.group_getters import forget_topology, register_mpu, register_topology
+from deepspeed.comm.group_getters import forget_mpu, forget_topology, register_mpu, register_topology
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig
@@ -88,6 +88,7 @@ def initialize(
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
         if mpu is not None:
             register_mpu(mpu)
+            lasting.callback(forget_mpu, mpu)
         ways = _ways(model, mpu, mesh_param)
         engine = _assemble(model, source, lasting, ways=ways, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank = local_rank

@@ -41,6 +41,12 @@ def register_mpu(mpu: Any) -> None:
     _Registered.mpu = mpu
 
 
+def forget_mpu(mpu: Any) -> None:
+    """The engine that it was given for has ended; nothing happens when another one has come."""
+    if _Registered.mpu is mpu:
+        _Registered.mpu = None
+
+
 def register_topology(topology: Topology | None) -> None:
     """Let the getters cut the ranks so; None: the whole world is data parallel."""
     _Registered.topology = topology

@@ -132,6 +132,7 @@ def test_ranks_agree_in_host_memory_whatever_the_default_device(pool2: RankPool)
 
 def _getters() -> list:
     groups.register_topology(None)  # an engine of another test that cut these ranks may still be there
+    groups.register_mpu(None)
     alone = groups.get_sequence_parallel_group()
     assert alone is groups.get_tensor_model_parallel_group()
     return [
@@ -151,6 +152,7 @@ def test_group_getters(pool2: RankPool) -> None:
 
 def _getters_of_experts() -> list:
     groups.register_topology(None)
+    groups.register_mpu(None)
     return [
         comm.get_all_ranks_from_group(groups.get_expert_parallel_group("ep_size_2")),
         comm.get_all_ranks_from_group(groups.get_expert_data_parallel_group("ep_size_2")),
@@ -223,14 +225,14 @@ def _told_by_the_mpu() -> list[int]:
     try:
         names = ("sequence_parallel_world_size", "model_parallel_rank", "data_parallel_world_size")
         experts = deepspeed.utils.groups._get_expert_parallel_world_size("ep_size_1")
-        return [*(getattr(deepspeed.utils.groups, f"_get_{name}")() for name in names), experts]
+        asked = [*(getattr(deepspeed.utils.groups, f"_get_{name}")() for name in names), experts]
     finally:
-        groups.register_mpu(None)
         engine.destroy()
+    return [*asked, deepspeed.utils.groups._get_sequence_parallel_world_size()]
 
 
-def test_the_getters_ask_the_mpu_of_initialize(pool2: RankPool) -> None:
-    assert pool2.run(_told_by_the_mpu) == [[2, 7, 2, 2]] * 2
+def test_the_getters_ask_the_mpu_of_initialize_until_its_engine_ends(pool2: RankPool) -> None:
+    assert pool2.run(_told_by_the_mpu) == [[2, 7, 2, 2, 1]] * 2
 
 
 def _cut_and_whole() -> None:

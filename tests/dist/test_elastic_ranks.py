@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from deepspeed.launcher.elastic.membership import JOIN, Membership
+from deepspeed.launcher.elastic.sizes import Elastic
 from tests.harness.patience import slowdown
 from tests.harness.warm import Warm, warm as warm
 
@@ -79,7 +82,10 @@ class Started:
         end = time.monotonic() + LIMIT_S
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.text.read_text()}"
-            assert time.monotonic() < end, f"waited for {what}:\n{self.text.read_text()}"
+            if time.monotonic() > end:
+                self.process.kill()  # its guard ends the ranks
+                self.process.wait()
+                raise AssertionError(f"waited for {what}:\n{self.text.read_text()}")
             time.sleep(0.01)
 
     def finish(self) -> tuple[int, str]:
@@ -106,6 +112,32 @@ def test_a_killed_rank_is_left_out_and_tried_again_after_a_checkpoint(tmp_path: 
     assert status == 0, text
     assert "failed first, with signal SIGKILL; starting again from the beginning (1 of 1 restarts" in text
     assert "starting again from ckpt/step6 (1 of 1 restarts" in text
+
+
+def test_a_checkpoint_is_seen_also_before_the_first_look_of_a_round_and_counts_for_its_own_round(
+    tmp_path: Path,
+) -> None:
+    store, note = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path / "note"
+    limits = Elastic(min_nodes=1, max_nodes=1, sizes=(1, 2), max_restarts=3)
+    node = Membership(store, limits, host="a", address="127.0.0.1", devices=(0, 1), note=str(note))
+    node.next_rendezvous()
+    note.write_text("ckpt/step1")  # and a rank is lost at once
+    assert node.count_crash() == 1 and node.saved == "ckpt/step1"
+    node.end_round("a rank failed")
+    node.lose([1])
+    note.write_text("ckpt/step2")  # while the ranks end
+    node.next_rendezvous()
+    assert node.round.world == {"a": (0,)} and node.saved == "ckpt/step2"
+    assert node.num_nodes_waiting() == 0
+    note.write_text("ckpt/step3")
+    assert node.num_nodes_waiting() == 1 and node.over == JOIN
+    node.next_rendezvous()
+    assert node.round.world == {"a": (0, 1)}
+    node.lose([0])
+    node.next_rendezvous()
+    note.write_text("ckpt/step4")  # before the first look
+    assert node.num_nodes_waiting() == 1 and node.over == JOIN
+    node.set_closed()
 
 
 def test_a_crash_loop_ends_with_the_first_error(tmp_path: Path, warm: Warm) -> None:

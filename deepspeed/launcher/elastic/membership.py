@@ -98,6 +98,8 @@ class Membership(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round, with a number of ranks that is allowed. Raises UsageError when there never is one."""
         end, logged = time.monotonic() + join_limit(), ""
+        if self._round_store is not None:
+            self._checkpoints()  # what the round before saved last is not the next one's
         while True:
             info = self._inner.next_rendezvous()
             start = self._divide(info)
@@ -110,7 +112,7 @@ class Membership(RendezvousHandler):
             logged = start
             time.sleep(_BEAT_S)
         self.round, self._round_store = start, PrefixStore("deepspeed", info.store)
-        self._wanted_since, self._heard = None, {}
+        self._wanted_since, self._heard = 0 if self._lost else None, {}  # its first save may come before the first look
         self.set_ranks(len(start.world[list(start.world)[start.node]]))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(start.address, start.port))
 
@@ -154,6 +156,7 @@ class Membership(RendezvousHandler):
     def count_crash(self) -> int:
         """Failed rounds one after the other without a checkpoint in between, this one included."""
         assert self.round is not None
+        self._checkpoints()  # one may have been saved since the last look
         if self._job.add(f"crashed/{self.round.number}", 1) == 1:
             self._job.add(_CRASHES, 1)
         return int(self._job.add(_CRASHES, 0))
