@@ -328,7 +328,8 @@ from deepspeed.launcher.runners import RunnerCommand
 class Late(subprocess.Popen):
     def __init__(self, argv, **more):
         super().__init__(argv, **more)
-        while argv[0] == "sh" and not os.path.exists("{tmp_path}/pid"):
+        pid = Path("{tmp_path}/pid")
+        while argv[0] == "sh" and not (pid.exists() and pid.read_text()):
             time.sleep(0.01)
         if argv[0] == "sh":
             os.kill(os.getpid(), signal.SIGKILL)
