@@ -30,7 +30,7 @@ from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.failures import settle_together
+from deepspeed.zero.failures import serving, settle_together
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import StateKind
@@ -433,7 +433,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if (worker := self.runtime.worker) is not None:
             worker.announced = worker.failure is not None
         self._parts.hooks.disarm()
-        after = self.runtime.fail(error, in_forward=in_forward)
+        with serving(worker):
+            after = self.runtime.fail(error, in_forward=in_forward)
         if after.torn:
             self._torn = f"a step failed on some ranks and not on others ({after.torn})"
         if not after.window:

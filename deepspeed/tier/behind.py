@@ -85,6 +85,8 @@ class Worker:
         self._last: Turn | None = None
         self.busy = False  # somebody may have to wait
         self.announced = False  # the other ranks have heard of a failure
+        self.serves = False  # a failure keeps nobody from what other ranks wait for
+        self.agreed: dict[tuple[object, ...], object] = {}  # what all ranks know to be there, of which update
 
     @property
     def stream(self) -> Any:
@@ -111,7 +113,7 @@ class Worker:
 
     def check(self) -> None:
         """UsageError where a call has failed."""
-        if self.failure is not None:
+        if self.failure is not None and not self.serves:
             what = f"{type(self.failure).__name__}: {self.failure}"
             raise UsageError(
                 f"an update that went on behind the program has failed ({what}), so parameters and optimizer state are "

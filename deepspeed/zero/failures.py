@@ -8,12 +8,13 @@ place afterwards, with nothing in flight. docs/architecture.md, section 6.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import RankFailedError, UsageError
 from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe.log import logger
@@ -61,21 +62,51 @@ def error_of(states: dict[int, RankState], mesh: Mesh) -> RankFailedError:
     return error
 
 
-def settle_together(worker: Worker | None, settle: Callable[[], object], mesh: Mesh) -> None:
-    """Wait, by ``settle``, for updates behind the program. Collective: what has failed on one rank is a UsageError on
-    all, which names it, so that none waits in what follows.
+def settle_together(
+    worker: Worker | None,
+    settle: Callable[[], object],
+    mesh: Mesh,
+    *,
+    groups: Sequence[AxisGroup] = (),
+    once: tuple[object, ...] = (),
+) -> None:
+    """Wait, by ``settle``, for updates behind the program. Collective over the ``groups``, one after the other (none:
+    all ranks): what has failed on one rank is a UsageError on all, which names it, so that none waits in what follows.
+    ``once``: what for, beginning with the number of the update; where that is known to be there nobody is asked again.
     """
-    fault = None
+    if worker is not None and once and worker.agreed.get(once[1:]) == once[0]:
+        return
+    fault: Exception | None = None
     try:
         settle()
         if worker is not None:
             worker.check()
-    except UsageError as error:
+    except Exception as error:  # also of what comes home behind an update
         fault = error
-    for rank, text in collectives.failures(fault, mesh.job).items():
-        assert worker is not None, text
-        worker.announced, worker.failure = True, worker.failure or UsageError(f"on {mesh.title(rank)}: {text}")
-        worker.check()  # raises
+    named = fault
+    for group in groups or (mesh.job,):
+        for rank, text in collectives.failures(named, group).items():
+            named = named or UsageError(f"on {mesh.title(rank)}: {text}")
+    if named is None:
+        if worker is not None and once:
+            worker.agreed[once[1:]] = once[0]
+        return
+    if worker is None:
+        raise named
+    worker.announced, worker.failure = True, worker.failure or named
+    worker.check()  # raises
+
+
+@contextlib.contextmanager
+def serving(worker: Worker | None) -> Iterator[None]:
+    """Inside, the failure of an update keeps this rank from nothing that the others, who give up as well, wait for."""
+    if worker is not None:
+        worker.serves = True
+    try:
+        yield
+    finally:
+        if worker is not None:
+            worker.serves = False
 
 
 @contextlib.contextmanager

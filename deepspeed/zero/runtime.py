@@ -23,7 +23,7 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.tier.behind import Worker
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
-from deepspeed.zero.failures import Aftermath, RankState, break_off_all, doubt, error_of, patience
+from deepspeed.zero.failures import Aftermath, RankState, break_off_all, doubt, error_of, patience, serving
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.partition import GradState, UnitState
@@ -429,8 +429,7 @@ class Runtime:
         if self.depth or self.in_backward:
             raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
         self.settle(stepping=True)
-        self.gradients.final = True
-        self.gradients.hold = False
+        self.gradients.final, self.gradients.hold = True, False
         self.gradients.withdraw()
         self.gradients.collect()
         try:
@@ -442,7 +441,8 @@ class Runtime:
         except Exception as error:
             if not self._stepping:
                 raise
-            self._pay(after=error)
+            with serving(self.worker):
+                self._pay(after=error)
             return [unit for unit in self.units if unit.trainable], error
 
     def settle(self, *, stepping: bool = False) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from deepspeed.attrs import answers
 from deepspeed.errors import UsageError
+from deepspeed.zero.failures import settle_together
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView
 
@@ -80,11 +81,14 @@ class DeepSpeedOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Restore what ``state_dict`` gave on the same rank under the same layout. Collective: publishes parameters."""
+        """Restore what ``state_dict`` gave on the same rank under the same layout. Collective: publishes parameters.
+        ValueError for another layout; UsageError, on all ranks, where an update behind the program has failed on one.
+        """
         engine, saved = self._engine, state["fp32_flat"]
         if [tuple(a.shape) for a in saved] != [tuple(v.param.shape) for v in self._views]:
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model)")
         engine.reload_states()
+        settle_together(engine.runtime.worker, engine.runtime.settle, engine.runtime.mesh)
         if engine.runtime.delayed is not None:
             engine.runtime.delayed.restart()
         with engine.whole_state():

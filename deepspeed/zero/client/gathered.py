@@ -1,6 +1,7 @@
 """Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, cast
@@ -80,11 +81,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
-        for runtime in dict.fromkeys(map(runtime_of, units.values())) if self._modifier is not None else ():
-            if runtime is not None and not runtime.may_fetch_on_demand():
-                if runtime.worker is not None:
-                    settle_together(runtime.worker, runtime.settle, runtime.mesh)
-                runtime.catch_up()  # masters will be what is shown here, and must not lose their last update
+        self._await_updates([*units.values()])
         with ExitStack() as pinned:  # also when a later gather fails
             for unit in sorted(units.values(), key=lambda u: u.index):
                 if self._incoming is not None:
@@ -110,6 +107,22 @@ class GatheredParameters:
         ):
             self._saving = saved_tensors_hooks(self._pack, _unpack)
             self._saving.__enter__()
+
+    def _await_updates(self, units: list[Unit]) -> None:
+        """What has become of an update on one rank all raise, before any of them gathers."""
+        for runtime in dict.fromkeys(map(runtime_of, units)):
+            if runtime is None or runtime.may_fetch_on_demand():
+                continue
+            if runtime.worker is not None and self._modifier is not None:
+                settle_together(runtime.worker, runtime.settle, runtime.mesh)
+            elif runtime.worker is not None:  # masters and slots may still be on their way
+                for mesh in {id(unit.mesh): unit.mesh for unit in units if runtime_of(unit) is runtime}.values():
+                    theirs = [unit for unit in units if unit.mesh is mesh]
+                    asked = (runtime.steps, "values", *sorted(unit.index for unit in theirs))
+                    settle = functools.partial(_settle, theirs)
+                    settle_together(runtime.worker, settle, mesh, groups=(mesh.zero,), once=asked)
+            if self._modifier is not None:
+                runtime.catch_up()  # masters will be what is shown here, and must not lose their last update
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """What autograd saves of a parameter is read after the release: of a view of a full buffer save the place."""
@@ -207,6 +220,11 @@ class GatheredParameters:
             if not local_of(param).is_set_to(inside):
                 point(param, inside)
             unit.absorb(position)
+
+
+def _settle(units: list[Unit]) -> None:
+    for unit in units:
+        unit.settle(stepping=True)
 
 
 def segment_of(param: nn.Parameter) -> Segment:

@@ -1,8 +1,9 @@
 """Reading and editing sharded state: the safe_get / safe_set families.
 
 ``safe_get_full_*`` and ``safe_set_full_*`` are collective: every data-parallel rank calls them with the same parameter,
-and a setter's ``value`` is the same everywhere. The local ones are not; this rank's part is flat and possibly empty. A
-getter answers None, and a setter does nothing, where there is no such state.
+and a setter's ``value`` is the same everywhere; what has become of an update behind the program on one rank is a
+UsageError on all. The local ones are not; this rank's part is flat and possibly empty. A getter answers None, and a
+setter does nothing, where there is no such state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.zero.client.gathered import runtime_of
+from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import part_of, whole_of
 from deepspeed.zero.plan import Spread, StateKind
@@ -63,6 +65,10 @@ def _opened(
             yield None
             return
         segment, kind, factor = unit.layout.segments[param._ds_position], StateKind.OPTIM, 1.0  # type: ignore[attr-defined]
+        if together and runtime is not None and runtime.worker is not None and unit.trainable:
+            groups = (unit.mesh.zero,) if segment.place is None else (unit.mesh.zero, unit.mesh.tp)
+            asked = (runtime.steps, "states", *(group.ranks for group in groups))
+            settle_together(runtime.worker, runtime.settle, unit.mesh, groups=groups, once=asked)
         if what not in (_GRAD, _MASTER):
             with ExitStack() as attached:
                 yield _slots(unit, segment, str(what), attached, write=write)

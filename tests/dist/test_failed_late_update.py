@@ -1,0 +1,173 @@
+"""An update behind the program that fails on one rank is an error of all ranks at every door that reads or writes a
+state together: nobody waits for ever, and nobody is given values of two steps.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.native.build import try_load
+from deepspeed.native.spec import CPU_ADAM
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_update_full_grad_vectorized,
+)
+from deepspeed.zero import GatheredParameters
+from tests.dist.test_offload_delayed import DELAYED
+from tests.dist.test_update_behind import behind, held_back
+from tests.harness.offload import CASES, CPU
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, outcome, start, train_step
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: no kernel leaves the interpreter free"),
+]
+COLUMNS = {"topk_ratio": 0.2, "update_interval": 2, "overlap_step": True, "select_strategy": "step"}
+ZERO: dict[str, dict[str, Any]] = {
+    "behind": {"offload_optimizer": CPU},
+    "delayed": {"offload_optimizer": DELAYED},
+    "zenflow": {"offload_optimizer": CPU, "zenflow": {**COLUMNS, "select_interval": 4}},
+}
+
+
+def _weight(engine: Any) -> Any:
+    return engine.module.inp.weight
+
+
+def _like(engine: Any) -> torch.Tensor:
+    return torch.zeros(tuple(engine.module.inp.weight.shape))
+
+
+def _read(engine: Any) -> None:
+    with GatheredParameters(engine.module.parameters()):
+        pass
+
+
+def _forward(engine: Any) -> None:
+    CASES["wide"]().seeded_loss(engine, here(4))
+
+
+TOGETHER: dict[str, Callable[[Any], object]] = {
+    "master": lambda e: safe_get_full_fp32_param(_weight(e)),
+    "slot": lambda e: safe_get_full_optimizer_state(_weight(e), "exp_avg"),
+    "gradient": lambda e: safe_get_full_grad(_weight(e)),
+    "set master": lambda e: safe_set_full_fp32_param(_weight(e), _like(e)),
+    "set slot": lambda e: safe_set_full_optimizer_state(_weight(e), _like(e), "exp_avg"),
+    "set gradient": lambda e: safe_set_full_grad(_weight(e), _like(e)),
+    "set gradients": lambda e: safe_update_full_grad_vectorized([_weight(e)], lambda grad, _: grad),
+    "load": lambda e: e.optimizer.load_state_dict(e.state_of_before),
+}
+ALONE: dict[str, Callable[[Any], object]] = {
+    "local master": lambda e: safe_get_local_fp32_param(_weight(e)),
+    "local slot": lambda e: safe_get_local_optimizer_state(_weight(e), "exp_avg"),
+    "set local master": lambda e: safe_set_local_fp32_param(_weight(e), safe_get_local_fp32_param(_weight(e))),
+}
+WEIGHTS: dict[str, Callable[[Any], object]] = {"read": _read, "forward": _forward}  # of what the update publishes
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("planted")
+
+
+def heard_at(door: str, kind: str, stage: int, *, held: bool) -> list[str]:
+    """A kernel fails on the second rank behind an update: what this rank hears at ``door``, there again, and in the
+    next step. ``held``: the kernel begins when somebody waits for it. Collective.
+    """
+    case = CASES["wide"]()
+    with held_back() if held else behind():
+        engine = start(case.build().train(), make_config(stage, zero=ZERO[kind]))
+        windows = 2 if kind == "zenflow" else 1
+        for step in range(windows):
+            train_step(engine, case, step)
+        engine.eval()
+        engine.train()
+        engine.state_of_before = copy.deepcopy(engine.optimizer.state_dict())
+        cls = type(engine.basic_optimizer)
+        update, inherited = cls._update_group, "_update_group" not in vars(cls)
+        if engine.global_rank == 1:
+            cls._update_group = lambda o, *a: _raise() if engine.runtime.worker.inside() else update(o, *a)
+        try:
+            for step in range(windows, 2 * windows):
+                train_step(engine, case, step)
+            if not held and (last := engine.runtime.worker._last) is not None:
+                last._ended.wait()
+            call = {**TOGETHER, **ALONE, **WEIGHTS}[door]
+            heard = [outcome(lambda: call(engine)) for _ in range(2)]
+            heard.append(outcome(lambda: train_step(engine, case, 4)))
+            heard.append(outcome(lambda: train_step(engine, case, 5)))
+        finally:
+            if inherited and engine.global_rank == 1:
+                del cls._update_group
+            elif engine.global_rank == 1:
+                cls._update_group = update
+        outcome(engine.destroy)
+    return heard
+
+
+CASES_OF_IT = [
+    *((door, kind, 2, held) for door in TOGETHER for kind, held in (("delayed", False), ("zenflow", True))),
+    *((door, "behind", 3, True) for door in ("master", "set slot", "load", *WEIGHTS)),
+    ("master", "behind", 3, False),
+    ("forward", "behind", 3, False),
+]
+
+
+@pytest.mark.parametrize(("door", "kind", "stage", "held"), CASES_OF_IT)
+def test_what_has_failed_on_one_rank_is_named_on_all_at_doors_that_they_pass_together(
+    pool2: RankPool, door: str, kind: str, stage: int, held: bool
+) -> None:
+    other, own = pool2.run(heard_at, door, kind, stage, held=held, time_limit=40)
+    for texts in (own, other):
+        assert all("planted" in text and "load a checkpoint" in text for text in texts), (own, other)
+    assert all("rank 1" in text for text in other), other
+
+
+@pytest.mark.parametrize("door", ALONE)
+@pytest.mark.parametrize("kind", ["behind", "delayed", "zenflow"])
+def test_doors_of_one_rank_raise_there_and_all_hear_of_it_in_the_next_step(
+    pool2: RankPool, door: str, kind: str
+) -> None:
+    other, own = pool2.run(heard_at, door, kind, 3, held=False, time_limit=40)
+    assert "planted" in own[0] and own[1] == own[0], own
+    assert other[:2] == ["", ""], other
+    assert "planted" in own[2] and "planted" in own[3]
+    assert all("rank 1" in text and "planted" in text for text in other[2:]), other
+
+
+def agreements(kind: str) -> list[int]:
+    """How often the ranks have compared what has become of an update: per reader of the first, and of the second one
+    behind that. Collective.
+    """
+    from deepspeed.comm import collectives
+
+    case, counts, real = CASES["wide"](), [], collectives.failures
+    with behind(), contextlib.ExitStack() as stack:
+        engine = start(case.build().train(), make_config(3, zero=ZERO[kind]))
+        asked: list[int] = []
+        collectives.failures = lambda *a, **k: (asked.append(1), real(*a, **k))[1]
+        stack.callback(setattr, collectives, "failures", real)
+        for step in range(2):
+            train_step(engine, case, step)
+            for param in engine.module.parameters():
+                safe_get_full_fp32_param(param)
+            counts.append(len(asked))
+            asked.clear()
+        engine.destroy()
+    return counts
+
+
+def test_ranks_compare_once_an_update(pool2: RankPool) -> None:
+    assert pool2.run(agreements, "behind") == [[1, 1]] * 2
