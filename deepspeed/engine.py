@@ -564,6 +564,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self.basic_optimizer is not None:
             if isinstance(self.basic_optimizer, GroupStep):
                 self.basic_optimizer.before_looking = None
+                vars(self.basic_optimizer).pop("host_cores", None)  # its kernels take all of them again
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
                 group["params"] = []
