@@ -10,7 +10,7 @@ checkpoint has them as it has the moments. The next step takes all of it from th
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ from deepspeed.optim.base import GroupStep
 from deepspeed.optim.rules import AdamBase, FusedAdam
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.failures import settle_together
 from deepspeed.zero.optim_view import OptimView, captured_groups
 from deepspeed.zero.plan import ColumnsPlan, Spread, StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.columns import Band, bands_of, chosen_of, width_of
+from deepspeed.zero.update.chosen import Chosen, WindowSum, chosen_in, shapes_of
+from deepspeed.zero.update.columns import bands_of, chosen_of, width_of
 from deepspeed.zero.update.delayed import Begun, Delayed
 from deepspeed.zero.update.standing import frozen_later
 
@@ -58,52 +60,6 @@ class Counts:
         return {f"{SLOT}{name}": value for name, value in asdict(self).items()}
 
 
-class WindowSum(TierStore):
-    """The sum of a window's gradients, in the place of a gradient; PARAM is rounded into the last one's memory."""
-
-    def __init__(self, total: torch.Tensor, gradient: TierStore) -> None:
-        super().__init__(total)
-        self.gradient = gradient
-
-    def spare(self, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
-        return self.gradient.spare(dtype, keep=False)
-
-
-class Chosen:
-    """Chosen columns of one view: ``columns`` of each band, sorted, and, while they are ``out``, the compact states."""
-
-    def __init__(self, view: OptimView, columns: list[tuple[Band, torch.Tensor]]) -> None:
-        self.view, device = view, view.unit.device
-        self.parts = [(band, some.to(device), some.to("cpu")) for band, some in columns if some.numel()]
-        self.sizes = [band.rows * some.numel() for band, some, _ in self.parts]
-        self.grad = torch.empty(sum(self.sizes), dtype=view.param.dtype, device=device)
-        self.param: nn.Parameter | None = None
-        self.mark: tuple[Any, int] | None = None  # the mask of it that was left behind, and its version
-
-    def take(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The columns of ``flat``, over the view's range, into ``out``."""
-        for (band, near, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
-            band.take(flat, near if flat.device == near.device else host, piece)
-        return out
-
-    def put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
-        """``values`` into the columns of ``flat``."""
-        for (band, near, host), piece in zip(self.parts, values.split(self.sizes), strict=True):
-            band.put(flat, near if flat.device == near.device else host, piece)
-
-    def compact(self, flat: torch.Tensor | None) -> torch.Tensor:
-        """The columns of ``flat``, which rests on the host, on the device; zeros for what is not there yet."""
-        if flat is None:
-            return torch.zeros_like(self.grad)
-        return self.take(flat, torch.empty_like(self.grad, device="cpu", dtype=flat.dtype)).to(self.grad.device)
-
-    def mask(self) -> torch.Tensor:
-        """One for what is chosen of the view, on the host."""
-        ones = torch.zeros(self.view.stop - self.view.start, dtype=torch.uint8, device="cpu")
-        self.put(ones, torch.ones(sum(self.sizes), dtype=torch.uint8, device="cpu"))
-        return ones
-
-
 class ZenFlow(Delayed):
     """Of one engine. With ``plan.overlap`` what a window's end makes is published at the end of the next window, as the
     delayed update does step by step; else at once.
@@ -133,35 +89,35 @@ class ZenFlow(Delayed):
     # -- a step --------------------------------------------------------------------------------------------------------
     def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
         """Update what is chosen, by gradients times ``factor``, and add the others to the sums; at the end of a window
-        update these, too. After a ``failure`` raise that, when the other ranks have what they wait for.
+        update these, too. After a ``failure`` raise that, when the other ranks have what they wait for; so is whatever
+        fails here, as they know nothing of it.
         """
+        failed = [] if failure is None else [failure]
         with self._alone():
-            self._go_out()
+            self._go_out(failed)
             counts, plan = self._counts, self._plan
             warm = counts.steps < plan.warm_up
             if self._due():
-                self._choose(failed=failure is not None)
-            if failure is not None:
-                self._publication(masters=False).finish()
-                raise failure
+                self._choose(failed)
             groups, undisturbed = captured_groups(self._optimizer), self._optimizer.undisturbed()
             ends = warm or counts.window + 1 >= counts.length
-            with self._others_served():
-                if undisturbed or not ends:
-                    self._step_of_nothing()
-                if self._on_device is not None:
-                    self._update_chosen(self._on_device, groups, factor)
-            begins, count = counts.window == 0, counts.window + 1
+            if undisturbed or not ends:
+                _attempt(failed, self._step_of_nothing)
+            _attempt(failed, lambda: self._update_chosen(groups, factor))
+            if not ends:
+                _attempt(failed, lambda: self._add_all(factor, begins=counts.window == 0))
+            else:
+                _attempt(failed, self._until_ended)
+            if failed:
+                self._serve()
+                raise failed[0]
+            count = counts.window + 1
             counts.steps, counts.window = counts.steps + 1, 0 if ends else count
             counts.since += counts.since >= 0
             beside = plan.overlap and not warm
-            if not ends:
-                for unit in self._units():
-                    self._add_behind(unit, factor, begins=begins)
-                self._publication(masters=False).finish()
-            elif self._pending:
+            if ends and self._pending:
                 self._publish()
-            elif beside:
+            elif not ends or beside:
                 self._publication(masters=False).finish()
             if ends:
                 self._pending = True
@@ -178,9 +134,12 @@ class ZenFlow(Delayed):
         try:
             yield
         except Exception:
-            with contextlib.suppress(Exception):
-                self._publication(masters=False).finish()
+            self._serve()
             raise
+
+    def _serve(self) -> None:
+        with contextlib.suppress(Exception):
+            self._publication(masters=False).finish()
 
     def _step_of_nothing(self) -> None:
         """Whoever counts steps, as schedules do, sees one; without parameters, whose gradients may be the thread's."""
@@ -282,6 +241,14 @@ class ZenFlow(Delayed):
         else:  # the last one first: the backward needs its memory first
             self._adding[unit] = worker.hand_over(call, place=-unit.index, after=unit.landed)
 
+    def _add_all(self, factor: float, *, begins: bool) -> None:
+        for unit in self._units():
+            self._add_behind(unit, factor, begins=begins)
+
+    def _until_ended(self) -> None:
+        """What this rank has begun in earlier steps, which may have failed."""
+        Several([*(begun.turn for begun in self._begun), *self._adding.values()]).wait()
+
     def _until_added(self, unit: Unit) -> None:
         self._adding.pop(unit, ARRIVED).wait()
 
@@ -307,8 +274,10 @@ class ZenFlow(Delayed):
         after = plan.select or _WINDOWS[0] * counts.length
         return counts.steps >= plan.warm_up and counts.window == 0 and not 0 <= counts.since < after
 
-    def _update_chosen(self, optimizer: AdamBase, groups: Groups, factor: float) -> None:
+    def _update_chosen(self, groups: Groups, factor: float) -> None:
         """One step on the device."""
+        if (optimizer := self._on_device) is None:
+            return
         self._counts.updates += 1
         frozen, still = frozen_later(self._views), []
         for chosen in self._chosen.values():
@@ -345,20 +314,17 @@ class ZenFlow(Delayed):
         widths = _widths(unit)
         places = self._squares[unit].zero_().split(widths)
         base, stop = unit.range_of(StateKind.GRAD)
-        for band in bands_of(_places(unit), base, stop):
+        for band in bands_of(shapes_of(unit), base, stop):
             if widths[band.segment]:
                 band.squares(grad, places[band.segment])
 
-    def _choose(self, *, failed: bool) -> None:
-        """Choose columns anew, by the gradient of this step. Collective."""
-        self._come_home(leave=False)
+    def _choose(self, failed: list[Exception]) -> None:
+        """Choose columns anew, by the gradient of this step. Collective, also where something has ``failed``."""
         units = [unit for unit in self._runtime.units if unit.trainable]
+        _attempt(failed, lambda: self._come_home(leave=False))
+        _attempt(failed, lambda: self._square_all(units))
         meshes: dict[tuple[int, ...], list[Unit]] = {}
         for unit in units:
-            if not failed and (unit.grad is None or self._squared.get(unit) != unit.grad._version):
-                unit.landed.wait()
-                assert unit.grad is not None
-                self._square(unit, unit.grad.to(unit.device))
             meshes.setdefault(tuple(id(group) for group in _sharing(unit)), []).append(unit)
         for those in meshes.values():  # in the same order on all ranks: that of their first units
             together = torch.cat([self._squares[unit] for unit in those])
@@ -367,15 +333,8 @@ class ZenFlow(Delayed):
             sizes = [self._squares[unit].numel() for unit in those]
             for unit, squares in zip(those, together.split(sizes), strict=True):
                 self._squares[unit].copy_(squares)
-        self._chosen, shares = {}, torch.zeros(2, dtype=torch.float64, device=self._runtime.device)
-        for unit in units:
-            columns = self._largest(unit, shares)
-            for view in unit.views:
-                bands = bands_of(_places(unit), view.start, view.stop)
-                chosen = Chosen(view, [(band, columns[band.segment]) for band in bands])
-                if chosen.parts:
-                    self._chosen[view.param] = chosen
-        counts = self._counts
+        shares, counts = torch.zeros(2, dtype=torch.float64, device=self._runtime.device), self._counts
+        _attempt(failed, lambda: self._take_largest(units, shares))
         if self._plan.window == 0:
             rest, whole = collectives.sum_in_place(shares, self._runtime.mesh.job).tolist()
             longer = rest < (1 - self._plan.auto_ratio) * whole
@@ -384,7 +343,24 @@ class ZenFlow(Delayed):
             counts.updates = max(collectives.gather_objects(self._host_updates(), self._runtime.mesh.job))
         counts.since = 0
         self._squared.clear()
-        self._bring_out()
+        _attempt(failed, self._bring_out)
+
+    def _square_all(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.grad is None or self._squared.get(unit) != unit.grad._version:
+                unit.landed.wait()
+                assert unit.grad is not None
+                self._square(unit, unit.grad.to(unit.device))
+
+    def _take_largest(self, units: Sequence[Unit], shares: torch.Tensor) -> None:
+        self._chosen = {}
+        for unit in units:
+            columns = self._largest(unit, shares)
+            for view in unit.views:
+                bands = bands_of(shapes_of(unit), view.start, view.stop)
+                chosen = Chosen(view, [(band, columns[band.segment]) for band in bands])
+                if chosen.parts:
+                    self._chosen[view.param] = chosen
 
     def _largest(self, unit: Unit, shares: torch.Tensor) -> list[torch.Tensor]:
         """Of each parameter the columns to choose; what is not chosen of the squares, and all, goes to ``shares``."""
@@ -423,7 +399,7 @@ class ZenFlow(Delayed):
 
     def _come_home(self, *, leave: bool) -> None:
         """``leave``: with what the next step, or a checkpoint, goes on from."""
-        Several([*(begun.turn for begun in self._begun), *self._adding.values()]).wait()
+        self._until_ended()
         optimizer, counts = self._on_device, self._counts
         for view in self._views:
             group = self._optimizer.param_groups[view.group]
@@ -445,10 +421,23 @@ class ZenFlow(Delayed):
                 state |= counts.numbers()
         self._on_device, self._out = None, False
 
-    def _go_out(self) -> None:
+    def _go_out(self, failed: list[Exception]) -> None:
         """Take everything from where it rests; after a load the ranks agree on the counts."""
         if self._out:
             return
+        numbers: dict[str, int] = {}
+        _attempt(failed, lambda: numbers.update(self._take_states()))
+        if self._forgot:
+            everyone = collectives.gather_objects((numbers, self._host_updates()), self._runtime.mesh.job)
+            numbers = next((known for known, _ in everyone if known), {f"{SLOT}steps": max(n for _, n in everyone)})
+        if numbers:
+            self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
+        self._counts.length = self._plan.window or self._counts.length or _WINDOWS[0]
+        self._forgot = False
+        _attempt(failed, self._bring_out)
+
+    def _take_states(self) -> dict[str, int]:
+        """What is chosen and the sums, from the optimizer's state; the counts that are there, too."""
         numbers: dict[str, int] = {}
         for view in self._views:
             state = self._state(view)
@@ -459,20 +448,13 @@ class ZenFlow(Delayed):
             if mask is None:
                 self._chosen.pop(view.param, None)
             elif chosen is None or chosen.mark is None or chosen.mark[0] is not mask or chosen.mark[1] != mask._version:
-                self._chosen[view.param] = _chosen_in(view, mask)
+                self._chosen[view.param] = chosen_in(view, mask)
             if total is not None:
                 base, _ = view.unit.range_of(StateKind.GRAD)
                 place = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
                 if place.data_ptr() != total.data_ptr():
                     place.copy_(total)
-        if self._forgot:
-            everyone = collectives.gather_objects((numbers, self._host_updates()), self._runtime.mesh.job)
-            numbers = next((known for known, _ in everyone if known), {f"{SLOT}steps": max(n for _, n in everyone)})
-        if numbers:
-            self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
-        self._counts.length = self._plan.window or self._counts.length or _WINDOWS[0]
-        self._forgot = False
-        self._bring_out()
+        return numbers
 
     def _bring_out(self) -> None:
         """The states of what is chosen come to the device."""
@@ -498,7 +480,10 @@ class ZenFlow(Delayed):
     def publish(self) -> None:
         """As for a delayed update; and everything comes home."""
         super().publish()
-        self.come_home()
+        if self._runtime.worker is None:
+            self.come_home()
+        else:
+            settle_together(self._runtime.worker, self.come_home, self._runtime.mesh)
 
     def restart(self) -> None:
         self.come_home()
@@ -522,6 +507,15 @@ def late_update(runtime: "Runtime", optimizer: torch.optim.Optimizer) -> Delayed
     return None
 
 
+def _attempt(failed: list[Exception], call: Callable[[], object]) -> None:
+    """Work of this rank alone in a step; its error joins ``failed``, after which nothing more is tried."""
+    if not failed:
+        try:
+            call()
+        except Exception as error:
+            failed.append(error)
+
+
 def _add(total: torch.Tensor, store: TierStore, factor: float, landed: Transfer, *, begins: bool) -> Transfer:
     """Add a gradient times ``factor`` to ``total``, or make it that."""
     landed.wait()
@@ -543,21 +537,7 @@ def _room(unit: Unit) -> torch.Tensor:
     return torch.zeros(sum(_widths(unit)), dtype=torch.float32, device=unit.device)
 
 
-def _places(unit: Unit) -> list[tuple[int, tuple[int, ...]]]:
-    return [(segment.offset, segment.shape) for segment in unit.layout.segments]
-
-
 def _sharing(unit: Unit) -> list[collectives.AxisGroup]:
     """The groups over which the gradient of ``unit`` is cut."""
     axes = zip(unit.plan.of(StateKind.GRAD).spread, unit.mesh.groups, strict=True)
     return [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
-
-
-def _chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
-    """What a loaded ``mask`` of the view says: of each band the columns of which it has anything."""
-    columns = []
-    for band in bands_of(_places(view.unit), view.start, view.stop):
-        marked = torch.zeros(band.width, dtype=torch.float32, device="cpu")
-        band.squares(mask.float(), marked)
-        columns.append((band, marked.nonzero().view(-1)))
-    return Chosen(view, columns)
