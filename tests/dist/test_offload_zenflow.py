@@ -6,6 +6,7 @@ gradients, and w of it follows at once, or with ``overlap_step`` at the end of t
 updates for the bias correction. C is chosen at the first step of a window by the gradient of that step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Element:
     exp_avg_sq: Tensor
     total: Tensor
     chosen: Tensor
+    trained: bool = False  # in the open window
 
     def adam(self, where: Tensor, grad: Tensor, count: int) -> None:
         """AdamW (Loshchilov and Hutter) on the elements ``where``, which have the count ``count``."""
@@ -71,21 +73,25 @@ class Statement:
             none = torch.zeros_like(m, dtype=torch.bool)
             self.elements.append(Element(m, m.clone(), *(torch.zeros_like(m) for _ in range(3)), none))
 
-    def choose(self, grads: list[Tensor]) -> None:
+    def choose(self, grads: list[Tensor | None]) -> None:
         """Anew, for all of a parameter's rows."""
-        for element, grad in zip(self.elements, grads, strict=True):
+        for element, given in zip(self.elements, grads, strict=True):
+            grad = torch.zeros_like(element.m) if given is None else given
             if grad.dim() < 2:
                 element.chosen = torch.ones_like(grad, dtype=torch.bool)
                 continue
             columns = max(1, int(self.ratio * grad.shape[1]))
-            best = grad.square().sum(0).argsort(descending=True)[:columns]
+            best = grad.square().sum(0).argsort(descending=True, stable=True)[:columns]
             mask = torch.zeros(grad.shape[1], dtype=torch.bool)
             mask[best] = True
             element.chosen = mask.expand_as(grad).clone()
         self.device_count = self.host_count if self.since is None else self.device_count
         self.since, self.choices = 0, self.choices + 1
 
-    def step(self, grads: list[Tensor]) -> None:
+    def step(self, grads: list[Tensor | None]) -> None:
+        """None: of a parameter that is frozen, and stands still; but what it had got in the window until then counts
+        at its end, as torch's optimizers count a gradient from before.
+        """
         warm = self.steps < self.warm_up
         if not warm and self.filled == 0 and (self.since is None or self.since >= self.select):
             self.choose(grads)
@@ -96,14 +102,16 @@ class Statement:
         if ends:
             self.host_count += 1
         for e, grad in zip(self.elements, grads, strict=True):
-            if self.since is not None:
+            if self.since is not None and grad is not None:
                 e.adam(e.chosen, grad, self.device_count)
-            e.total += grad
+            if grad is not None:
+                e.total, e.trained = e.total + grad, True
             if ends and self.overlap and not warm:
                 e.w.copy_(e.m)
-            if ends:
+            if ends and e.trained:
                 e.adam(~e.chosen, e.total / self.filled, self.host_count)
-                e.total.zero_()
+            if ends:
+                e.total, e.trained = torch.zeros_like(e.total), False
             if ends and (warm or not self.overlap):
                 e.w.copy_(e.m)
             e.w.copy_(torch.where(e.chosen, e.m, e.w))
@@ -111,13 +119,21 @@ class Statement:
 
 
 def stated(
-    rule: Statement, case_name: str, *, world: int, clip: float, dtype: torch.dtype, steps: int = STEPS
+    rule: Statement,
+    case_name: str,
+    *,
+    world: int,
+    clip: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+    before: Callable[[int, nn.Module], object] = lambda *_: None,
 ) -> Statement:
-    """``rule`` after the steps of the case."""
+    """``rule`` after the steps of the case; ``before`` each that is called with its number and the model."""
     case = CASES[case_name]()
     model = case.build().train().to(dtype)
     rule.begin(list(case.build().parameters()))
     for step in range(steps):
+        before(step, model)
         for p, e in zip(model.parameters(), rule.elements, strict=True):
             p.data.copy_(e.w)
         grads = [torch.zeros_like(e.m) for e in rule.elements]
@@ -127,10 +143,12 @@ def stated(
                 (loss,) = case.seeded_loss(model, MicroBatch(step, micro, rank, world))
                 (loss / case.accumulation).backward()
                 for total, p in zip(grads, model.parameters(), strict=True):
-                    total += p.grad.float() / world
+                    if p.requires_grad:
+                        total += p.grad.float() / world
         norm = torch.stack([g.norm() for g in grads]).norm()
         factor = min(1.0, clip / (float(norm) + 1e-6)) if clip else 1.0
-        rule.step([g * factor for g in grads])
+        trains = [p.requires_grad for p in model.parameters()]
+        rule.step([g * factor if trained else None for g, trained in zip(grads, trains, strict=True)])
     return rule
 
 
@@ -151,6 +169,21 @@ def rule_of(**changes: Any) -> Statement:
     return Statement(**{"ratio": 0.2, "window": 3, "select": 6, **changes})
 
 
+def errors_against(wanted: Statement, engine: Any, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Largest errors of weights and masters, and of the moments. Collective."""
+    weights = full_parameters(engine.module).values()
+    errors = [
+        max(scaled_error(w.float(), e.w.to(dtype).float()) for w, e in zip(weights, wanted.elements, strict=True))
+    ]
+    for name in ("m", "exp_avg", "exp_avg_sq"):
+        found = [
+            safe_get_full_fp32_param(p) if name == "m" else safe_get_full_optimizer_state(p, name)
+            for p in engine.module.parameters()
+        ]
+        errors.append(max(scaled_error(f, getattr(e, name)) for f, e in zip(found, wanted.elements, strict=True)))
+    return errors
+
+
 def against_statement(
     stage: int, precision: str, rule: dict[str, Any], case_name: str, clip: float, zero: Any
 ) -> list[float]:
@@ -162,16 +195,7 @@ def against_statement(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     stated(wanted, case_name, world=engine.world_size, clip=clip, dtype=dtype)
     assert wanted.choices >= 2
-    weights = full_parameters(engine.module).values()
-    errors = [
-        max(scaled_error(w.float(), e.w.to(dtype).float()) for w, e in zip(weights, wanted.elements, strict=True))
-    ]
-    for name in ("m", "exp_avg", "exp_avg_sq"):
-        found = [
-            safe_get_full_fp32_param(p) if name == "m" else safe_get_full_optimizer_state(p, name)
-            for p in engine.module.parameters()
-        ]
-        errors.append(max(scaled_error(f, getattr(e, name)) for f, e in zip(found, wanted.elements, strict=True)))
+    errors = errors_against(wanted, engine, dtype)
     engine.destroy()
     return errors
 

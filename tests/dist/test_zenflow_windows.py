@@ -3,26 +3,240 @@ are looked at, saved and loaded.
 """
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import IN_FEATURES
+from deepspeed.verify.reference import GATE_ADAM
 from deepspeed.zero.update import zenflow
 from tests.dist.test_offload_zenflow import (
+    STEPS,
+    at_the_end,
+    errors_against,
     plain_steps,
     rule_of,
+    stated,
     zenflow_engine,
 )
 from tests.dist.test_update_behind import behind
-from tests.harness.offload import CASES, CPU, PRECISION
+from tests.harness.offload import CASES, CPU, PRECISION, same
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, outcome, start
+from tests.harness.training import here, make_config, outcome, start, train_step
+
+# -- settings and freezing -------------------------------------------------------------------------------------------
+RATES = {1: (3e-3, 0.0), 4: (1e-2, 0.2), 7: (2e-3, 0.1)}  # from a step on: learning rate, decay
+
+
+def with_other_rates(stage: int, overlap: bool) -> list[float]:
+    """Errors against the rule where settings change in the middle of windows. Collective."""
+    wanted, case = rule_of(overlap=overlap), CASES["wide"]()
+    engine = zenflow_engine(stage, wanted)
+    for step in range(STEPS):
+        for group in engine.optimizer.param_groups if step in RATES else ():
+            group["lr"], group["weight_decay"] = RATES[step]
+        train_step(engine, case, step)
+
+    def change(step: int, _: nn.Module) -> None:
+        if step in RATES:
+            GATE_ADAM["lr"], GATE_ADAM["weight_decay"] = RATES[step]
+
+    with mock.patch.dict(GATE_ADAM):
+        stated(wanted, "wide", world=engine.world_size, before=change)
+    errors = errors_against(wanted, engine)
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [(2, True), (3, False)])
+def test_settings_that_change_in_a_window_are_the_devices_of_the_step_and_the_hosts_of_the_last(
+    pool2: RankPool, stage: int, overlap: bool
+) -> None:
+    assert max(max(errors) for errors in pool2.run(with_other_rates, stage, overlap)) < 2e-5
+
+
+# A window is three steps: frozen behind the first of one, and back in the middle of the next.
+FROZEN, THAWED = 4, 7
+
+
+def _freeze(step: int, model: nn.Module) -> None:
+    if step in (FROZEN, THAWED):
+        for module in (model.inp, model.head):
+            module.requires_grad_(step == THAWED)
+
+
+def frozen_in_a_window(stage: int, overlap: bool, folder: str, look: str) -> list[float]:
+    """Errors against the rule where layers are frozen in the middle of a window. ``look``: what happens when they are,
+    or a step later. Collective.
+    """
+    wanted, case = rule_of(overlap=overlap), CASES["wide"]()
+    engine = zenflow_engine(stage, wanted)
+    if look == "hook":
+        engine.basic_optimizer.register_step_post_hook(lambda *_: None)
+    for step in range(STEPS):
+        if look == "save" and step == FROZEN + 1:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = zenflow_engine(stage, wanted)
+            _freeze(FROZEN, engine.module)
+            engine.load_checkpoint(folder)
+        _freeze(step, engine.module)
+        if look == "read" and step == FROZEN:
+            safe_get_full_optimizer_state(engine.module.inp.weight, "exp_avg")
+        train_step(engine, case, step)
+    stated(wanted, "wide", world=engine.world_size, before=_freeze)
+    errors = errors_against(wanted, engine)
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "overlap", "look"), [(2, True, ""), (3, False, "read"), (3, False, "save"), (2, False, "hook")]
+)
+def test_what_is_frozen_in_a_window_gets_its_sum_at_the_end_of_it(
+    pool2: RankPool, tmp_path: Path, stage: int, overlap: bool, look: str
+) -> None:
+    for errors in pool2.run(frozen_in_a_window, stage, overlap, str(tmp_path), look):
+        assert max(errors) < 2e-5, errors
+
+
+# -- lost batches, looks, loads --------------------------------------------------------------------------------------
+def _overflow(engine: Any, _: str) -> None:
+    dtype = next(iter({unit.full.dtype for unit in engine.runtime.units}))
+    engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=dtype)).float().sum())
+    engine.step()
+    assert not engine.was_step_applied()
+
+
+def _lost(engine: Any, _: str) -> None:
+    """A forward fails on one rank, and none takes the batch."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("this batch of mine")
+
+    with contextlib.ExitStack() as stack:
+        if engine.global_rank == engine.world_size - 1:
+            stack.callback(engine.module.head.register_forward_pre_hook(fail).remove)
+        assert "this batch of mine" in outcome(lambda: train_step(engine, CASES["wide"](), 40))
+
+
+def _evaluated(engine: Any, _: str) -> None:
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.ones(2, IN_FEATURES, dtype=next(iter({unit.full.dtype for unit in engine.runtime.units}))))
+    engine.train()
+
+
+def _generated(engine: Any, _: str) -> None:
+    with engine.unsharded() as module, torch.no_grad():
+        module(torch.ones(2, IN_FEATURES, dtype=next(module.parameters()).dtype))
+
+
+def _loaded(engine: Any, folder: str) -> None:
+    """Back to here from somewhere else."""
+    engine.save_checkpoint(folder)
+    plain_steps(engine, "wide", 30, 32)
+    engine.load_checkpoint(folder)
+
+
+def _restored(engine: Any, _: str) -> None:
+    state = copy.deepcopy(engine.optimizer.state_dict())
+    plain_steps(engine, "wide", 30, 32)
+    engine.optimizer.load_state_dict(state)
+
+
+def _stopped(engine: Any, _: str) -> None:
+    """Gradients that no step takes."""
+    (loss,) = CASES["wide"]().seeded_loss(engine, here(41))
+    engine.backward(loss)
+    engine.zero_grad()
+
+
+def _read(engine: Any, _: str) -> None:
+    """Between a backward and its step, which no other test does."""
+    (loss,) = CASES["wide"]().seeded_loss(engine, here(42))
+    engine.backward(loss)
+    safe_get_full_fp32_param(engine.module.inp.weight)
+    engine.zero_grad()
+
+
+def _lent(engine: Any, _: str) -> None:
+    engine.offload_states()
+    engine.reload_states()
+
+
+BETWEEN: dict[str, Callable[[Any, str], None]] = {
+    "overflow": _overflow,
+    "lost": _lost,
+    "evaluated": _evaluated,
+    "generated": _generated,
+    "loaded": _loaded,
+    "restored": _restored,
+    "stopped": _stopped,
+    "read": _read,
+    "lent": _lent,
+}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 64.0}}
+
+
+def differing(stage: int, precision: dict[str, Any], overlap: bool, at: int, name: str, folder: str) -> list[str]:
+    """What differs where that has happened after so many steps. Collective."""
+    found = []
+    for between in (None, BETWEEN[name]):
+        engine = zenflow_engine(stage, rule_of(overlap=overlap), **precision)
+        losses = plain_steps(engine, "wide", 0, at)
+        engine.save_checkpoint(f"{folder}/{between is None}") if overlap else None  # publishes what has begun
+        if between is not None:
+            between(engine, folder)
+        losses += plain_steps(engine, "wide", at, STEPS)
+        found.append(at_the_end(engine, losses))
+    return [
+        name for name in found[0].keys() | found[1].keys() if not same(*(f.get(name, torch.empty(0)) for f in found))
+    ]
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize(
+    ("stage", "precision", "overlap", "at"),
+    [(2, FP16, False, 4), (3, PRECISION["bf16"], True, 5)],
+    ids=["2-fp16", "3-bf16"],
+)
+def test_the_window_goes_on_bit_for_bit_behind(
+    pool2: RankPool, tmp_path: Path, stage: int, precision: dict[str, Any], overlap: bool, at: int, name: str
+) -> None:
+    assert pool2.run(differing, stage, precision, overlap, at, name, str(tmp_path)) == [[], []]
+
+
+def test_an_overflow_in_the_first_step_of_a_window_chooses_nothing(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(differing, 2, FP16, False, 6, "overflow", str(tmp_path)) == [[], []]
+
+
+def interleaved() -> list[str]:
+    """What two engines in turns have that each alone has not. Collective."""
+    rules = (rule_of(overlap=True), rule_of(window=2, select=4))
+    alone = []
+    for rule in rules:
+        engine = zenflow_engine(2, rule, **PRECISION["bf16"])
+        alone.append(at_the_end(engine, plain_steps(engine, "wide", 0, 8)))
+    engines = [zenflow_engine(2, rule, **PRECISION["bf16"]) for rule in rules]
+    losses: list[list[float]] = [[], []]
+    for step in range(8):
+        for engine, told in zip(engines, losses, strict=True):
+            told += plain_steps(engine, "wide", step, step + 1)
+    beside = [at_the_end(engine, told) for engine, told in zip(engines, losses, strict=True)]
+    return [k for a, b in zip(alone, beside, strict=True) for k in a if not same(a[k], b.get(k, torch.empty(0)))]
+
+
+def test_two_engines_in_turns_are_as_each_alone(pool2: RankPool) -> None:
+    assert pool2.run(interleaved) == [[], []]
 
 
 # -- what fails ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 changes neither their values nor what is kept for them, though momentum and decay of their neighbours go on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 _Spans = list[tuple[int, int]]
 
 
-def frozen_later(views: "Iterable[OptimView]") -> dict[Unit, list[Segment]]:
+def frozen_later(
+    views: "Iterable[OptimView]", before: Mapping[Unit, Collection[int]] | None = None
+) -> dict[Unit, list[Segment]]:
     """By unit, where there are any, the parameters that stand still: frozen, and not in the middle of the window, which
-    has given them a gradient. The same answer on all ranks, whatever branches their batches have taken.
+    has given them a gradient. The same answer on all ranks, whatever branches their batches have taken. ``before``:
+    positions of those that earlier steps, of which the update is also, have given one.
     """
     units = dict.fromkeys(view.unit for view in views)
-    trains = {unit: unit.trained.union(requiring(unit.params)) for unit in units}
+    trains = {unit: unit.trained.union(requiring(unit.params), (before or {}).get(unit, ())) for unit in units}
     frozen = {u: [s for i, s in enumerate(u.layout.segments) if i not in trains[u]] for u in units}
     return {unit: segments for unit, segments in frozen.items() if segments}
 

@@ -24,6 +24,7 @@ from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.failures import settle_together
 from deepspeed.zero.optim_view import OptimView, captured_groups
+from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import ColumnsPlan, Spread, StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
@@ -74,6 +75,7 @@ class ZenFlow(Delayed):
         self._out = self._busy = False
         self._sums: dict[Unit, list[torch.Tensor]] = {}  # that of the window first, then spare ones
         self._adding: dict[Unit, Transfer] = {}
+        self._trained: dict[Unit, set[int]] = {}  # positions that have had a gradient in the open window
         # Versions of gradients on the host whose chosen columns, and whose columns' squares, are on the device.
         self._taken: dict[Unit, int] = {}
         self._squared: dict[Unit, int] = {}
@@ -101,6 +103,7 @@ class ZenFlow(Delayed):
                 self._choose(failed)
             groups, undisturbed = captured_groups(self._optimizer), self._optimizer.undisturbed()
             ends = warm or counts.window + 1 >= counts.length
+            self._note_trained(begins=counts.window == 0)
             if undisturbed or not ends:
                 _attempt(failed, self._step_of_nothing)
             _attempt(failed, lambda: self._update_chosen(groups, factor))
@@ -153,6 +156,13 @@ class ZenFlow(Delayed):
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
 
+    def _note_trained(self, *, begins: bool) -> None:
+        """What is frozen in the middle of a window has been trained in it: its sum is part of the window's update."""
+        if begins:
+            self._trained.clear()
+        for unit in self._units():
+            self._trained.setdefault(unit, set()).update(unit.trained, requiring(unit.params))
+
     def _units(self) -> list[Unit]:
         return [unit for unit in self._runtime.units if unit.views]
 
@@ -179,11 +189,12 @@ class ZenFlow(Delayed):
             self._begun.append(begun)
             add = functools.partial(_add, begun.store.tensor, store, factor, landed, begins=count == 1)
             mine = list(those)
-            calls.append((begun, add, mine, landed, frozen_later(mine)))
+            calls.append((begun, add, mine, landed, frozen_later(mine, self._trained)))
         if groups is None:
             for _, add, *_ in calls:
                 add()
-            self._update(self._begun, views, self._optimizer.step, 1 / count)
+            still = frozen_later(views, self._trained)
+            self._update(self._begun, views, self._optimizer.step, 1 / count, frozen=still)
             return
         for begun, add, mine, landed, frozen in calls:
             some = [group | {"params": [v.param for v in mine if v.group == i]} for i, group in enumerate(groups)]
@@ -428,8 +439,12 @@ class ZenFlow(Delayed):
         numbers: dict[str, int] = {}
         _attempt(failed, lambda: numbers.update(self._take_states()))
         if self._forgot:
-            everyone = collectives.gather_objects((numbers, self._host_updates()), self._runtime.mesh.job)
-            numbers = next((known for known, _ in everyone if known), {f"{SLOT}steps": max(n for _, n in everyone)})
+            summed = [*self._frozen_sums()] if numbers.get(f"{SLOT}window") else []
+            mine = (numbers, self._host_updates(), summed)
+            everyone = collectives.gather_objects(mine, self._runtime.mesh.job)
+            numbers = next((known for known, *_ in everyone if known), {f"{SLOT}steps": max(n for _, n, _ in everyone)})
+            for index, position in itertools.chain.from_iterable(those for *_, those in everyone):
+                self._trained.setdefault(self._runtime.units[index], set()).add(position)
         if numbers:
             self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
         self._counts.length = self._plan.window or self._counts.length or _WINDOWS[0]
@@ -455,6 +470,14 @@ class ZenFlow(Delayed):
                 if place.data_ptr() != total.data_ptr():
                     place.copy_(total)
         return numbers
+
+    def _frozen_sums(self) -> Iterator[tuple[int, int]]:
+        """By unit and position what is frozen, and was not before, as a loaded sum of an open window has some of it."""
+        for unit in self._units():
+            for position in {*range(len(unit.params))}.difference(requiring(unit.params)):
+                part = unit.part(StateKind.GRAD, unit.layout.segments[position], self._sums_of(unit)[0])
+                if part.any():
+                    yield unit.index, position
 
     def _bring_out(self) -> None:
         """The states of what is chosen come to the device."""
@@ -493,6 +516,7 @@ class ZenFlow(Delayed):
         """Everything is overwritten."""
         super().forget()
         self._adding.clear()
+        self._trained.clear()
         self._chosen.clear()
         self._on_device, self._out, self._forgot = None, False, True
 
