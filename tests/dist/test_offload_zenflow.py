@@ -291,7 +291,7 @@ def continued(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
     plain_steps(engine, "wide", 4, 5)
     policy = engine.runtime.delayed
     counts = [policy._counts.window, policy._counts.updates]
-    whole = sum(int(chosen.mask().sum()) for chosen in policy._chosen.values())
+    whole = sum(int(policy._mask_of(view).sum()) for view in policy._views)
     engine.destroy()
     return masters, [*counts, whole]
 

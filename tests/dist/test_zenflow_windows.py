@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import IN_FEATURES
 from deepspeed.verify.reference import GATE_ADAM
-from deepspeed.zero.update import zenflow
+from deepspeed.zero.update import columns, zenflow
 from tests.dist.test_offload_zenflow import (
     STEPS,
     at_the_end,
@@ -237,6 +237,49 @@ def interleaved() -> list[str]:
 
 def test_two_engines_in_turns_are_as_each_alone(pool2: RankPool) -> None:
     assert pool2.run(interleaved) == [[], []]
+
+
+# -- other numbers of ranks ------------------------------------------------------------------------------------------
+class Uneven(nn.Module):
+    """A small matrix and a vector of which, as of a large one, nothing is chosen: some rank has only of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(6, 4, bias=False)
+        self.long = nn.Parameter(torch.linspace(-1, 1, 120))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.small(x).sum() * self.long.square().mean() + self.long[:40].sum()
+
+
+def uneven(folder: str, begin: int, end: int, stage: int) -> dict[str, Tensor]:
+    """Masters and moments after steps, from what the folder has to what it gets. Collective."""
+    with mock.patch.object(columns, "MOST_OF_VECTOR", 100):
+        torch.manual_seed(1)
+        zero = {"offload_optimizer": CPU, "zenflow": {"topk_ratio": 0.3, "update_interval": 4, "overlap_step": True}}
+        engine = start(Uneven(), make_config(stage, zero=zero))
+        if begin:
+            engine.load_checkpoint(folder)
+        for step in range(begin, end):
+            engine.backward(engine(torch.linspace(-1, 1, 12).view(2, 6) + 0.1 * step))
+            engine.step()
+        engine.save_checkpoint(folder)
+        found = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+        found |= {f"{n}.m": safe_get_full_optimizer_state(p, "exp_avg") for n, p in engine.module.named_parameters()}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_rank_with_nothing_chosen_saves_and_others_go_on(
+    pool1: RankPool, pool2: RankPool, pool3: RankPool, tmp_path: Path, at: int
+) -> None:
+    for begin, end in ((0, at), (at, 8), (8, 11)):  # a save brings weights up to date
+        (alone,) = pool1.run(uneven, str(tmp_path / "alone"), begin, end, 2)
+    pool2.run(uneven, str(tmp_path / "several"), 0, at, 2)
+    several = pool3.run(uneven, str(tmp_path / "several"), at, 8, 3)
+    several = pool1.run(uneven, str(tmp_path / "several"), 8, 11, 1)
+    assert all(torch.allclose(several[0][name], value, atol=1e-6) for name, value in alone.items())
 
 
 # -- what fails ------------------------------------------------------------------------------------------------------

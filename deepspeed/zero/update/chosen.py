@@ -50,13 +50,6 @@ class Chosen:
             return torch.zeros_like(self.grad)
         return self.take(flat, torch.empty_like(self.grad, device="cpu", dtype=flat.dtype)).to(self.grad.device)
 
-    def mask(self) -> torch.Tensor:
-        """One for what is chosen of the view, on the host."""
-        ones = torch.zeros(self.view.stop - self.view.start, dtype=torch.uint8, device="cpu")
-        self.put(ones, torch.ones(sum(self.sizes), dtype=torch.uint8, device="cpu"))
-        return ones
-
-
 
 def chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
     """What a loaded ``mask`` of the view says: of each band the columns of which it has anything."""

@@ -287,9 +287,9 @@ class ZenFlow(Delayed):
 
     def _update_chosen(self, groups: Groups, factor: float) -> None:
         """One step on the device."""
+        self._counts.updates += self._counts.since >= 0  # also where nothing of it is this rank's
         if (optimizer := self._on_device) is None:
             return
-        self._counts.updates += 1
         frozen, still = frozen_later(self._views), []
         for chosen in self._chosen.values():
             view, unit, param = chosen.view, chosen.view.unit, chosen.param
@@ -423,14 +423,21 @@ class ZenFlow(Delayed):
                     chosen.put(state[name], optimizer.state[chosen.param][name].cpu())
                 chosen.param = None
             if leave:
-                if view.param in self._chosen:
-                    state[CHOSEN] = self._chosen[view.param].mask()
-                    self._chosen[view.param].mark = state[CHOSEN], state[CHOSEN]._version
+                if counts.since >= 0:  # on all ranks, also where nothing of a parameter is chosen
+                    state[CHOSEN] = self._mask_of(view)
                 if counts.window:
                     base, _ = view.unit.range_of(StateKind.GRAD)
                     state[SUM] = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
                 state |= counts.numbers()
         self._on_device, self._out = None, False
+
+    def _mask_of(self, view: OptimView) -> torch.Tensor:
+        """One for what is chosen of the view, on the host."""
+        mask = torch.zeros(view.stop - view.start, dtype=torch.uint8, device="cpu")
+        if (chosen := self._chosen.get(view.param)) is not None:
+            chosen.put(mask, torch.ones(sum(chosen.sizes), dtype=torch.uint8, device="cpu"))
+            chosen.mark = mask, mask._version
+        return mask
 
     def _go_out(self, failed: list[Exception]) -> None:
         """Take everything from where it rests; after a load the ranks agree on the counts."""
@@ -459,11 +466,11 @@ class ZenFlow(Delayed):
             mask, total = state.pop(CHOSEN, None), state.pop(SUM, None)
             counts = {name: int(state.pop(name)) for name in Counts().numbers() if name in state}
             numbers = counts or numbers
-            chosen = self._chosen.get(view.param)
-            if mask is None:
-                self._chosen.pop(view.param, None)
-            elif chosen is None or chosen.mark is None or chosen.mark[0] is not mask or chosen.mark[1] != mask._version:
-                self._chosen[view.param] = chosen_in(view, mask)
+            chosen = self._chosen.pop(view.param, None)
+            if chosen is None or chosen.mark is None or chosen.mark[0] is not mask or chosen.mark[1] != mask._version:
+                chosen = None if mask is None else chosen_in(view, mask)
+            if chosen is not None and chosen.parts:
+                chosen.mark, self._chosen[view.param] = None, chosen  # a mark keeps the mask alive
             if total is not None:
                 base, _ = view.unit.range_of(StateKind.GRAD)
                 place = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
