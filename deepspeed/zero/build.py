@@ -40,6 +40,7 @@ from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.columns import most_chosen, width_of
 from deepspeed.zero.update.shares import every_so_many
 
 
@@ -186,7 +187,8 @@ def _fitted(
         if chosen and row.optim is not None and row.optim.away:
             row = row.updated_on_device(travels=plan.offload.travel)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
-        sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest))
+        size = UnitSize(layout.numel, spec.rest.itemsize, row, largest)
+        sizes.append(_with_columns(size, layout, plan, [group.size for group in mesh.groups]))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
@@ -199,6 +201,18 @@ def _fitted(
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted
+
+
+def _with_columns(size: UnitSize, layout: FlatLayout, plan: ZeroPlan, ways: list[int]) -> UnitSize:
+    """The same with what the device updates of it, where it chooses columns."""
+    optim = size.row.optim
+    if plan.offload.columns is None or optim is None or not optim.away:
+        return size
+    parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
+    places = [(segment.offset, segment.shape) for segment in layout.segments]
+    chosen, columns = most_chosen(places, layout.numel, parts=parts, ratio=plan.offload.columns.ratio)
+    compared = sum(width_of(shape) for _, shape in places if len(shape) > 1)
+    return replace(size, chosen=chosen, columns=columns, compared=compared)
 
 
 def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:

@@ -221,6 +221,21 @@ CORNERS: dict[str, str] = {
     r"test_offload_delayed.py::test_one_rank_that_fails.*\[thread-(16 bit|pretrained|unsharded|edit|load)-3.*\]": (
         "a save and a stream stay, with a delay and without"
     ),
+    r"test_failed_late_update.py::test_what_has.*\[(?!gradient-zenflow|load-delayed|set slot-behind|read-behind"
+    r"|forward-behind-3-True).*\]": "each kind of update has a door that reads and one that writes",
+    r"test_failed_late_update.py::test_doors_of.*\[(?!behind-local master|zenflow-local slot).*\]": "two doors stay",
+    r"test_zenflow_windows.py::test_settings_that.*\[3-False\]": "the host's update beside the window stays",
+    r"test_zenflow_windows.py::test_what_is_frozen.*\[(2-True-|3-False-read)\]": "a save, and a hook, stay",
+    r"test_zenflow_windows.py::test_the_window_goes_on"
+    r".*\[(2-fp16-(?!.*overflow)|3-bf16-(?!.*(lost|loaded|restored))).*\]": (
+        "an overflow, a lost batch and both ways to load stay"
+    ),
+    r"test_zenflow_windows.py::test_(an_overflow|two_engines).*": "an overflow in the middle of a window stays",
+    r"test_zenflow_windows.py::test_a_rank_with.*\[5\]": "the middle of the first window stays",
+    r"test_zenflow_windows.py::test_a_step_that_fails.*\[(?!_until_ended-4-2-True-thread|_bring_out-0).*\]": (
+        "two parts stay"
+    ),
+    r"test_zenflow_windows.py::test_the_memory_plan.*\[(?!3-True).*\]": "one stays",
     r"test_offload_delayed.py::test_a_hook_on_one_rank.*\[(bf16|fp16)\]": "fp32 stays",
     r"test_offload_state_access.py::test_as_in_memory\[(edit_full|edit_gathered|edit_local)-fp32\]": (
         "lower stages edit whole weights, bf16 reads"

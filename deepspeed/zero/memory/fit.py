@@ -6,14 +6,14 @@ mixed-precision training (Rajbhandari et al. 2020).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
 from deepspeed.zero.layout import round_up
-from deepspeed.zero.plan import ColumnsPlan, InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
+from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
 _PAGE = 4096  # what a state in host memory beside a device is rounded up to, as ``tier.arena`` does
 _SPARE = 8  # of the memory there is, one part in so many is left to activations, inputs and the interpreter
@@ -21,12 +21,17 @@ _SPARE = 8  # of the memory there is, one part in so many is left to activations
 
 @dataclass(frozen=True)
 class UnitSize:
-    """One unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold."""
+    """One unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold. Where the
+    device updates ``chosen`` elements of ``columns`` columns, which were compared with others: ``compared`` in all.
+    """
 
     numel: int
     width: int
     row: UnitPlan
     largest: int = 0
+    chosen: int = 0
+    columns: int = 0
+    compared: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,9 @@ def memory_plan(
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
             if columns is not None:
-                _add_columns(add, columns, optim.tier, numel, widths)
+                for _ in range(1 + columns.overlap):
+                    add("sums of gradients of a window", optim.tier, 4 * numel)
+                table.update(_chosen_columns(unit, numel, widths, shared=shared))
             if unit.row.visits and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)
@@ -158,13 +165,15 @@ def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int, *, 
     return windows * moving[0].numel * moving[0].width + ahead
 
 
-def _add_columns(
-    add: Callable[[str, Tier, int], None], columns: ColumnsPlan, rest: Tier, numel: int, widths: Widths
-) -> None:
-    """Of a unit whose chosen columns are on the device: their weights, slots and gradient, and the others' sums."""
-    for _ in range(1 + columns.overlap):
-        add("sums of gradients of a window", rest, 4 * numel)
-    add("states of chosen columns", Tier.DEVICE, int(columns.ratio * numel) * (8 + widths.slots))
+def _chosen_columns(unit: UnitSize, numel: int, widths: Widths, *, shared: bool) -> dict[tuple[str, Tier], int]:
+    """Their weights, slots and gradient; their numbers, on both sides, and the squares of all columns; and a byte for
+    each of ``numel`` elements, which says what is chosen while somebody looks at the states.
+    """
+    return {
+        ("states of chosen columns", Tier.DEVICE): unit.chosen * (8 + widths.slots),
+        ("choice of columns", Tier.DEVICE): 8 * unit.columns + 4 * unit.compared,
+        ("choice of columns", Tier.HOST): numel + (0 if shared else 8 * unit.columns),
+    }
 
 
 def _beside(units: Sequence[UnitSize], ways: Sequence[int]) -> int:

@@ -111,3 +111,18 @@ def bands_of(segments: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: 
         if lo < hi:
             bands.append(Band(number, lo - start, hi - lo, lo - offset, width_of(shape)))
     return bands
+
+
+def most_chosen(
+    segments: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, ratio: float
+) -> tuple[int, int]:
+    """The most elements of chosen columns, and the most of these columns, that one of ``parts`` equal ranges of
+    ``numel`` elements has.
+    """
+    elements, columns = 0, 0
+    for part in range(parts):
+        bands = bands_of(segments, part * numel // parts, (part + 1) * numel // parts)
+        counts = [(chosen_of(segments[band.segment][1], ratio), band.rows) for band in bands]
+        elements = max(elements, sum(count * rows for count, rows in counts))
+        columns = max(columns, sum(count for count, _ in counts))
+    return elements, columns
