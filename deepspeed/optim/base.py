@@ -237,6 +237,16 @@ class GroupStep(torch.optim.Optimizer):
         finally:
             del self._outputs, self._skip
 
+    @contextlib.contextmanager
+    def behind_kernels(self, call: Callable[[], object]) -> Iterator[None]:
+        """Inside, ``step`` makes that ``call`` behind its kernels, before the hooks of others."""
+        handle = self.register_step_post_hook(lambda *_: call())
+        vars(self)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _ends_with_the_kernels(self) -> bool:
         """Whether no subclass, patch or hook of the user's can change a parameter between its kernel and the end."""
         cls, hooks = type(self), vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks

@@ -108,6 +108,46 @@ def test_what_is_frozen_in_a_window_gets_its_sum_at_the_end_of_it(
         assert max(errors) < 2e-5, errors
 
 
+def watched(stage: int, overlap: bool) -> list[float]:
+    """How far masters that hooks see at the ends of windows are from what is read then; and how far from what one has
+    written what is read behind the next step. Collective.
+    """
+    engine, seen, far = zenflow_engine(stage, rule_of(overlap=overlap)), [], []
+
+    def look(optimizer: Any, *_: Any) -> None:
+        seen[:] = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+
+    def halve(optimizer: Any, *_: Any) -> None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            param.data.mul_(0.5)
+
+    def distance(factor: float) -> float:
+        now = [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
+        assert len(now) == len(seen) > 0
+        return max(float((a * factor - b).abs().max()) for a, b in zip(seen, now, strict=True))
+
+    plain_steps(engine, "wide", 0, 2)
+    handle = engine.basic_optimizer.register_step_post_hook(look)
+    plain_steps(engine, "wide", 2, 3)
+    far.append(distance(1.0))
+    handle.remove()
+    plain_steps(engine, "wide", 3, 5)
+    handles = [engine.basic_optimizer.register_step_post_hook(call) for call in (look, halve)]
+    plain_steps(engine, "wide", 5, 6)
+    far.append(distance(0.5))
+    for handle in handles:
+        handle.remove()
+    engine.destroy()
+    return far
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [(2, True), (3, False)])
+def test_a_hook_sees_the_columns_of_the_device_as_they_are_and_may_write_them(
+    pool2: RankPool, stage: int, overlap: bool
+) -> None:
+    assert pool2.run(watched, stage, overlap) == [[0.0, 0.0]] * 2
+
+
 # -- lost batches, looks, loads --------------------------------------------------------------------------------------
 def _overflow(engine: Any, _: str) -> None:
     dtype = next(iter({unit.full.dtype for unit in engine.runtime.units}))

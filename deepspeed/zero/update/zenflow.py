@@ -194,7 +194,10 @@ class ZenFlow(Delayed):
             for _, add, *_ in calls:
                 add()
             still = frozen_later(views, self._trained)
-            self._update(self._begun, views, self._optimizer.step, 1 / count, frozen=still)
+            self._put_home()  # for whoever looks, before the kernels and behind them, which go over everything
+            with self._optimizer.behind_kernels(self._put_home):
+                self._update(self._begun, views, self._optimizer.step, 1 / count, frozen=still)
+            self._bring_out()  # with what has been written
             return
         for begun, add, mine, landed, frozen in calls:
             some = [group | {"params": [v.param for v in mine if v.group == i]} for i, group in enumerate(groups)]
@@ -411,25 +414,31 @@ class ZenFlow(Delayed):
     def _come_home(self, *, leave: bool) -> None:
         """``leave``: with what the next step, or a checkpoint, goes on from."""
         self._until_ended()
-        optimizer, counts = self._on_device, self._counts
-        for view in self._views:
-            group = self._optimizer.param_groups[view.group]
-            state = self._optimizer._state_of(view.param, group) if leave or view.param in self._chosen else {}
-            if view.param in self._chosen and optimizer is not None:
-                chosen = self._chosen[view.param]
-                assert chosen.param is not None
-                chosen.put(view.param.detach(), chosen.param.detach().cpu())
-                for name in _MOMENTS:
-                    chosen.put(state[name], optimizer.state[chosen.param][name].cpu())
-                chosen.param = None
-            if leave:
-                if counts.since >= 0:  # on all ranks, also where nothing of a parameter is chosen
-                    state[CHOSEN] = self._mask_of(view)
-                if counts.window:
-                    base, _ = view.unit.range_of(StateKind.GRAD)
-                    state[SUM] = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
-                state |= counts.numbers()
+        self._put_home()
+        counts = self._counts
+        for chosen in self._chosen.values():
+            chosen.param = None
+        for view in self._views if leave else ():
+            state = self._optimizer._state_of(view.param, self._optimizer.param_groups[view.group])
+            if counts.since >= 0:  # on all ranks, also where nothing of a parameter is chosen
+                state[CHOSEN] = self._mask_of(view)
+            if counts.window:
+                base, _ = view.unit.range_of(StateKind.GRAD)
+                state[SUM] = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
+            state |= counts.numbers()
         self._on_device, self._out = None, False
+
+    def _put_home(self) -> None:
+        """What there is on the device, to where it rests."""
+        if (optimizer := self._on_device) is None:
+            return
+        for chosen in self._chosen.values():
+            view, param = chosen.view, chosen.param
+            assert param is not None
+            state = self._optimizer._state_of(view.param, self._optimizer.param_groups[view.group])
+            chosen.put(view.param.detach(), param.detach().cpu())
+            for name in _MOMENTS:
+                chosen.put(state[name], optimizer.state[param][name].cpu())
 
     def _mask_of(self, view: OptimView) -> torch.Tensor:
         """One for what is chosen of the view, on the host."""
