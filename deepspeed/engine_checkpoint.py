@@ -14,7 +14,7 @@ from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_
 from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
-from deepspeed.comm.collectives import gather_objects
+from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
 from deepspeed.mesh.groups import Mesh
@@ -210,8 +210,9 @@ class EngineCheckpoint:
         self._must_load = ""
         self._saver.settle(wait=True)
         self._check_between_passes("load_checkpoint")
-        if (failed := self._end_update()) is not None:  # until all is loaded
-            self._torn = str(failed)
+        failed = self._end_update()
+        for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
+            self._torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
         pickled = self._config.checkpoint.allow_pickle
         source = restore.open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
         if source is None:
@@ -229,7 +230,7 @@ class EngineCheckpoint:
                 strict=load_module_strict,
                 module=custom_load_fn is None,
                 optimizer=optimizer,
-                check=lambda: self._check_schedule(source) if schedule else None,
+                check=functools.partial(self._check_load, source, optimizer=optimizer, schedule=schedule),
                 begin=functools.partial(self._begin_load, source.path, optimizer=optimizer),
             )
             if custom_load_fn is not None:
@@ -280,9 +281,14 @@ class EngineCheckpoint:
             advice = "With checkpoint.restore_data false the rest is loaded without it."
             raise CheckpointError(f"{error} {advice}") from error
 
-    def _check_schedule(self, source: Source) -> None:
+    def _check_load(self, source: Source, *, optimizer: bool, schedule: bool) -> None:
+        if self._torn and not optimizer and self.basic_optimizer is not None:
+            raise CheckpointError(
+                f"{self._torn}. So may be the optimizer's states, which this load would leave as they are, and nothing "
+                "was loaded: load them, too, or begin with a new engine"
+            )
         saved, ours = source.facts.get("lr_scheduler_type"), type(self.lr_scheduler).__name__
-        if saved and self.lr_scheduler is not None and saved != ours:
+        if schedule and saved and self.lr_scheduler is not None and saved != ours:
             raise CheckpointError(
                 f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {ours}, and nothing "
                 "was loaded; use the same schedule, or load_lr_scheduler_states=False"

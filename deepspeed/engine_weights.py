@@ -286,6 +286,8 @@ class EngineWeights:
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
+        if self.runtime.worker is not None:
+            self._settle_together()
         self.runtime.catch_up()
         with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
             if custom_load_fn is not None:

@@ -127,6 +127,7 @@ class Worker:
                 self._last.wait()
         self._close()
         self.failure = self._last = self._ident = None
+        self.agreed.clear()
         self._turns, self.busy, self.announced = _Waiting(), False, False
 
 

@@ -4,12 +4,15 @@ state together: nobody waits for ever, and nobody is given values of two steps.
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from deepspeed.comm import collectives
 from deepspeed.native.build import try_load
 from deepspeed.native.spec import CPU_ADAM
 from deepspeed.utils import (
@@ -24,6 +27,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_update_full_grad_vectorized,
 )
+from deepspeed.verify.grads import full_parameters
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_offload_delayed import DELAYED
 from tests.dist.test_update_behind import behind, held_back
@@ -69,6 +73,7 @@ TOGETHER: dict[str, Callable[[Any], object]] = {
     "set gradient": lambda e: safe_set_full_grad(_weight(e), _like(e)),
     "set gradients": lambda e: safe_update_full_grad_vectorized([_weight(e)], lambda grad, _: grad),
     "load": lambda e: e.optimizer.load_state_dict(e.state_of_before),
+    "load weights": lambda e: e.load_module_state_dict(e.weights_of_before),
 }
 ALONE: dict[str, Callable[[Any], object]] = {
     "local master": lambda e: safe_get_local_fp32_param(_weight(e)),
@@ -80,6 +85,19 @@ WEIGHTS: dict[str, Callable[[Any], object]] = {"read": _read, "forward": _forwar
 
 def _raise(*_: Any) -> None:
     raise ArithmeticError("planted")
+
+
+@contextlib.contextmanager
+def kernels_fail(engine: Any) -> Iterator[None]:
+    """Inside, those of the thread behind the program do on the second rank."""
+    cls = type(engine.basic_optimizer)
+    update = cls._update_group
+    if engine.global_rank == 1:
+        fails = lambda o, *a: _raise() if engine.runtime.worker.inside() else update(o, *a)  # noqa: E731
+        with mock.patch.object(cls, "_update_group", fails):
+            yield
+    else:
+        yield
 
 
 def heard_at(door: str, kind: str, stage: int, *, held: bool) -> list[str]:
@@ -95,11 +113,8 @@ def heard_at(door: str, kind: str, stage: int, *, held: bool) -> list[str]:
         engine.eval()
         engine.train()
         engine.state_of_before = copy.deepcopy(engine.optimizer.state_dict())
-        cls = type(engine.basic_optimizer)
-        update, inherited = cls._update_group, "_update_group" not in vars(cls)
-        if engine.global_rank == 1:
-            cls._update_group = lambda o, *a: _raise() if engine.runtime.worker.inside() else update(o, *a)
-        try:
+        engine.weights_of_before = full_parameters(engine.module)
+        with kernels_fail(engine):
             for step in range(windows, 2 * windows):
                 train_step(engine, case, step)
             if not held and (last := engine.runtime.worker._last) is not None:
@@ -108,11 +123,6 @@ def heard_at(door: str, kind: str, stage: int, *, held: bool) -> list[str]:
             heard = [outcome(lambda: call(engine)) for _ in range(2)]
             heard.append(outcome(lambda: train_step(engine, case, 4)))
             heard.append(outcome(lambda: train_step(engine, case, 5)))
-        finally:
-            if inherited and engine.global_rank == 1:
-                del cls._update_group
-            elif engine.global_rank == 1:
-                cls._update_group = update
         outcome(engine.destroy)
     return heard
 
@@ -147,27 +157,77 @@ def test_doors_of_one_rank_raise_there_and_all_hear_of_it_in_the_next_step(
     assert all("rank 1" in text and "planted" in text for text in other[2:]), other
 
 
-def agreements(kind: str) -> list[int]:
-    """How often the ranks have compared what has become of an update: per reader of the first, and of the second one
-    behind that. Collective.
+def agreements(folder: str) -> list[int]:
+    """How often the ranks have compared what has become of an update, when all masters are read: behind two updates,
+    and behind the second one again, which a checkpoint of the first has brought back. Collective.
     """
-    from deepspeed.comm import collectives
-
     case, counts, real = CASES["wide"](), [], collectives.failures
-    with behind(), contextlib.ExitStack() as stack:
-        engine = start(case.build().train(), make_config(3, zero=ZERO[kind]))
+    with behind():
+        engine = start(case.build().train(), make_config(3, zero=ZERO["behind"]))
         asked: list[int] = []
-        collectives.failures = lambda *a, **k: (asked.append(1), real(*a, **k))[1]
-        stack.callback(setattr, collectives, "failures", real)
-        for step in range(2):
+        failures = mock.patch.object(collectives, "failures", lambda *a, **k: (asked.append(1), real(*a, **k))[1])
+        for step in (0, 1, 1):
             train_step(engine, case, step)
-            for param in engine.module.parameters():
-                safe_get_full_fp32_param(param)
+            with failures:
+                for param in engine.module.parameters():
+                    safe_get_full_fp32_param(param)
             counts.append(len(asked))
             asked.clear()
+            if step == 0:
+                engine.save_checkpoint(folder)
+            else:
+                engine.load_checkpoint(folder)
         engine.destroy()
     return counts
 
 
-def test_ranks_compare_once_an_update(pool2: RankPool) -> None:
-    assert pool2.run(agreements, "behind") == [[1, 1]] * 2
+def test_ranks_compare_once_an_update_also_where_it_is_counted_again(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(agreements, str(tmp_path)) == [[1, 1, 1]] * 2
+
+
+def loaded_in_part(folder: str, part: dict[str, bool]) -> list[str]:
+    """What the ranks hear of a load without the optimizer's states behind an update that has failed on one; in the next
+    step; and of a load of all. Collective.
+    """
+    case = CASES["wide"]()
+    with behind():
+        engine = start(case.build().train(), make_config(2, zero=ZERO["delayed"]))
+        train_step(engine, case, 0)
+        engine.save_checkpoint(folder)
+        with kernels_fail(engine):
+            train_step(engine, case, 1)
+            if engine.runtime.worker._last is not None:
+                engine.runtime.worker._last._ended.wait()
+        heard = [outcome(lambda: engine.load_checkpoint(folder, **part))]
+        heard.append(outcome(lambda: train_step(engine, case, 2)))
+        engine.load_checkpoint(folder)
+        heard.append(outcome(lambda: train_step(engine, case, 2)))
+        engine.destroy()
+    return heard
+
+
+@pytest.mark.parametrize("part", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+def test_weights_alone_do_not_mend_states_of_two_steps(pool2: RankPool, tmp_path: Path, part: dict[str, bool]) -> None:
+    for heard in pool2.run(loaded_in_part, str(tmp_path), part, time_limit=40):
+        assert "CheckpointError" in heard[0] and "planted" in heard[0] and "load them, too" in heard[0], heard
+        assert "planted" in heard[1] and heard[2] == "", heard
+
+
+def without_a_checkpoint(folder: str) -> list[str]:
+    """What the ranks hear in the next step where a load has found nothing. Collective."""
+    case = CASES["wide"]()
+    with behind():
+        engine = start(case.build().train(), make_config(2, zero=ZERO["delayed"]))
+        with kernels_fail(engine):
+            train_step(engine, case, 0)
+            if engine.runtime.worker._last is not None:
+                engine.runtime.worker._last._ended.wait()
+        engine.load_checkpoint(folder)
+        heard = [outcome(lambda: train_step(engine, case, 1)), outcome(lambda: train_step(engine, case, 1))]
+        outcome(engine.destroy)
+    return heard
+
+
+def test_a_load_that_finds_nothing_mends_nothing_on_any_rank(pool2: RankPool, tmp_path: Path) -> None:
+    for heard in pool2.run(without_a_checkpoint, str(tmp_path), time_limit=40):
+        assert all("planted" in text and "load a checkpoint" in text for text in heard), heard
