@@ -224,7 +224,9 @@ CORNERS: dict[str, str] = {
     r"test_failed_late_update.py::test_what_has.*\[(?!gradient-zenflow|load-delayed|set slot-behind|read-behind"
     r"|forward-behind-3-True).*\]": "each kind of update has a door that reads and one that writes",
     r"test_failed_late_update.py::test_doors_of.*\[(?!behind-local master|zenflow-local slot).*\]": "two doors stay",
+    r"test_offload_zenflow.py::test_it_is_the_rule_for.*\[(2-.*|3-(?!odd_shapes).*)\]": "parameters of all ranks stay",
     r"test_zenflow_windows.py::test_settings_that.*\[3-False\]": "the host's update beside the window stays",
+    r"test_zenflow_windows.py::test_a_hook_sees.*\[3-False\]": "beside the window it stays",
     r"test_zenflow_windows.py::test_what_is_frozen.*\[(2-True-|3-False-read)\]": "a save, and a hook, stay",
     r"test_zenflow_windows.py::test_the_window_goes_on"
     r".*\[(2-fp16-(?!.*overflow)|3-bf16-(?!.*(lost|loaded|restored))).*\]": (
