@@ -203,7 +203,8 @@ class EngineCheckpoint:
         Returns (path, client state); (None, None) with a warning when there is no checkpoint. Complete or refused: a
         missing, extra or mis-shaped tensor is a CheckpointError that lists names, before anything has changed;
         ``load_module_strict`` False takes what fits and says what was skipped. ``load_module_only`` leaves optimizer,
-        schedule and counters alone. ``custom_load_fn(src, dst)`` puts a whole state dict into the module instead.
+        schedule and counters alone, which is refused where an update has failed half way. ``custom_load_fn(src, dst)``
+        puts a whole state dict into the module instead.
         Checkpoints of DeepSpeed 0.19 are read too.
         """
         self._check_destroyed()

@@ -210,5 +210,6 @@ OUTSIDE: dict[str, str] = {
     "comm.hang": "threads that watch, on a clock",
     "zero.client.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",
     "zero.client.incoming": "as zero.client.mapped",
+    "zero.client.gathered": "what each gather waits for by itself, so that all ranks hear how it has ended",
     "tier.aio_handle": "files of clients, through an engine of IO that is looked at",
 }
