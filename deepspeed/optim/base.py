@@ -238,7 +238,7 @@ class GroupStep(torch.optim.Optimizer):
             del self._outputs, self._skip
 
     @contextlib.contextmanager
-    def behind_kernels(self, call: Callable[[], object]) -> Iterator[None]:
+    def behind_kernels(self, call: Callable[[], None]) -> Iterator[None]:
         """Inside, ``step`` makes that ``call`` behind its kernels, before the hooks of others."""
         handle = self.register_step_post_hook(lambda *_: call())
         vars(self)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)

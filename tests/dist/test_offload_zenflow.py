@@ -181,7 +181,8 @@ def errors_against(wanted: Statement, engine: Any, dtype: torch.dtype = torch.fl
             safe_get_full_fp32_param(p) if name == "m" else safe_get_full_optimizer_state(p, name)
             for p in engine.module.parameters()
         ]
-        errors.append(max(scaled_error(f, getattr(e, name)) for f, e in zip(found, wanted.elements, strict=True)))
+        pairs = [(f, e) for f, e in zip(found, wanted.elements, strict=True) if e.m.numel()]  # nothing has no slots
+        errors.append(max(scaled_error(f, getattr(e, name)) for f, e in pairs))
     return errors
 
 
