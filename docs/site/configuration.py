@@ -1,8 +1,7 @@
 """``docs/config.md`` and the JSON Schema (draft 2020-12) beside it, written from the models.
 
-``python -m deepspeed.config.tool.manual docs`` writes both into ``docs``; with ``--check`` it only compares them. What
-``config.md`` says above the tables is written by hand, and kept. The schema is pydantic's own, and what parsing accepts
-besides.
+``python docs/site/configuration.py`` writes both; with ``--check`` it only compares them. What ``config.md`` says above
+the tables is written by hand, and kept. The schema is pydantic's own, and what parsing accepts besides.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, REMOVED_KEYS, 
 from deepspeed.config.model.values import AUTO, BATCH_KEYS, DTYPE_NAMES, Key, Support
 
 Schema = dict[str, Any]
-_MARK = "<!-- From here on made by `python -m deepspeed.config.tool.manual docs`; do not edit. -->\n"
+_MARK = "<!-- From here on made by `python docs/site/configuration.py`; do not edit. -->\n"
 _SIMPLE = dict(integer="int", number="float", boolean="bool", string="text", object="block", array="list")
 _SIGNS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 # pydantic leaves bounds behind a validating function in its own words.
@@ -201,8 +200,8 @@ def page(old: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or compare both files; exit status 1 when ``--check`` finds one that is not current."""
     about = "Write docs/config.md and docs/config.schema.json."
-    parser = argparse.ArgumentParser(prog="python -m deepspeed.config.tool.manual", description=about)
-    parser.add_argument("folder", type=Path, help="folder of both files")
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1], help="folder of both files")
     parser.add_argument("--check", action="store_true", help="compare and write nothing")
     args, status = parser.parse_args(argv), 0
     for name, make in (("config.md", page), ("config.schema.json", lambda _: schema_text())):
@@ -211,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.check:
             path.write_text(make(old), encoding="utf-8")
         elif make(old) != old:
-            sys.stderr.write(f"{path} is not current; run: python -m deepspeed.config.tool.manual {args.folder}\n")
+            sys.stderr.write(f"{path} is not current; run: python {__file__} {args.folder}\n")
             status = 1
     return status
 
