@@ -19,7 +19,6 @@ from deepspeed.comm import collectives
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
-from deepspeed.tier.behind import Worker
 from deepspeed.zero.failures import error_of
 from deepspeed.zero.optim_view import OptimTiles, OptimView, captured_groups, run_step
 from deepspeed.zero.plan import StateKind
@@ -28,7 +27,9 @@ from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.standing import frozen_later
 from deepspeed.zero.update.turns import Turns
-from deepspeed.zero.update.visits import Visits
+
+_Views = list[OptimView]
+_Failure = Exception | None
 
 
 class StepResult:
@@ -131,7 +132,7 @@ def take_step(
             except Exception as error:  # no page-locked memory, say; the others go on
                 failure = failure or error
     runtime.before_update()
-    _update(runtime, views, units, factor, failure=failure, skip=skip)
+    _update(runtime, views, units, factor, failure, skip)
     runtime.gradients.clear(collected=True)
     return result
 
@@ -145,13 +146,7 @@ def _goes_ahead(runtime: Runtime) -> bool:
 
 
 def _update(
-    runtime: Runtime,
-    views: list[OptimView],
-    units: list[Unit],
-    factor: float,
-    *,
-    failure: Exception | None,
-    skip: torch.Tensor | None,
+    runtime: Runtime, views: _Views, units: list[Unit], factor: float, failure: _Failure, skip: torch.Tensor | None
 ) -> None:
     """The optimizer's rule over everything: over what is in memory, then tile by tile over what is on a drive; and the
     publication of PARAM.
@@ -170,10 +165,7 @@ def _update(
         try:
             if failure is not None:
                 raise failure
-            # what visits the device is launched by the program, which waits for it
-            worker = runtime.worker if runtime.visits is None else None
-            skipping: dict[str, Any] = {"skip": skip, "visits": runtime.visits}
-            written = _update_in_memory(runtime.optimizer, views, publication, factor, worker=worker, **skipping)
+            written = _update_in_memory(runtime, views, publication, factor, skip)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True
             with contextlib.suppress(Exception):
@@ -182,24 +174,19 @@ def _update(
         publication.finish(written)
     else:
         publication = runtime.publication(units)
-        publication.finish(_update_tiles(runtime, runtime.tiles, views, factor, failure, publication))
+        publication.finish(_update_tiles(runtime, runtime.tiles, views, factor, failure, publication.spare))
 
 
 def _update_in_memory(
-    optimizer: Any,
-    views: list[OptimView],
-    publication: Publication,
-    factor: float,
-    *,
-    skip: torch.Tensor | None,
-    visits: Visits | None,
-    worker: Worker | None,
-) -> list[OptimView]:
+    runtime: Runtime, views: _Views, publication: Publication, factor: float, skip: torch.Tensor | None
+) -> _Views:
     """At once; but what rests on the host, and this package's kernels update, unit by unit in the order of the forward:
     what is new travels, to the device and to other ranks, beside the update of the next; and what ``visits`` the
-    device for its update. What is no matter of other ranks is left to ``worker``, last. Returns for the end of the
+    device for its update. What is no matter of other ranks is left to the ``worker``, last. Returns for the end of the
     publication the views whose PARAM is written and that it does not know of.
     """
+    optimizer: Any = runtime.optimizer
+    visits = runtime.visits
     if skip is not None and not optimizer.skips_alone():  # a hook of the user's
         if skip.item():
             return []
@@ -212,6 +199,7 @@ def _update_in_memory(
             return run_step(optimizer, views, optimizer.step, factor, skip=skip)
     turns, captured, pairs = Turns(optimizer), captured_groups(optimizer), zip(homes, views, strict=True)
     parts = [(home, [view for _, view in those]) for home, those in itertools.groupby(pairs, lambda pair: pair[0])]
+    worker = runtime.worker if visits is None else None  # what visits is launched by the program, which waits for it
     behind = worker if worker is not None and optimizer.scales_on_host() else None
     spared = {unit for unit, _ in parts if behind is not None and unit is not None and publication.spare(unit)}
     rest = [part for part in parts if part[0] not in spared]
@@ -230,9 +218,7 @@ def _update_in_memory(
     return []
 
 
-def _turn_of(
-    optimizer: Any, views: list[OptimView], groups: list[dict[str, Any]], factor: float
-) -> Callable[[], list[OptimView]]:
+def _turn_of(optimizer: Any, views: _Views, groups: list[dict[str, Any]], factor: float) -> Callable[[], _Views]:
     """The update of ``views`` with the settings in ``groups``, whatever changes before it is called."""
     those = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
     step = functools.partial(optimizer.update, those)
@@ -241,8 +227,8 @@ def _turn_of(
 
 
 def _or_early(
-    at_once: Callable[[], list[OptimView]], views: list[OptimView], groups: list[dict[str, Any]], factor: float
-) -> Callable[[], list[OptimView]]:
+    at_once: Callable[[], _Views], views: _Views, groups: list[dict[str, Any]], factor: float
+) -> Callable[[], _Views]:
     """That update of ``views``, of one unit or of several, or the same one begun before the step."""
     early = views[0].unit.exchange_early(None, taken=True)
     if early is None:
@@ -254,17 +240,12 @@ def _or_early(
 
 
 def _update_tiles(
-    runtime: Runtime,
-    tiles: OptimTiles,
-    views: list[OptimView],
-    factor: float,
-    failure: Exception | None,
-    publication: Publication,
-) -> list[OptimView]:
-    written: list[OptimView] = []
+    runtime: Runtime, tiles: OptimTiles, views: _Views, factor: float, failure: _Failure, spare: Callable[[Unit], bool]
+) -> _Views:
+    written: _Views = []
     try:
         if failure is None:
-            written = tiles.step(views, factor, spare=publication.spare, worker=runtime.worker)
+            written = tiles.step(views, factor, spare=spare, worker=runtime.worker)
     except Exception as error:
         failure = error
     failed = collectives.failures(failure, runtime.mesh.job)
@@ -299,9 +280,7 @@ def summed_squares(
 
 
 def norm_of(sums: torch.Tensor) -> tuple[float, bool, float]:
-    """The global norm, whether a rank has failed, and the weight (0 without one), from ``summed_squares``. Waits for
-    the device.
-    """
+    """Global norm, whether a rank has failed, and the weight (or 0), from ``summed_squares``; waits for the device."""
     whole, bad, failed, *weight = sums.tolist()
     return math.inf if bad else math.sqrt(whole), failed > 0, sum(weight)
 
