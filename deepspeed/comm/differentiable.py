@@ -5,7 +5,7 @@ meant). A gradient has the kind of its value, but for a whole value from which e
 gradient is partial, and becomes whole by a sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,69 +56,41 @@ def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[
     return part.movedim(0, dim)
 
 
-class _EnterParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
+class _Paired(torch.autograd.Function):
+    """``run`` of a value, and ``back`` of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return summed(grad, ctx.group), None
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-        return summed(value, group)
+    def forward(ctx: Any, value: torch.Tensor, run: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+        ctx.back = back
+        result: torch.Tensor = run(value)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-class _JoinParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup, dim: int, edges: Any, partial: Any) -> torch.Tensor:
-        ctx.facts = group, dim, edges, partial
-        return _joined(value, group, dim, edges)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        group, dim, edges, partial = ctx.facts
-        return (_scattered if partial else _mine)(grad, group, dim, edges), None, None, None, None
-
-
-class _CutParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup, dim: int, edges: Any, partial: Any) -> torch.Tensor:
-        ctx.facts = group, dim, edges
-        return (_scattered if partial else _mine)(value, group, dim, edges)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _joined(grad, *ctx.facts), None, None, None, None
+        return ctx.back(grad), None, None
 
 
 def enter_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """A whole ``value`` from which each rank computes another part: the same, and its gradients are summed."""
-    return _EnterParts.apply(value, group)
+    return _Paired.apply(value, lambda v: v.view_as(v), lambda grad: summed(grad, group))
 
 
 def sum_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Partial to whole."""
-    return _SumParts.apply(value, group)
+    return _Paired.apply(value, lambda v: summed(v, group), lambda grad: grad)
 
 
 def join_parts(
     value: torch.Tensor, group: AxisGroup, dim: int, *, edges: Sequence[int], partial_gradient: bool = False
 ) -> torch.Tensor:
     """Cut along ``dim`` at ``edges`` to whole; ``partial_gradient``: from which each rank computes another part."""
-    return _JoinParts.apply(value, group, dim, edges, partial_gradient)
+    how, back = (group, dim, edges), _scattered if partial_gradient else _mine
+    return _Paired.apply(value, lambda v: _joined(v, *how), lambda grad: back(grad, *how))
 
 
 def cut_parts(
     value: torch.Tensor, group: AxisGroup, dim: int, *, edges: Sequence[int], partial: bool = False
 ) -> torch.Tensor:
     """Whole, or ``partial``, to cut along ``dim`` at ``edges``."""
-    return _CutParts.apply(value, group, dim, edges, partial)
+    how, run = (group, dim, edges), _scattered if partial else _mine
+    return _Paired.apply(value, lambda v: run(v, *how), lambda grad: _joined(grad, *how))
