@@ -14,8 +14,9 @@ import torch
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.trained import add_training, engine_for, on_ranks, timed
-from deepspeed.observe.program import CommandLine, columns
+from deepspeed.bench.common import titled
+from deepspeed.bench.trained import add_training, engine_for, on_ranks, passes, together
+from deepspeed.observe.program import CommandLine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 
@@ -40,28 +41,23 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "step")}
     for _ in range(plan.steps):
-        engine.backward(engine(x).float().square().mean())
-        for name, read in ways.items():
-            comm.barrier()
-            seconds[name].append(timed(read, comm.barrier))
-        seconds["step"].append(timed(engine.step, comm.barrier))
+        passes(engine, x)
+        for name, read in {**ways, "step": engine.step}.items():
+            seconds[name].append(together(read))
     engine.destroy()
     return {"params": numel, "seconds": {name: statistics.median(each) for name, each in seconds.items()}}
 
 
-def _as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
+def measure(plan: argparse.Namespace) -> Any:
+    return on_ranks(on_rank, plan)[0]
+
+
+def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     seconds, once = facts["seconds"], facts["seconds"]["all-gather"]
-    rows: list[list[str | float]] = [["seconds", "", "of one all-gather in fp32"]]
-    rows += [[name, each, f"{each / once:.2f}"] for name, each in seconds.items()]
+    rows = [(name, each, f"{each / once:.2f}") for name, each in seconds.items()]
     head = f"{facts['params']:,} parameters on {plan.ranks} ranks, ZeRO-{plan.level}, bf16, AdamW"
-    return "\n".join([head, "", *columns(rows)])
+    return titled(head, [("seconds", "", "of one all-gather in fp32"), *rows])
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
-    add_training(parser, params="8M", ranks=2)
-    parser.add_argument("--zero", dest="level", type=int, choices=range(4), default=3, help="its level (default 3)")
-    plan = parser.parse_args(argv)
-    facts = on_ranks(on_rank, plan)[0]
-    return facts if plan.json else _as_text(facts, plan)
+def add_options(parser: CommandLine) -> None:
+    add_training(parser)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.common import check_folder, check_memory, params_of, spread
-from deepspeed.device import Accelerator, set_accelerator
+from deepspeed.bench.common import check_folder, check_memory, params_of, spread, titled
+from deepspeed.bench.trained import on_ranks, passes, together
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import CommandLine, columns, count_of, size
-from deepspeed.verify.ranks import RankPool
+from deepspeed.observe.program import CommandLine, count_of, size
 
 _LAYERS = 8
 _ROWS = 16  # of a micro-batch
@@ -41,7 +40,6 @@ _TRAINING = 20  # bytes a parameter while it is trained
 _ALLOWED = 1.1  # for what is not tensors
 _PROCESS = 64e6  # bytes of a rank beside them
 _GLANCE_S = 0.005
-_LIMIT_S = 7 * 86400.0
 _COPIES = 3
 
 
@@ -65,26 +63,8 @@ class _Watch(threading.Thread):
         return self.seconds
 
 
-def on_rank(plan: argparse.Namespace, folder: str) -> dict[str, Any] | str:
-    """In a rank: train and save; what was measured, or the sentence of an error that all ranks have."""
-    set_accelerator(Accelerator("cpu"))  # whatever there is: several ranks share this machine
-    torch.set_num_threads(plan.threads)
-    try:
-        return _train(plan, Path(folder))
-    except (DeepSpeedError, OSError) as error:
-        return str(error)
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank."""
-    comm.barrier()
-    begin = time.perf_counter()
-    work()
-    comm.barrier()
-    return time.perf_counter() - begin
-
-
-def _train(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def on_rank(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """In a rank: train and save; what was measured."""
     config = {
         "train_micro_batch_size_per_gpu": _ROWS,
         "bf16": {"enabled": True},
@@ -99,7 +79,7 @@ def _train(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = deepspeed.initialize(model=model, config=config)[0]
 
     def step() -> None:
-        engine.backward(engine(torch.randn(_ROWS, width, dtype=torch.bfloat16)).float().square().mean())
+        passes(engine, torch.randn(_ROWS, width, dtype=torch.bfloat16))
         engine.step()
 
     step()  # kernels are built, the optimizer's state is made
@@ -109,12 +89,12 @@ def _train(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
     comm.barrier()
     begun = time.perf_counter()
     for number in range(1, plan.steps + 1):
-        (busy if watch is not None and watch.is_alive() else quiet).append(_timed(step))
+        (busy if watch is not None and watch.is_alive() else quiet).append(together(step))
         if number % plan.every:
             continue
         path = folder / f"step{number}"
         last, watch = watch, _Watch(path) if plan.background else None
-        holds.append(_timed(partial(engine.save_checkpoint, folder, tag=path.name)))
+        holds.append(together(partial(engine.save_checkpoint, folder, tag=path.name)))
         named += [last.end()] if last is not None else []  # a save waits for the one before it
     wall = time.perf_counter() - begun
     engine.wait_for_checkpoint()
@@ -139,7 +119,7 @@ def _copy_s(engine: Any) -> float:
     slots = [v for state in engine.basic_optimizer.state.values() for v in state.values()]
     tensors = [*params, *(v for v in slots if isinstance(v, torch.Tensor) and v.dim())]
     room = [tensor.clone() for tensor in tensors]
-    return statistics.median([_timed(lambda: torch._foreach_copy_(room, tensors)) for _ in range(_COPIES)])
+    return statistics.median([together(lambda: torch._foreach_copy_(room, tensors)) for _ in range(_COPIES)])
 
 
 @contextlib.contextmanager
@@ -168,10 +148,8 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
     each, room = _TRAINING + _SAVED * (1 + plan.background), 2 * _SAVED * plan.params * _ALLOWED
     check_memory(plan.params * each * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
-    with _place(plan.folder, room) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
-        facts = pool.run(on_rank, plan, top)[0]
-    if isinstance(facts, str):
-        raise DeepSpeedError(facts)
+    with _place(plan.folder, room) as top:
+        facts = on_ranks(on_rank, plan, Path(top), each=0, alike=(DeepSpeedError, OSError))[0]
     rates = {
         "ratio": facts["held_s"]["median"] / facts["copy_s"],
         "share": sum(facts["held_s"]["all"]) / facts["wall_s"],
@@ -181,29 +159,23 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     return {"folder": os.path.abspath(plan.folder), **settings, **facts, **rates}
 
 
-def _as_text(facts: dict[str, Any]) -> str:
+def as_text(facts: dict[str, Any], _: argparse.Namespace) -> str:
     holds, named, busy = facts["held_s"], facts["named_s"], facts["step_while_saving_s"]
-    rows: list[list[str | float]] = [
-        ["seconds", "median", "max", ""],
-        ["training held by a save", holds["median"], holds["max"], f"(the first {holds['all'][0]:.3f})"],
-        ["until the checkpoint has its name", named["median"], named["max"], f"{facts['gb_per_s']:.2f} GB/s"],
-        ["a plain copy of the same bytes", facts["copy_s"], "", f"held / it {facts['ratio']:.2f}"],
-        ["a step", facts["step_s"], "", "" if busy is None else f"while a save is written {busy:.3f}"],
+    rows = [
+        ("seconds", "median", "max", ""),
+        ("training held by a save", holds["median"], holds["max"], f"(the first {holds['all'][0]:.3f})"),
+        ("until the checkpoint has its name", named["median"], named["max"], f"{facts['gb_per_s']:.2f} GB/s"),
+        ("a plain copy of the same bytes", facts["copy_s"], "", f"held / it {facts['ratio']:.2f}"),
+        ("a step", facts["step_s"], "", "" if busy is None else f"while a save is written {busy:.3f}"),
     ]
     how = "in the background" if facts["background"] else "while training waits"
-    return "\n".join([
-        f"{facts['folder']}: {facts['params']:,} parameters on {facts['ranks']} ranks, ZeRO-3, bf16, AdamW",
-        f"{len(holds['all'])} saves of {size(facts['bytes'])}, one after every {facts['every']} steps, {how}",
-        "",
-        *columns(rows),
-        "",
-        f"saves held training for {100 * facts['share']:.1f} % of {facts['wall_s']:.1f} s",
-    ])  # fmt: skip
+    head = f"{facts['folder']}: {facts['params']:,} parameters on {facts['ranks']} ranks, ZeRO-3, bf16, AdamW"
+    saves = f"{len(holds['all'])} saves of {size(facts['bytes'])}, one after every {facts['every']} steps, {how}"
+    share = f"saves held training for {100 * facts['share']:.1f} % of {facts['wall_s']:.1f} s"
+    return titled(f"{head}\n{saves}", rows, "", share)
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
+def add_options(parser: CommandLine) -> None:
     parser.add_argument("--folder", required=True, help="where to save: a folder on the drive to be measured")
     parser.option("--params", params_of, "134M", "N", "about, for example 8M or 1e9")
     parser.option("--every", count_of, 5, "N", "steps from one save to the next")
@@ -213,8 +185,3 @@ def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
     text = "save in the background (default)"
     kind.add_argument("--async", dest="background", action="store_true", default=True, help=text)
     kind.add_argument("--sync", dest="background", action="store_false", help="training waits until a save has ended")
-    parser.switches(json="one JSON object instead of a table")
-    plan = parser.parse_args(argv)
-    plan.threads = max(1, torch.get_num_threads() // plan.ranks)
-    facts = measure(plan)
-    return facts if plan.json else _as_text(facts)

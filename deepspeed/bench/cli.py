@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = words[0] if words else ""
     if what in _MODULES:
         name, module = f"ds_bench {what}", f"deepspeed.bench.{_MODULES[what]}"  # imported only now: they bring torch
-        return guarded(name, lambda: importlib.import_module(module).run(words[1:], prog=name))
+        common = importlib.import_module("deepspeed.bench.common")
+        return guarded(name, lambda: common.run(importlib.import_module(module), words[1:], prog=name))
     if what in ("-h", "--help"):
         return guarded("ds_bench", lambda: str(__doc__))
     fault = f"{what!r} is not in this release" if what else "nothing to measure was named"

@@ -1,18 +1,37 @@
-"""What the commands share: sizes on command lines, medians, looks at room before it is taken."""
+"""What the commands share: from a command line to a table, sizes, medians, looks at room before it is taken."""
 
 import argparse
 import os
 import re
 import shutil
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import UsageError
 from deepspeed.observe.hostmem import host_available_bytes
+from deepspeed.observe.program import CommandLine, columns
 from deepspeed.tier.arena import ALIGN
 
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
+
+
+def run(module: Any, argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
+    """What ``module.measure(plan)`` finds as the command line says, or ``module.as_text(facts, plan)`` of it; options
+    are those of ``module.add_options(parser)``. Raises CheckFailedError, DeepSpeedError, OSError, SystemExit.
+    """
+    parser = CommandLine(prog=prog, description=module.__doc__, allow_abbrev=False)
+    module.add_options(parser)
+    parser.switches(json="one JSON object instead of a table")
+    plan = parser.parse_args(argv)
+    facts: dict[str, Any] = module.measure(plan)
+    return facts if plan.json else str(module.as_text(facts, plan))
+
+
+def titled(title: str, rows: Sequence[Sequence[str | float]], *notes: str, left: int = 1) -> str:
+    """A title, a table, and what is said below it."""
+    return "\n".join([title, "", *columns(rows, left), *notes])
 
 
 def params_of(text: str) -> int:

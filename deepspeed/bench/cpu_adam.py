@@ -6,6 +6,7 @@ loop moves the same bytes and computes next to nothing, so it says what the memo
 medians.
 """
 
+import argparse
 import ctypes
 import time
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
-from deepspeed.bench.common import check_memory, params_of, spread
+from deepspeed.bench.common import check_memory, params_of, spread, titled
 from deepspeed.errors import BuildError
 from deepspeed.native.build import load
 from deepspeed.native.spec import CPU_ADAM, OpSpec
-from deepspeed.observe.program import CommandLine, columns, count_of
+from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.optim.host import usable
 from deepspeed.optim.rules import DeepSpeedCPUAdam
 
@@ -58,7 +59,7 @@ def loop(buffers: list[torch.Tensor], threads: int, pool: ThreadPoolExecutor) ->
     return lambda: list(pool.map(piece, range(0, numel, each)))
 
 
-def measure(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
+def rates_of(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
     """GB/s of every round on ``threads`` threads; and why the loop cannot be measured here, if so."""
     before, missing = torch.get_num_threads(), ""
     torch.set_num_threads(threads)
@@ -75,23 +76,26 @@ def measure(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
     return {name: [each[name] for each in rounds] for name in updates}, missing
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
-    parser.option("--params", params_of, "50M", "N", "elements, for example 8M or 1e9")
-    threads = partial(count_of, most=_MOST_THREADS)
-    parser.option("--threads", threads, torch.get_num_threads(), "N", "of every contender")
-    parser.switches(json="one JSON object instead of a table")
-    options = parser.parse_args(argv)
-    check_memory(_RESIDENT * options.params, "--params")
-    rates, missing = measure(options.params, options.threads)
+def measure(plan: argparse.Namespace) -> dict[str, Any]:
+    """By contender, and how they compare; ``plan.missing`` then says what could not be measured. Raises UsageError."""
+    check_memory(_RESIDENT * plan.params, "--params")
+    rates, plan.missing = rates_of(plan.params, plan.threads)
     results = {name: spread(values) for name, values in rates.items()}
     ratio = {name: results[OURS]["median"] / row["median"] for name, row in results.items() if name != OURS}
     kernel = "native" if usable(CPU_ADAM, torch.empty(1)) else "none: torch's own code runs (ds_report says why)"
-    if options.json:
-        facts = {"params": options.params, "threads": options.threads, "bytes_per_element": BYTES, "kernel": kernel}
-        return {**facts, "unit": "GB/s", "results": results, "ratio": ratio}
+    facts = {"params": plan.params, "threads": plan.threads, "bytes_per_element": BYTES, "kernel": kernel}
+    return {**facts, "unit": "GB/s", "results": results, "ratio": ratio}
+
+
+def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     rows: list[list[str | float]] = [["GB/s", "median", "min", "max", "ours / it"]]
-    rows += [[name, row["median"], row["min"], row["max"], ratio.get(name, "")] for name, row in results.items()]
-    title = f"AdamW on {options.params:,} fp32 elements, threads {options.threads}, kernel {kernel}"
-    return "\n".join([title, "", *columns(rows), *([missing] if missing else [])])
+    for name, row in facts["results"].items():
+        rows.append([name, row["median"], row["min"], row["max"], facts["ratio"].get(name, "")])
+    title = f"AdamW on {plan.params:,} fp32 elements, threads {plan.threads}, kernel {facts['kernel']}"
+    return titled(title, rows, *filter(None, [plan.missing]))
+
+
+def add_options(parser: CommandLine) -> None:
+    parser.option("--params", params_of, "50M", "N", "elements, for example 8M or 1e9")
+    threads = partial(count_of, most=_MOST_THREADS)
+    parser.option("--threads", threads, torch.get_num_threads(), "N", "of every contender")

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.bench.common import titled
 from deepspeed.bench.trained import add_training, blocks, engine_for, on_ranks, timed
-from deepspeed.observe.program import CommandLine, columns, count_of
+from deepspeed.observe.program import CommandLine, count_of
 
 WAYS = ("plain PyTorch", "in unsharded()", "through the engine")
 
@@ -61,22 +62,16 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "tokens_per_s": tokens, "ratio": ratio}
 
 
-def _as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
-    rows: list[list[str | float]] = [["", "seconds", "tokens/s of a rank", "of plain"]]
-    for name in WAYS:
-        rows.append([name, facts["seconds"][name], f"{facts['tokens_per_s'][name]:.1f}", f"{facts['ratio'][name]:.2f}"])
-    rows.append(["unsharded(), in and out", facts["seconds"]["around it"], "", ""])
+def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
+    seconds, rates, ratio = facts["seconds"], facts["tokens_per_s"], facts["ratio"]
+    rows = [(name, seconds[name], f"{rates[name]:.1f}", f"{ratio[name]:.2f}") for name in WAYS]
     head = f"about {plan.params:,} parameters in bf16 on {plan.ranks} ranks, ZeRO-{plan.level}"
-    return "\n".join([f"{head}: {plan.tokens} tokens of {plan.rows} sequences", "", *columns(rows)])
+    head, around = f"{head}: {plan.tokens} tokens of {plan.rows} sequences", seconds["around it"]
+    columns = ("", "seconds", "tokens/s of a rank", "of plain")
+    return titled(head, [columns, *rows, ("unsharded(), in and out", around, "", "")])
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
-    add_training(parser, params="8M", ranks=2)
-    parser.add_argument("--zero", dest="level", type=int, choices=range(4), default=3, help="its level (default 3)")
+def add_options(parser: CommandLine) -> None:
+    add_training(parser)
     parser.option("--tokens", count_of, 16, "N", "of a sequence")
     parser.set_defaults(rows=8)
-    plan = parser.parse_args(argv)
-    facts = measure(plan)
-    return facts if plan.json else _as_text(facts, plan)

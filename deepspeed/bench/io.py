@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.bench.common import block_of, check_folder, size_of, spread
+from deepspeed.bench import common
+from deepspeed.bench.common import block_of, check_folder, size_of, spread, titled
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import CommandLine, columns, count_of, guarded, whole_of
+from deepspeed.observe.program import CommandLine, count_of, guarded, whole_of
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
@@ -150,23 +151,21 @@ def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dic
     return rates
 
 
-def _as_text(facts: dict[str, Any]) -> str:
+def as_text(facts: dict[str, Any], _: Any) -> str:
     how = "past the page cache" if facts["direct"] else "through the page cache, as this filesystem has no O_DIRECT"
     rows: list[list[str | float]] = [["GB/s", "way", "median", "min", "max", "of plain"]]
     for operation, result in facts["results"].items():
         for way, beside in (("engine", f"{result['ratio']:.2f}x"), ("plain", "")):
             rows.append([operation, way, *(result[way][key] for key in ("median", "min", "max")), beside])
-    lines = [
-        f"{facts['folder']}: {facts['io_size'] / 1e6:.1f} MB, {how}",
+    title = (
+        f"{facts['folder']}: {facts['io_size'] / 1e6:.1f} MB, {how}\n"
         f"engine: {facts['backend']}, blocks of {facts['block_size'] >> 10} KiB, {facts['queue_depth']} under way, "
-        f"threads {facts['io_parallel']}; plain: one thread, one block at a time",
-    ]
-    return "\n".join([*lines, "", *columns(rows, left=2)])
+        f"threads {facts['io_parallel']}; plain: one thread, one block at a time"
+    )
+    return titled(title, rows, left=2)
 
 
-def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, OSError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
+def add_options(parser: CommandLine) -> None:
     parser.add_argument("--folder", required=True, help="folder on the drive to be measured")
     parser.option("--io_size", size_of, "1G", "BYTES", "size of the file")
     parser.option("--block_size", block_of, "1M", "BYTES", "bytes of one request")
@@ -185,9 +184,11 @@ def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
         single_submit="accepted; the engine submits as room comes free",
         include_warmup_time="count them",
         validate="read everything back, untimed, and compare",
-        json="one JSON object instead of a table",
     )
-    options = parser.parse_args(argv)
+
+
+def measure(options: Any) -> dict[str, Any]:
+    """GB/s of both ways. Raises UsageError, DeepSpeedError, OSError."""
     depth = 1 if options.sequential_requests else options.queue_depth
     load = Load(options.block_size, depth, options.io_parallel, options.backend)
     with load.engine() as engine, contextlib.closing(Target(options.folder, options.io_size)) as target:
@@ -197,12 +198,11 @@ def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
         result |= {way: spread(result[way]) for way in WAYS}
         result["ratio"] = result["engine"]["median"] / result["plain"]["median"]
     facts |= {name: getattr(options, name) for name in ("io_size", "block_size", "io_parallel", "loops")}
-    facts |= {"queue_depth": depth, "unit": "GB/s", "results": results}
-    return facts if options.json else _as_text(facts)
+    return facts | {"queue_depth": depth, "unit": "GB/s", "results": results}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("ds_io", lambda: run(argv, prog="ds_io"))
+    return guarded("ds_io", lambda: common.run(sys.modules[__name__], argv, prog="ds_io"))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.device import Accelerator, set_accelerator
+from deepspeed.bench.common import titled
+from deepspeed.bench.trained import on_ranks
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
-from deepspeed.observe.program import CheckFailedError, CommandLine, columns, count_of, size
-from deepspeed.verify.ranks import RankPool
+from deepspeed.observe.program import CheckFailedError, CommandLine, count_of, size
 from deepspeed.zero.client.mapped import identity_of
 
-_LIMIT_S = 7 * 86400.0
 _SLACK_BYTES = 16 << 20  # of the process: modules, messages, the allocator
 _ROWS = ("seconds", "bytes read", "memory grew by")
 
@@ -88,21 +87,17 @@ def _warm_up(plan: argparse.Namespace) -> Any:
     return client
 
 
-def on_rank(plan: argparse.Namespace) -> dict[str, float] | str:
-    """In a rank: load, and what it took; or the sentence of an error that all ranks have."""
-    set_accelerator(Accelerator("cpu"))
+def on_rank(plan: argparse.Namespace) -> dict[str, float]:
+    """In a rank: load, and what it took."""
     torch.set_num_threads(1)
     client = _warm_up(plan)
     kept = client.integrations.HfDeepSpeedConfig(_config(plan)) if client is not None else None
     comm.barrier()
     hostmem.reset_peak_rss()
     before, read, begun = hostmem.rss_bytes(), _read_bytes(), time.perf_counter()
-    try:
-        model = _mapped(plan.model) if client is None else client.AutoModelForCausalLM.from_pretrained(plan.model)
-        sizes = [p.nbytes for p in model.parameters()]
-        engine = None if client is not None else deepspeed.initialize(model=model, config=_config(plan))[0]
-    except (DeepSpeedError, OSError) as error:
-        return str(error)
+    model = _mapped(plan.model) if client is None else client.AutoModelForCausalLM.from_pretrained(plan.model)
+    sizes = [p.nbytes for p in model.parameters()]
+    engine = None if client is not None else deepspeed.initialize(model=model, config=_config(plan))[0]
     comm.barrier()
     facts = (time.perf_counter() - begun, _read_bytes() - read, max(0, hostmem.peak_rss_bytes() - before))
     del kept, engine
@@ -110,53 +105,43 @@ def on_rank(plan: argparse.Namespace) -> dict[str, float] | str:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks measured. Raises UsageError for wrong input, DeepSpeedError when a rank fails."""
+    """What the ranks measured. Raises UsageError for wrong input, DeepSpeedError, CheckFailedError above the bound."""
+    if plan.transformers and plan.level != 3:
+        raise UsageError("--transformers loads in shards under ZeRO-3 alone; leave --zero out")
     files = _files(plan.model)
     if plan.transformers and importlib.util.find_spec("transformers") is None:
         raise UsageError("--transformers: the package transformers is not installed; leave the option out")
-    with RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
-        ranks = pool.run(on_rank, plan)
-    if isinstance(ranks[0], str):
-        raise DeepSpeedError(ranks[0])
+    ranks = on_ranks(on_rank, plan, each=0, alike=(DeepSpeedError, OSError))
     total, largest = ranks[0]["total"], ranks[0]["largest"]
     part = total / plan.ranks if plan.level == 3 else total
     bound = plan.max_rss * part + largest + _SLACK_BYTES
     worst = {name: [rank[name] for rank in ranks] for name in _ROWS}
     stored = sum(identity_of(str(file))[0] for file in files)
     settings = {name: getattr(plan, name) for name in ("model", "ranks", "level", "transformers")}
-    return {**settings, "files_bytes": stored, "part_bytes": part, "largest_bytes": largest, "bound_bytes": bound} | {
+    facts = {**settings, "files_bytes": stored, "part_bytes": part, "largest_bytes": largest, "bound_bytes": bound} | {
         "seconds": max(worst["seconds"]), "read_bytes": worst["bytes read"], "grew_bytes": worst["memory grew by"],
     }  # fmt: skip
+    if (most := max(facts["grew_bytes"])) > bound:
+        raise CheckFailedError(f"{as_text(facts, plan)}: above the bound by {size(most - bound)}")
+    return facts
 
 
-def _as_text(facts: dict[str, Any]) -> str:
+def as_text(facts: dict[str, Any], _: argparse.Namespace) -> str:
     read, grew = facts["read_bytes"], facts["grew_bytes"]
-    rows: list[list[str | float]] = [["rank", "bytes read", "memory grew by"]]
-    rows += [[str(rank), size(r), size(g)] for rank, (r, g) in enumerate(zip(read, grew, strict=True))]
+    rows = [(str(rank), size(r), size(g)) for rank, (r, g) in enumerate(zip(read, grew, strict=True))]
     how = "from_pretrained under" if facts["transformers"] else "deepspeed.initialize with"
     share, times = size(facts["part_bytes"]), sum(read) / facts["files_bytes"]
-    return "\n".join([
-        f"{facts['model']}: {size(facts['files_bytes'])}, {facts['ranks']} ranks, {how} ZeRO-{facts['level']}",
-        "",
-        *columns(rows),
-        "",
+    head = f"{facts['model']}: {size(facts['files_bytes'])}, {facts['ranks']} ranks, {how} ZeRO-{facts['level']}"
+    tail = (
         f"{facts['seconds']:.2f} s; all ranks together read the files {times:.2f} times; a rank's part is {share}, and "
-        f"its memory grew by at most {size(max(grew))} of {size(facts['bound_bytes'])}",
-    ])  # fmt: skip
+        f"its memory grew by at most {size(max(grew))} of {size(facts['bound_bytes'])}"
+    )
+    return titled(head, [("rank", "bytes read", "memory grew by"), *rows], "", tail)
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises CheckFailedError, UsageError, DeepSpeedError."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
+def add_options(parser: CommandLine) -> None:
     parser.add_argument("--model", required=True, metavar="FOLDER", help="safetensors files, as of save_pretrained")
     parser.option("--ranks", count_of, 2, "N", "processes")
     parser.add_argument("--zero", dest="level", type=int, choices=(0, 3), default=3, help="its level (default 3)")
     parser.option("--max-rss", _times, "1.3x-shard", "N", "the bound, in parts of a rank")
-    parser.switches(transformers="load with from_pretrained, under ZeRO-3", json="one JSON object instead of a table")
-    plan = parser.parse_args(argv)
-    if plan.transformers and plan.level != 3:
-        raise UsageError("--transformers loads in shards under ZeRO-3 alone; leave --zero out")
-    facts = measure(plan)
-    if (most := max(facts["grew_bytes"])) > facts["bound_bytes"]:
-        raise CheckFailedError(f"{_as_text(facts)}: above the bound by {size(most - facts['bound_bytes'])}")
-    return facts if plan.json else _as_text(facts)
+    parser.switches(transformers="load with from_pretrained, under ZeRO-3")

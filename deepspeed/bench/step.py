@@ -13,9 +13,10 @@ import statistics
 from typing import Any
 
 from deepspeed import comm
-from deepspeed.bench.trained import add_training, engine_for, on_ranks, settle, timed
+from deepspeed.bench.common import titled
+from deepspeed.bench.trained import add_training, engine_for, on_ranks, passes, settle, timed
 from deepspeed.device import get_accelerator
-from deepspeed.observe.program import CommandLine, columns
+from deepspeed.observe.program import CommandLine
 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
@@ -23,23 +24,20 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
     away = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if plan.offload else {}
     engine, x = engine_for(plan, plan.level, **away)
 
-    def passes() -> None:
-        engine.backward(engine(x).float().square().mean())
-
     def wait() -> None:
         settle(engine)
         comm.barrier()
 
     def free() -> None:
         for _ in range(plan.steps):
-            passes()
+            passes(engine, x)
             engine.step()
 
     wait()
     whole = timed(free, wait) / plan.steps
     alone, update = list[float](), list[float]()
     for _ in range(plan.steps):
-        alone.append(timed(passes, wait))
+        alone.append(timed(lambda: passes(engine, x), wait))
         update.append(timed(engine.step, wait))
     params = sum(p.numel() for p in engine.module.parameters())
     where = get_accelerator().device_name()
@@ -49,28 +47,25 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
     return {"params": params, "device": where, "seconds": seconds, "exposed": exposed}
 
 
-def _as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
+def measure(plan: argparse.Namespace) -> Any:
+    alone = plan.ranks == 1 and get_accelerator().device_name() != "cpu"
+    return on_rank(plan) if alone else on_ranks(on_rank, plan)[0]
+
+
+def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     seconds, exposed = facts["seconds"], facts["exposed"]
-    rows: list[list[str | float]] = [["seconds", "", ""]]
-    rows += [
-        ["a step, as it comes", seconds["step"], ""],
-        ["its forward and backward", seconds["forward and backward"], ""],
+    rows = [
+        ("seconds", "", ""),
+        ("a step, as it comes", seconds["step"], ""),
+        ("its forward and backward", seconds["forward and backward"], ""),
+        ("an update with nothing beside it", seconds["update"], ""),
+        ("what is seen of it in a step", exposed, f"{100 * exposed / seconds['update']:.0f} %"),
     ]
-    rows += [["an update with nothing beside it", seconds["update"], ""]]
-    rows += [["what is seen of it in a step", exposed, f"{100 * exposed / seconds['update']:.0f} %"]]
     where = "states in host memory" if plan.offload else "states on the device"
     ranks = f"{plan.ranks} ranks ({facts['device']})"
-    head = f"{facts['params']:,} parameters on {ranks}, ZeRO-{plan.level}, bf16, AdamW, {where}"
-    return "\n".join([head, "", *columns(rows)])
+    return titled(f"{facts['params']:,} parameters on {ranks}, ZeRO-{plan.level}, bf16, AdamW, {where}", rows)
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
-    add_training(parser, params="8M", ranks=1)
-    parser.add_argument("--zero", dest="level", type=int, choices=range(1, 4), default=3, help="its level (default 3)")
+def add_options(parser: CommandLine) -> None:
+    add_training(parser, ranks=1, levels=range(1, 4))
     parser.switches(offload="optimizer states rest in host memory")
-    plan = parser.parse_args(argv)
-    alone = plan.ranks == 1 and get_accelerator().device_name() != "cpu"
-    facts = on_rank(plan) if alone else on_ranks(on_rank, plan)[0]
-    return facts if plan.json else _as_text(facts, plan)

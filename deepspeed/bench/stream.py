@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.bench.common import size_of
-from deepspeed.bench.trained import add_training, engine_for, on_ranks, timed
-from deepspeed.observe.program import CommandLine, columns, size
+from deepspeed.bench.common import size_of, titled
+from deepspeed.bench.trained import add_training, engine_for, on_ranks, together
+from deepspeed.observe.program import CommandLine, size
 
 WAYS = ("to one rank", "to all ranks", "messages to one rank")
 
@@ -43,8 +43,7 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(plan.steps):
         for name, work in zip(WAYS, (stream(0), stream(None), messages), strict=True):
-            comm.barrier()
-            seconds[name].append(timed(work, comm.barrier))
+            seconds[name].append(together(work))
     engine.destroy()
     return {"params": numel, "bytes": 2 * numel, "seconds": {n: statistics.median(each) for n, each in seconds.items()}}
 
@@ -57,7 +56,7 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     return {**facts, "bytes_to_one": travels if plan.level == 3 else 0, "bytes_of_messages": travels, "ratio": of_least}
 
 
-def _as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
+def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     seconds = facts["seconds"]
     carried = dict(zip(WAYS, (facts["bytes_to_one"], facts["bytes"] if plan.level == 3 else 0), strict=False))
     rows: list[list[str | float]] = [["", "seconds", "bytes that travel", "GB/s", "of the least"]]
@@ -65,17 +64,9 @@ def _as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
         travels = carried.get(name, facts["bytes_of_messages"])
         rows.append([name, seconds[name], size(travels), travels / seconds[name] / 1e9, f"{facts['ratio'][name]:.2f}"])
     head = f"{facts['params']:,} parameters in bf16 on {plan.ranks} ranks, ZeRO-{plan.level}"
-    return "\n".join([f"{head}, buckets of {size(plan.max_bytes)}", "", *columns(rows)])
+    return titled(f"{head}, buckets of {size(plan.max_bytes)}", rows)
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
-    add_training(parser, params="8M", ranks=2)
-    parser.add_argument("--zero", dest="level", type=int, choices=range(4), default=3, help="its level (default 3)")
+def add_options(parser: CommandLine) -> None:
+    add_training(parser, least=2)  # of one rank nothing travels
     parser.option("--max-bytes", size_of, "64M", "SIZE", "most bytes of a bucket")
-    plan = parser.parse_args(argv)
-    if plan.ranks < 2:
-        parser.error("--ranks 1: nothing travels; give two or more")
-    facts = measure(plan)
-    return facts if plan.json else _as_text(facts, plan)

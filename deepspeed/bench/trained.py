@@ -1,34 +1,38 @@
-"""What ``ds_bench access``, ``step`` and ``vs-fsdp2`` train: residual perceptrons, on ranks of this machine."""
+"""What the commands train: residual perceptrons, on ranks of this machine; and how they take times."""
 
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed import comm
 from deepspeed.bench.common import check_memory, params_of
 from deepspeed.device import Accelerator, get_accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.models import ResidualBlock
-from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.verify.ranks import RankPool
 
 _LAYERS = 8
 _TRAINING = 22  # bytes a parameter while it is trained, and read whole
 _LIMIT_S = 7 * 86400.0
+_Errors = tuple[type[Exception], ...]
 
 
-def add_training(parser: CommandLine, *, params: str, ranks: int) -> None:
-    """Options of what trains a model."""
-    parser.option("--params", params_of, params, "N", "about, for example 8M or 1e9")
-    parser.option("--ranks", count_of, ranks, "N", "processes")
+def add_training(parser: CommandLine, *, ranks: int = 2, levels: Sequence[int] = range(4), least: int = 1) -> None:
+    """Options of what trains a model under one of these ``levels`` of ZeRO, on at ``least`` so many ranks."""
+    parser.option("--params", params_of, "8M", "N", "about, for example 8M or 1e9")
+    parser.option("--ranks", partial(count_of, least=least), ranks, "N", "processes")
     parser.option("--rows", count_of, 256, "N", "samples of a micro-batch")
     parser.option("--steps", count_of, 10, "N", "timed steps")
-    parser.switches(json="one JSON object instead of a table")
+    if levels:
+        parser.add_argument("--zero", dest="level", type=int, choices=levels, default=3, help="its level (default 3)")
 
 
 def blocks(params: int) -> nn.Sequential:
@@ -52,10 +56,15 @@ def engine_for(plan: argparse.Namespace, level: int, **zero: Any) -> tuple[Any, 
     }
     engine = deepspeed.initialize(model=blocks(plan.params), config=config)[0]
     x = batch_for(engine.module, plan.rows, engine.device)
-    engine.backward(engine(x).float().square().mean())
+    passes(engine, x)
     engine.step()
     settle(engine)
     return engine, x
+
+
+def passes(engine: Any, x: Tensor) -> None:
+    """A forward and its backward."""
+    engine.backward(engine(x).float().square().mean())
 
 
 def settle(engine: Any) -> None:
@@ -72,18 +81,32 @@ def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> f
     return time.perf_counter() - begin
 
 
-def _on_cpu(work: Callable[..., Any], plan: argparse.Namespace, *given: Any) -> Any:
+def together(work: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank."""
+    comm.barrier()
+    return timed(work, comm.barrier)
+
+
+def _on_cpu(work: Callable[..., Any], plan: argparse.Namespace, alike: _Errors, *given: Any) -> Any:
     set_accelerator(Accelerator("cpu"))  # whatever there is: several ranks share this machine
     torch.set_num_threads(plan.threads)
-    return work(plan, *given)
+    try:
+        return work(plan, *given)
+    except alike as error:
+        return str(error)
 
 
-def on_ranks(work: Callable[..., Any], plan: argparse.Namespace, *given: Any) -> list[Any]:
-    """``work(plan, *given)`` on CPU ranks of this machine. Raises UsageError (memory), DeepSpeedError."""
-    check_memory(plan.ranks * plan.params * _TRAINING, "--params or --ranks")
+def on_ranks(
+    work: Callable[..., Any], plan: argparse.Namespace, *given: Any, each: int = _TRAINING, alike: _Errors = ()
+) -> list[Any]:
+    """``work(plan, *given)`` on CPU ranks of this machine, with ``each`` bytes a parameter; ``alike``: errors that all
+    ranks have. Raises UsageError (memory), DeepSpeedError.
+    """
+    if each:
+        check_memory(plan.ranks * plan.params * each, "--params or --ranks")
     plan.threads = max(1, torch.get_num_threads() // plan.ranks)
     with RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
-        try:
-            return pool.run(_on_cpu, work, plan, *given)
-        except RankFailure as failure:
-            raise DeepSpeedError(str(failure)) from failure
+        answers = pool.run(_on_cpu, work, plan, alike, *given)
+    if isinstance(answers[0], str):
+        raise DeepSpeedError(answers[0])
+    return answers

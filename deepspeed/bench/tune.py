@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.bench import common
 from deepspeed.bench.common import block_of, size_of
 from deepspeed.bench.io import Load, Target, speed, through_engine
 from deepspeed.checkpoint.format.folders import write_atomically
@@ -128,15 +129,16 @@ def tune(options: argparse.Namespace) -> list[Trial]:
     return trials
 
 
-def _as_text(trials: Sequence[Trial], best: Trial) -> str:
+def as_text(facts: dict[str, Any], options: argparse.Namespace) -> str:
     """The table, fastest first, and the block."""
+    trials, best = options.measured
     settings = ("block_size", "queue_depth", "intra_op_parallelism")
     rows: list[list[str | float]] = [[*settings, *(f"{name} GB/s" for name in best.rates), "times", ""]]
     for trial in sorted(trials, key=lambda each: -each.score):
         medians, times = map(statistics.median, trial.rates.values()), str(min(map(len, trial.rates.values())))
         mark = "best" if trial is best else ""
         rows.append([*(str(trial.block[key]) for key in settings), *medians, times, mark])
-    return "\n".join([*columns(rows, left=0), "", json.dumps({"aio": best.block}, indent=2)])
+    return "\n".join([*columns(rows, left=0), "", json.dumps({"aio": facts["aio"]}, indent=2)])
 
 
 def with_block(text: str, block: dict[str, Any]) -> str:
@@ -178,9 +180,7 @@ def _merged_config(path: Path, block: dict[str, Any]) -> str:
         ) from error
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises UsageError for whatever would make a minute's measurement useless."""
-    parser = CommandLine(prog="ds_nvme_tune", description=__doc__, allow_abbrev=False)
+def add_options(parser: CommandLine) -> None:
     parser.add_argument("--nvme_dir", required=True, metavar="DIR", help="folder on the drive")
     parser.option("--seconds", number_of, 60.0, "N", "time to spend, about")
     parser.option("--sweep_config", str, None, "FILE", "JSON with lists under block_size, queue_depth and io_parallel")
@@ -193,11 +193,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.switches(
         no_read="do not measure reads",
         no_write="do not measure writes",
-        json="one JSON object with all measurements instead of a table",
         flush_page_cache="accepted; nothing is measured through the page cache if it can be helped",
         verbose="accepted",
     )
-    options = parser.parse_args(argv)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Every setting, and the best, which goes into the files that were named. Raises UsageError, and as ``tune``."""
     if options.no_read and options.no_write:
         raise UsageError("--no_read and --no_write leave nothing to measure")
     if not 0 <= options.seconds <= _DAY_S:
@@ -207,23 +209,18 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     for path in filter(None, (options.config, options.output)):
         if not os.access(path.resolve().parent, os.W_OK | os.X_OK):
             raise UsageError(f"{path} cannot be written: {path.resolve().parent} is no folder that you may write")
-    return options
-
-
-def _run(argv: Sequence[str] | None) -> str | dict[str, Any]:
-    options = _options(argv)
     trials = tune(options)
-    best = best_of(trials)
+    options.measured = trials, (best := best_of(trials))
     if options.config:
         _replace(options.config, _merged_config(options.config, best.block))
     if options.output:
         _replace(options.output, json.dumps({"aio": best.block}, indent=2) + "\n")
     rows = [{**trial.block, **trial.rates} for trial in trials]
-    return {"aio": best.block, "unit": "GB/s", "trials": rows} if options.json else _as_text(trials, best)
+    return {"aio": best.block, "unit": "GB/s", "trials": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("ds_nvme_tune", lambda: _run(argv))
+    return guarded("ds_nvme_tune", lambda: common.run(sys.modules[__name__], argv, prog="ds_nvme_tune"))
 
 
 if __name__ == "__main__":

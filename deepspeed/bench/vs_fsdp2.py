@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from deepspeed import comm
-from deepspeed.bench.trained import add_training, batch_for, blocks, engine_for, on_ranks, timed
+from deepspeed.bench.common import titled
+from deepspeed.bench.trained import add_training, batch_for, blocks, engine_for, on_ranks, passes, together
 from deepspeed.observe import hostmem
-from deepspeed.observe.program import CommandLine, columns, count_of, size
+from deepspeed.observe.program import CommandLine, count_of, size
 
 _FSDP = "torch.distributed.fsdp"
 CONTENDERS = ("ZeRO-3", "FSDP2")
@@ -27,7 +27,7 @@ def _ours(plan: argparse.Namespace) -> Any:
     engine, x = engine_for(plan, 3)
 
     def step() -> None:
-        engine.backward(engine(x).float().square().mean())
+        passes(engine, x)
         engine.step()
 
     return step
@@ -57,8 +57,7 @@ def on_rank(plan: argparse.Namespace, who: str) -> tuple[list[float], int]:
     importlib.import_module(_FSDP)  # its own memory does not count
     before = hostmem.rss_bytes()
     step = _ours(plan) if who == CONTENDERS[0] else _theirs(plan)
-    comm.barrier()
-    return [timed(step, comm.barrier) for _ in range(plan.steps)], hostmem.peak_rss_bytes() - before
+    return [together(step) for _ in range(plan.steps)], hostmem.peak_rss_bytes() - before
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
@@ -80,20 +79,15 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
+def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     rows: list[list[str | float]] = [["", "seconds a step", "samples/s", "memory grew by"]]
     rows += [[who, f["step_s"], f"{f['samples_per_s']:.1f}", size(f["grew_bytes"])] for who, f in facts.items()]
     ours, theirs = (facts[who] for who in CONTENDERS)
     ratios = [ours[key] / theirs[key] for key in ("step_s", "samples_per_s", "grew_bytes")]
     rows.append(["ours / theirs", *(f"{ratio:.3f}" for ratio in ratios)])
-    return "\n".join([f"about {plan.params:,} parameters on {plan.ranks} CPU ranks, bf16, AdamW", "", *columns(rows)])
+    return titled(f"about {plan.params:,} parameters on {plan.ranks} CPU ranks, bf16, AdamW", rows)
 
 
-def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
-    add_training(parser, params="8M", ranks=2)
+def add_options(parser: CommandLine) -> None:
+    add_training(parser, levels=())
     parser.option("--rounds", count_of, 3, "N", "times each has its turn")
-    plan = parser.parse_args(argv)
-    facts = measure(plan)
-    return facts if plan.json else _as_text(facts, plan)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import math
@@ -36,19 +37,15 @@ class CommandLine(argparse.ArgumentParser):
             self.add_argument(f"--{name}", action="store_true", help=text)
 
 
-def count_of(text: str, most: int = sys.maxsize) -> int:
-    """A whole number from 1 on. Raises ArgumentTypeError."""
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= most:
+def count_of(text: str, most: int = sys.maxsize, least: int = 1) -> int:
+    """A whole number from ``least`` on. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
         limit = f"to {most}" if most < sys.maxsize else "on"
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 {limit}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} {limit}")
     return int(text)
 
 
-def whole_of(text: str) -> int:
-    """A whole number from 0 on. Raises ArgumentTypeError."""
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)
+whole_of = functools.partial(count_of, least=0)  # a whole number from 0 on
 
 
 def number_of(text: str) -> float:
