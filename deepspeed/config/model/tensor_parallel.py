@@ -8,9 +8,6 @@ from deepspeed.config.model import unread, values
 from deepspeed.config.model.values import Block, Count, Flag, Names, Positive, key
 
 _List = Annotated[tuple[Any, ...], BeforeValidator(values.freeze)]
-_NOT_YET = values.Support.NOT_YET
-_PRESETS = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
-_from_a_program = BeforeValidator(unread.from_a_program)
 
 
 class LayerRuleConfig(Block):
@@ -34,9 +31,6 @@ class PartitionConfig(unread.TensorParallelPartitionConfigKeys):
 
     use_default_specs: Flag = key(True, "Split what your rules leave by the model's plan, or by names.")
     strict_mode: Flag = key(False, "Fail when a linear layer matches no rule.")
-    embedding_partition_dim: Count = key(
-        1, "Dimension along which embeddings are split.", values.Support.INERT, "a layer_specs rule says it of each"
-    )
     lm_head_patterns: Names = key(("lm_head", "embed_out"), "Module names that are output heads.")
     layer_specs: tuple[LayerRuleConfig, ...] = Field(())
 
@@ -45,20 +39,6 @@ class TensorGroupConfig(unread.TensorParallelTensorParallelKeys):
     """``tensor_parallel.tensor_parallel`` (also ``tp``): the group of ranks that share one layer."""
 
     tp_size: Positive = key(1, "Ranks that share each layer; 1, or equal to autotp_size.")
-    mpu: Annotated[Any, _from_a_program] = key(
-        None,
-        "Object with the process groups of a model-parallel program (from Python only).",
-        _NOT_YET,
-        "pass it to deepspeed.initialize(mpu=...)",
-        "tensor_parallel.autotp_size",
-    )
-    tp_group: Annotated[Any, _from_a_program] = key(
-        None,
-        "Process group of the ranks that share a layer (from Python only).",
-        _NOT_YET,
-        "pass it to deepspeed.tp_model_init(..., tp_group=...)",
-        "tensor_parallel.autotp_size",
-    )
 
 
 class TensorParallelConfig(unread.TensorParallelKeys):
@@ -69,17 +49,7 @@ class TensorParallelConfig(unread.TensorParallelKeys):
         None, "true: each rank computes logits and loss of some words; false: output head and embedding stay whole."
     )
     sequence_parallel_norms: Flag = key(False, "Norms and residuals on each rank's part of the tokens (an extension).")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
-        "torch",
-        "Implementation of the cross-entropy over a split output head.",
-        _NOT_YET,
-        "torch computes it",
-        "tensor_parallel.autotp_size",
-    )
     tensor_parallel: TensorGroupConfig = Field(default_factory=TensorGroupConfig)
-    preset_model: _PRESETS | None = key(
-        None, "Built-in splitting rules of a model family.", values.Support.INERT, "layers are known by their names"
-    )
     partition_config: PartitionConfig | None = key(None, "Splitting rules of your own; they win over the model's plan.")
 
     @property
