@@ -26,7 +26,8 @@ from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.spy import CollectiveSpy
 from tests.mutants.__main__ import KILLED, SURVIVED, UNDECIDED, replay
-from tests.mutants.faults import ROOT, chosen
+from tests.mutants.faults import chosen
+from tests.mutants.mutant import ROOT
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, float]:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.faults import ROOT, Mutant, chosen
+from tests.mutants.faults import chosen
+from tests.mutants.mutant import ROOT, Mutant
 
 LIMIT_S = 240.0
 KILLED, SURVIVED, UNDECIDED = "killed", "SURVIVED", "UNDECIDED"

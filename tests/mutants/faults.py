@@ -1,44 +1,12 @@
 """The list of planted faults, each with the tests that notice it.
 
 A fault that a refactoring could make, and that was found or imagined once, becomes an entry here together with the test
-that kills it. ``old`` is short, so that it outlives changes around it, and occurs once in its file;
-tests/pure/test_mutants.py holds that.
+that kills it; those of models in parts are in ``faults_of_parts``. ``old`` is short, so that it outlives changes around
+it, and occurs once in its file; tests/pure/test_mutants.py holds that.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Replace ``old`` by ``new`` in ``file`` (and every pair of ``also``); one of ``tests``, arguments of pytest, must
-    then fail.
-
-    ``breaks`` says what no longer holds under the fault.
-    """
-
-    id: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    breaks: str
-    also: tuple[tuple[str, str], ...] = ()
-
-    def planted(self, source: str) -> str:
-        """``source`` of ``file`` with the fault. Raises ValueError when it has no single place there."""
-        for old, new in ((self.old, self.new), *self.also):
-            count = source.count(old)
-            if count != 1:
-                raise ValueError(
-                    f"mutant {self.id} replaces text that occurs {count} times in {self.file}, not once: "
-                    f"{old!r}. The code has changed; "
-                    "plant the same fault in its new form in tests/mutants/faults.py"
-                )
-            source = source.replace(old, new)
-        return source
+from tests.mutants.faults_of_parts import COMPILED, PARTS, PIPELINES
+from tests.mutants.mutant import Mutant
 
 
 def chosen(*wanted: str) -> tuple[Mutant, ...]:
@@ -512,137 +480,7 @@ _CHECKPOINTS = (
     ),
 )
 
-_TENSOR = "tests/dist/test_tensor_parallel.py"
-_PARTS = (
-    Mutant(
-        "TP1",
-        "deepspeed/zero/layout.py",
-        "weight = self.norm_weight / place.copies",
-        "weight = self.norm_weight",
-        (f"{_TENSOR}::test_two_ways_of_two_ranks_train_as_one_process[llama, tied, with biases and norms of heads-3]",),
-        "what several tensor-parallel ranks hold counts once in the norm",
-    ),
-    Mutant(
-        "TP2",
-        "deepspeed/tensor/layers.py",
-        "out = out if self.input_sums else enter_parts(out, self.group)",
-        "out = out if self.input_sums else out",
-        (f"{_TENSOR}::test_four_ranks_share_each_layer[llama with one head of keys]",),
-        "gradients of keys that every rank computes are summed over the ranks that use them",
-    ),
-    Mutant(
-        "TP3",
-        "deepspeed/tensor/layers.py",
-        "source() is value and version == value._version",
-        "True",
-        (f"{_TENSOR}::test_two_ways_of_two_ranks_train_as_one_process[gpt2-1]",),
-        "layers share an entered input only if it is the same tensor",
-    ),
-    Mutant(
-        "TP4",
-        "deepspeed/checkpoint/save/collect.py",
-        "yield begin, end, begin - at, Region(*box)",
-        "yield begin, end, begin, Region(*box)",
-        (f"{_TENSOR}::test_saved_at_one_layout_and_loaded_at_any_other[gpt2]",),
-        "elements of a part count from the beginning of their own box",
-    ),
-    Mutant(
-        "TP5",
-        "deepspeed/tensor/layers.py",
-        "self._seed = (torch.get_rng_state(), device), seed + 1 + self.group.index",
-        "self._seed = (torch.get_rng_state(), device), seed + 1",
-        (f"{_TENSOR}::test_each_rank_draws_numbers_of_its_own_for_its_part_only",),
-        "dropout differs between the parts",
-    ),
-    Mutant(
-        "TP6",
-        "deepspeed/zero/build.py",
-        "collectives.broadcast(local, mesh.tp)",
-        "local = local.clone()",
-        (f"{_TENSOR}::test_ranks_that_share_layers_take_the_first_ones_weights",),
-        "parts are cut from one model, whatever each rank has built",
-    ),
-)
-
-_CUT = "tests/dist/test_three_axes_failures.py"
-_PIPELINES = (
-    Mutant(
-        "PL1",
-        "deepspeed/pipe/torch_pipelining.py",
-        "groups = _disjoint(groups)",
-        "groups = list(groups)",
-        ("tests/pure/test_pipe_orders.py",),
-        "a weight that is used at two depths gets its gradient once in a backward in two halves",
-    ),
-    Mutant(
-        "PL2",
-        "deepspeed/pipe/module.py",
-        "replace(facts, mesh=wide, tie=name)",
-        "replace(facts, mesh=mesh)",
-        ("tests/dist/test_pipeline_parity.py::test_two_stages[1f1b-1-3-3]",),
-        "gradients of a tied layer are summed over the stages that hold it",
-    ),
-    Mutant(
-        "PL3",
-        "deepspeed/checkpoint/save/collect.py",
-        "unit.facts.axes, strict=False",
-        "unit.mesh.groups, strict=True",
-        ("tests/dist/test_pipeline_checkpoints.py::test_any_number_of_stages_to_any_other[2 stages 1f1b-no pipeline]",),
-        "what several stages hold is written whole by the first of them",
-    ),
-    Mutant(
-        "PL4",
-        "deepspeed/zero/runtime.py",
-        "            collectives.break_off(tp)\n",
-        "",
-        (f"{_CUT}::test_a_rank_that_fails_alone_does_not_leave_those_waiting_that_share_its_layers[forward]",),
-        "a rank that fails alone frees those that wait for it inside a layer",
-    ),
-    Mutant(
-        "PL5",
-        "deepspeed/pipe/engine.py",
-        "inputs if ways > 1 else 0]",
-        "0]",
-        (f"{_CUT}::test_data_that_differ_between_ranks_of_one_pipeline[later inputs]",),
-        "ranks that share layers read the same inputs in every batch",
-    ),
-)
-
-_COMPILED = (
-    Mutant(
-        "CB1",
-        "deepspeed/zero/hooks.py",
-        "            if root not in running:\n                enter(",
-        "            if True:\n                enter(",
-        ("tests/dist/test_compile.py::test_a_block_is_asked_for_once_in_each_direction",),
-        "the hooks of a module inside a block have nothing to do while the block's forward runs",
-        also=(
-            (
-                "            if root not in running:\n                leave(",
-                "            if True:\n                leave(",
-            ),
-        ),
-    ),
-    Mutant(
-        "CB2",
-        "deepspeed/zero/hooks.py",
-        "not (self._compiled and module in self._inside)",
-        "True",
-        ("tests/dist/test_compile.py::test_compiled_as_plain_in_whole_graphs[frozen-3-2]",),
-        "nothing inside a compiled block has hooks",
-    ),
-    Mutant(
-        "CB3",
-        "deepspeed/zero/hooks.py",
-        "cut = module not in self._roots and",
-        "cut = False and",
-        ("tests/dist/test_compile.py::test_compiled_as_plain_in_whole_graphs[frozen-3-2]",),
-        "only what has no hooks inside is compiled",
-    ),
-)
-
-
 MUTANTS: tuple[Mutant, ...] = (
-    *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS, *_PARTS, *_PIPELINES),
-    *_COMPILED,
+    *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS),
+    *(*PARTS, *PIPELINES, *COMPILED),
 )

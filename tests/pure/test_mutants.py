@@ -3,7 +3,8 @@
 import pytest
 
 from tests.harness.exhaustive import corner
-from tests.mutants.faults import MUTANTS, ROOT, Mutant
+from tests.mutants.faults import MUTANTS
+from tests.mutants.mutant import ROOT, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
