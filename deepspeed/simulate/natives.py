@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +47,7 @@ _PASSES = {FUSED_LAMB: 2}  # how often parameter and moments are read and writte
 # Columns of a host kernel's arguments: weights, gradient, moments, rounded output.
 _HOST_POINTERS = {CPU_ADAM: 5, CPU_ADAGRAD: 4, CPU_LION: 4}
 _PART = 1 << 28
+_Bytes = Touch | None
 
 
 class _Function:
@@ -95,12 +96,18 @@ class _Natives:
         return Rates((2 * nbytes + 4) / machine["adam_rate"], travel, travel)
 
     def _launch(
-        self, stream: int, name: str, reads: list[Touch], writes: list[Touch], kind: str, passes: float
-    ) -> None:
+        self, stream: int, name: str, read: Sequence[_Bytes], written: Sequence[_Bytes], kind: str, passes: float
+    ) -> int:
+        reads, writes = ([t for t in some if t is not None] for some in (read, written))
         nbytes = sum(t.stop - t.start for t in reads) + int(2 * passes * sum(t.stop - t.start for t in writes))
         site = self._stores.site()
         work = Work(kind, nbytes=nbytes)
         self._recorder.emit(Launch(stream, name, tuple(reads), tuple(writes), work, site, self._recorder.phase))
+        return 0
+
+    def _touches(self, pointers: Iterable[int], codes: Iterable[int], count: int) -> list[_Bytes]:
+        pairs = zip(pointers, codes, strict=True)
+        return [self._stores.at(address, count * _WIDTHS[code]) if address else None for address, code in pairs]
 
     def _fused(self, op: OpSpec, call: Any) -> int:
         """One launch over ``call.count`` tensors: ``cuda._Call``."""
@@ -117,33 +124,20 @@ class _Natives:
             )
         params, grads, *others = columns
         written = [*params, *itertools.chain.from_iterable(others)]
-        self._launch(MODULE.current_stream().number, op.name, grads, written, "kernel", _PASSES.get(op, 1))
-        return 0
+        return self._launch(MODULE.current_stream().number, op.name, grads, written, "kernel", _PASSES.get(op, 1))
 
     def _host(self, op: OpSpec, count: int, *args: Any) -> int:
         pointers = args[: _HOST_POINTERS[op]]
         weights, grad, first, out = args[len(pointers) : len(pointers) + 4]
         codes = [weights, grad, *[first] * (len(pointers) - 3), out]
-        touches = [
-            None if not address else self._stores.at(address, count * _WIDTHS[code])
-            for address, code in zip(pointers, codes, strict=True)
-        ]
-        reads = [t for t in touches[1:2] if t is not None]
-        writes = [t for t in (touches[0], *touches[2:]) if t is not None]
-        self._launch(self._recorder.host, op.name, reads, writes, "adam", 1)
-        return 0
+        values, gradient, *others = self._touches(pointers, codes, count)
+        return self._launch(self._recorder.host, op.name, [gradient], [values, *others], "adam", 1)
 
     def _beside(self, op: OpSpec, count: int, *args: Any) -> int:
         """Weights, gradient, moments, rounded output; new weights and moments, past the caches; two codes."""
-        pointers, (grad, out) = args[:8], args[8:10]
-        widths = [4, _WIDTHS[grad], 4, 4, _WIDTHS.get(out, 0), 4, 4, 4]
-        touches = [self._stores.at(a, count * w) if a else None for a, w in zip(pointers, widths, strict=True)]
-        reads, writes = ([t for t in some if t is not None] for some in (touches[:4], touches[5:]))
-        if touches[4] is not None:  # whose lines are read, too
-            reads.append(touches[4])
-            writes.append(touches[4])
-        self._launch(self._recorder.host, op.name, reads, writes, "adam", 0.5)
-        return 0
+        *old, out, a, b, c = self._touches(args[:8], (0, args[8], 0, 0, args[9], 0, 0, 0), count)
+        # the lines of the rounded output are read, too
+        return self._launch(self._recorder.host, op.name, [*old, out], [a, b, c, out], "adam", 0.5)
 
 
 class _Pages:
@@ -311,17 +305,13 @@ class _File:
                 work = Work("write", nbytes=values.nbytes)
                 recorder.emit(Launch(recorder.host, "write of a save", (touch,), (), work, site, recorder.phase))
 
-    def limit(self, _rate_bytes: int) -> None:
-        """There is no rate."""
-
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """There is no file."""
+
+    limit = __exit__ = close
 
     def __enter__(self) -> "_File":
         return self
-
-    def __exit__(self, *_: object) -> None:
-        """There is nothing to remove."""
 
 
 @contextlib.contextmanager

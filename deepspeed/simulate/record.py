@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self.phase = name
         self.emit(Phase(name))
 
-    # -- what the device asks for (device.Sink) ---------------------------------------------------------------------
+    # -- what the device asks for -------------------------------------------------------------------------------------
     def record(self, stream: int) -> int:
         number = next(self._events)
         self.emit(Record(number, stream))

@@ -53,20 +53,20 @@ class Outcome:
     busy: dict[int, float]
     messages: int
     agreement_seconds: float
-    agreement_exposed: float
     issued: dict[tuple[int, ...], list[tuple[str, int]]]
     states: int
     peak: int
     at_peak: dict[str, int]
     reserved: int
     retries: int
-    build_peak: int
     host: dict[str, int]
-    left: int
     plan: MemoryPlan
-    unordered: list[Unordered]
     streams: dict[int, str]
     spans: list[Interval] = field(default_factory=list)
+    agreement_exposed: float = 0.0
+    build_peak: int = 0
+    left: int = 0
+    unordered: list[Unordered] = field(default_factory=list)
 
     @property
     def exposed_seconds(self) -> float:
@@ -139,15 +139,15 @@ class RankJob:
 
 
 def simulate(
-    subject: Subject, config: dict[str, Any], machine: Machine, *, world: int, rank: int = 0, keep: bool = False,
-    sharded_init: bool | None = None, steps: int = STEPS, store: dist.Store | None = None,
-) -> Outcome:  # fmt: skip
-    """``subject`` is trained as ``RankJob`` says. One process, no data; raises what ``initialize`` raises.
+    subject: Subject, config: dict[str, Any], machine: Machine, *, store: dist.Store | None = None, **job: Any
+) -> Outcome:
+    """``subject`` is trained as ``RankJob``, whose other fields are ``job``, says. One process, no data; raises what
+    ``initialize`` raises.
 
     ``store``: of the job in which each rank is simulated by a process of its own (``together``); without it the others
     do what this one does.
     """
-    return run_job(RankJob(config, machine, world, rank, keep, sharded_init, steps), subject, store=store)
+    return run_job(RankJob(config, machine, **job), subject, store=store)
 
 
 def run_job(
@@ -218,17 +218,13 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) ->
         **times_of(recorder.timeline, begin),
         messages=control.messages,
         agreement_seconds=control.seconds,
-        agreement_exposed=0.0,
         issued=dict(recorder.issued),
         states=usage.by_category["states"],
         peak=usage.peak,
         at_peak=dict(usage.at_peak),
         reserved=recorder.usage.allocator.peak_reserved,
         retries=recorder.usage.allocator.retries,
-        build_peak=0,
         host={place: place_usage.peak for place, place_usage in recorder.usage.places.items() if place != DEVICE},
-        left=0,
         plan=engine.memory_plan(),
-        unordered=[],
         streams=dict(recorder.streams),
     )

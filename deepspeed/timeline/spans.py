@@ -1,8 +1,8 @@
 """Spans of one rank in time: by the host's clock, or on a device by events that are read when it has passed them."""
 
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from deepspeed.device import get_accelerator
 
@@ -16,41 +16,27 @@ ROWS = ("phases", "compute", "waits", "collectives", "tier transfers", "prefetch
 TimedSpan = tuple[int, str, Any, Any, dict[str, Any] | None]
 
 
-class MarkClock(Protocol):
-    """Marks moments of what is under way. No call but ``sync`` waits for a device."""
+class MarkClock:
+    """Marks moments of what is under way, here where computation is over when its call returns."""
 
-    def mark(self) -> Any:
-        """Now: on a device, where the current stream is now."""
+    mark: Callable[[], Any] = staticmethod(time.perf_counter_ns)  # now; on a device, where the current stream is now
 
     def known(self, mark: Any) -> bool:
         """Whether that moment has passed."""
-
-    def between_ns(self, begin: Any, end: Any) -> int:
-        """Nanoseconds between two moments that have passed."""
-
-    def sync(self) -> tuple[Any, int]:
-        """A mark, and what the host's clock (``perf_counter_ns``) shows there; waits for the device."""
-
-
-class HostClock:
-    """Where computation is over when its call returns."""
-
-    mark = staticmethod(time.perf_counter_ns)
-
-    def known(self, mark: Any) -> bool:
         return True
 
     def between_ns(self, begin: Any, end: Any) -> int:
+        """Nanoseconds between two moments that have passed."""
         return int(end - begin)
 
     def sync(self) -> tuple[Any, int]:
-        """Now, twice."""
+        """A mark, and what the host's clock (``perf_counter_ns``) shows there."""
         now = time.perf_counter_ns()
         return now, now
 
 
-class DeviceClock:
-    """Events on the current stream. A moment of the host alone (``perf_counter_ns``) cannot be told from it here."""
+class DeviceClock(MarkClock):
+    """Events on the current stream; only ``sync`` waits. A moment of the host alone cannot be told from it here."""
 
     def mark(self) -> Any:
         event = get_accelerator().Event(enable_timing=True)
@@ -74,7 +60,7 @@ class DeviceClock:
 
 def clock_for(device: str) -> MarkClock:
     """The clock of computation on that type of device."""
-    return HostClock() if device == "cpu" else DeviceClock()
+    return MarkClock() if device == "cpu" else DeviceClock()
 
 
 def union_ns(intervals: Iterable[tuple[int, int]]) -> int:

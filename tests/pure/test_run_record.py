@@ -28,7 +28,7 @@ from deepspeed.report.run.live import spark
 from deepspeed.report.run.page import facts, figures, page
 from deepspeed.timeline.board import Board
 from deepspeed.timeline.collect import on_first_clock, rows_of
-from deepspeed.timeline.spans import COLLECTIVES, PHASES, WAITS, HostClock, StepSpans, union_ns
+from deepspeed.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
 
 FACTS = {"model": "Net <b>", "parameters": 10, "units": 2, "ranks": 2, "batch": [8, 2, 2], "device": "cpu"}
 PLAN = {"device": 0, "host": 3 << 20, "drive": 0}
@@ -75,7 +75,7 @@ def test_pace_is_of_the_last_steps() -> None:
 
 
 def test_a_step_is_its_phases_and_the_rest_and_overlapping_waits_count_once() -> None:
-    step = StepSpans(HostClock(), 0, 4)
+    step = StepSpans(MarkClock(), 0, 4)
     step.add(PHASES, "forward", 1_000_000, 4_000_000)
     step.add(WAITS, "a", 1_000_000, 3_000_000)
     step.add(WAITS, "b", 2_000_000, 3_500_000)
@@ -501,7 +501,7 @@ def test_no_update_of_many_short_ones_is_lost(tmp_path: Path) -> None:
     file = RunFile(tmp_path, FACTS)
     board = Board(None, rank=0, ranks=1, file=file, factor=1.2, steps=20, drive_bytes=lambda: 0)
     for n in range(1, 501):  # faster than the thread looks
-        step = StepSpans(HostClock(), n, 4)
+        step = StepSpans(MarkClock(), n, 4)
         step.end, step.number = n + 1, n
         board.put(step, {})
     board.close()

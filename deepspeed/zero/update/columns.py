@@ -65,9 +65,7 @@ class Band:
         """Put ``columns`` of the band of ``flat`` into ``out``, row by row; zeros for what is not in the band."""
         at, count, values = 0, columns.numel(), flat[self.start : self.start + self.numel]
         for lo, hi, first in self._pieces():
-            rows = (
-                values[lo:hi].view(-1, self.width) if (hi - lo) % self.width == 0 else self._row(values[lo:hi], first)
-            )
+            rows = self._rows_of(values[lo:hi], first)
             size = rows.shape[0] * count
             out[at : at + size].view(-1, count).copy_(rows if count == self.width else rows.index_select(1, columns))
             at += size
@@ -92,12 +90,12 @@ class Band:
         """Add the sums of squares of all columns, as far as the band has them, to ``out``, in fp32 or wider."""
         values = flat[self.start : self.start + self.numel]
         for lo, hi, first in self._pieces():
-            rows = (
-                values[lo:hi].view(-1, self.width) if (hi - lo) % self.width == 0 else self._row(values[lo:hi], first)
-            )
+            rows = self._rows_of(values[lo:hi], first)
             out += torch.linalg.vector_norm(rows, dim=0, dtype=torch.promote_types(rows.dtype, out.dtype)).square()
 
-    def _row(self, values: torch.Tensor, first: int) -> torch.Tensor:
+    def _rows_of(self, values: torch.Tensor, first: int) -> torch.Tensor:
+        if values.numel() % self.width == 0:
+            return values.view(-1, self.width)
         row = values.new_zeros(self.width)
         row[first : first + values.numel()] = values
         return row[None]
