@@ -117,7 +117,7 @@ class PipelineEngine(DeepSpeedEngine):
         batch, kinds = self._read(data_iter, self._gas)
         with self._clock("forward"):
             kinds = [f"train {kind}" for kind in kinds]
-            outcome = self._pass(self._order(len(batch)), batch, kinds, scale=self._scaler.loss_scale)
+            outcome = self._pass(self._order(len(batch)), batch, kinds, scale=self._scaler.loss_scale / len(batch))
             loss = self._agree(outcome)
         with self._clock("backward"):
             self.runtime.flush()
@@ -175,22 +175,11 @@ class PipelineEngine(DeepSpeedEngine):
             )
         return self._orders[micros]
 
-    def _pass(
-        self,
-        order: Program,
-        batch: list[Micro],
-        kinds: list[str],
-        *,
-        scale: float | None = None,
-        with_loss: bool = True,
-        with_outputs: bool = False,
-    ) -> PassResult:
-        """Run the schedule on this rank, with every parameter whole."""
+    def _pass(self, order: Program, batch: list[Micro], kinds: list[str], **wanted: Any) -> PassResult:
+        """Run the schedule on this rank, with every parameter whole. ``wanted``: options of ``Pass``."""
         self._links.begin(order, kinds)
-        one = Pass(
-            order, self._links, self, batch, scale=None if scale is None else scale / len(batch), with_loss=with_loss,
-            with_outputs=with_outputs, harvest=self.runtime.gradients.collect, alarm=self._lose,
-        )  # fmt: skip
+        collect = self.runtime.gradients.collect
+        one = Pass(order, self._links, self, batch, harvest=collect, alarm=self._lose, **wanted)
         self._in_engine_backward = True
         try:
             with contextlib.ExitStack() as whole:

@@ -74,7 +74,7 @@ class Pass:
         chunks: Chunks,
         batch: Sequence[Micro],
         *,
-        scale: float | None,
+        scale: float | None = None,
         with_loss: bool = True,
         with_outputs: bool = False,
         harvest: Callable[[], object] = lambda: None,

@@ -32,6 +32,7 @@ from deepspeed.pipe.orders import (
 )
 
 _TORCH = "torch.distributed.pipelining"  # imported when it is used: it takes a second and brings much with it
+_Tensors = Sequence[torch.Tensor]
 
 
 def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) -> Program:
@@ -92,10 +93,7 @@ def _flat(planned: Sequence[Any]) -> list[Action]:
 
 
 def split_backward(
-    outputs: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor] | None,
-    inputs: Sequence[torch.Tensor],
-    params: list[nn.Parameter],
+    outputs: _Tensors, grads: _Tensors | None, inputs: _Tensors, params: list[nn.Parameter]
 ) -> Callable[[], None]:
     """The first half: gradients of ``inputs`` (into their ``.grad``) now; the second, when the result is called.
 

@@ -283,11 +283,6 @@ class Pools(contextlib.ExitStack):
         return self._pools[ranks]
 
 
-def _refusal(answers: list[Any]) -> str:
-    """Why the ranks refuse the layout; empty if they train."""
-    return next((answer for answer in answers if isinstance(answer, str)), "")
-
-
 def compare_layouts(options: argparse.Namespace, cells: list[GridCell], pools: Pools, report: Printout) -> int:
     """Every cell against one process; the exit code."""
     refused: list[str] = []
@@ -300,7 +295,7 @@ def compare_layouts(options: argparse.Namespace, cells: list[GridCell], pools: P
     def check(cell: GridCell) -> tuple[str, str]:
         records = reference(cell.dp, cell.micros)
         answers = pools.of(cell.ranks, alone=True).run(run_cell, cell, records)
-        if reason := _refusal(answers):
+        if reason := next((answer for answer in answers if isinstance(answer, str)), ""):
             refused.append(reason)
             trains = next((f"rank {rank} trains" for rank, each in enumerate(answers) if not isinstance(each, str)), "")
             return f"{aligned([''] * 4, WIDTHS[5:])}  unsupported: {reason}", trains

@@ -157,10 +157,6 @@ class HangWatch:
     def _waits_too_long(self, more_s: float = 0.0) -> bool:
         return min(self._waited_s, self._still_s) >= self._limit_s + more_s
 
-    def _modules(self) -> dict[int, str]:
-        engine = self._engine()
-        return {} if engine is None else {id(m): name or type(m).__name__ for name, m in engine.module.named_modules()}
-
     # -- the thread that talks --------------------------------------------------------------------------------------
     def _talk(self) -> None:
         while not self._stopped.wait(self._beat_s):
@@ -189,11 +185,11 @@ class HangWatch:
 
     def _report(self, *, left: str = "") -> RankReport:
         """What this rank says of itself; ``left``: why its watch ends."""
-        modules = self._modules()
+        named = () if (engine := self._engine()) is None else engine.module.named_modules()
+        modules = {id(module): name or type(module).__name__ for name, module in named}
         spot = Spot(ends=True) if left else self._glance(modules, whole=True)
         failure = failure_of(self._thread, modules, ends=spot.ends)
-        engine, entry = self._engine(), self.ledger.waiting
-        state, what = spot.kind or RUNS, spot.waits
+        state, what, entry = spot.kind or RUNS, spot.waits, self.ledger.waiting
         if left or (spot.ends and state == RUNS):
             others = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
             kept = f", and its process is kept by the threads {', '.join(others)}" if others else ""
