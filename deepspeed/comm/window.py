@@ -50,9 +50,7 @@ def _zero_cta() -> Any:
 
 
 def _settled(why: str, group: AxisGroup, *, among: object = None) -> bool:
-    """Whether no member has a reason against it, nor, as they say what they are ``among``, several are named; the
-    first member tells the log which. Collective.
-    """
+    """Whether no member has a reason against it, nor what they are ``among`` differs; the first logs it. Collective."""
     reasons, homes = zip(*gather_objects((why, among), group), strict=True)
     first = next(filter(None, reasons), "")
     if not first and len(set(homes)) > 1:

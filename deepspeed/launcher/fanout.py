@@ -23,16 +23,7 @@ from typing import Any, BinaryIO
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.machine import own_address
-from deepspeed.launcher.node.loop import (
-    BEAT,
-    MARK,
-    PAUSE,
-    EventLoop,
-    Message,
-    Post,
-    join_limit,
-    signals_to,
-)
+from deepspeed.launcher.node.loop import BEAT, MARK, PAUSE, EventLoop, Message, Post, join_limit, signals_to
 from deepspeed.launcher.node.ranks import Guard
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost, shell_status
 from deepspeed.launcher.runners import RUNNERS, RunnerCommand, ssh_command, ssh_prefix, ssh_words

@@ -90,9 +90,7 @@ _FLAGS: Mapping[str, Flags] = {
         "--dry_run --dry-run": "show hosts, ranks, variables and commands; start nothing",
         "--save_pid": "keep process ids of launchers in /tmp/PID.deepspeed (PID: this command's)",
     },
-    "not in this release (refused)": {
-        "--autotuning": ("", ("", "tune", "run"), "search for a configuration"),
-    },
+    "not in this release (refused)": {"--autotuning": ("", ("", "tune", "run"), "search for a configuration")},
 }
 
 

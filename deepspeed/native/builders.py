@@ -65,8 +65,7 @@ class OpBuilder:
         "Flags of the C++ compiler besides the common ones.",
     )
     nvcc_args = answers(
-        lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cuda" else [],
-        "Flags of nvcc besides the common ones.",
+        lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cuda" else [], "Flags of nvcc besides the common ones."
     )
     extra_ldflags = answers(lambda self: [f"-l{name}" for name in self.SPEC.libraries], "Libraries, as ``-l...``.")
 

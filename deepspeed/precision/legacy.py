@@ -1,6 +1,4 @@
-"""Names that programs import for their own sake: of most this release has no more than the name, and nothing is an
-instance of the classes.
-"""
+"""Names that programs import for their own sake: most are no more than that here, and the classes have no instance."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,4 @@
-"""The two ends of a reallocation: an engine or a module on some ranks, what of it rests where, and which of the names
-of both are one tensor.
-"""
+"""The ends of a reallocation, engines or modules: what rests where, and which of the names of both are one tensor."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -45,9 +43,7 @@ class Side:
         self._model = weakref.ref(model) if model is not None else lambda: None
 
     def open(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors and aliases of ``state_names``, when nothing is under way that writes them. Raises UsageError where
-        they cannot be read, or written, now.
-        """
+        """Tensors and aliases of ``state_names``, once nothing writes them. UsageError where they cannot be had."""
         if self.absent:
             return {}, {}
         model: Any = self._model()

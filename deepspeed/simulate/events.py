@@ -111,9 +111,7 @@ class Allocate(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A buffer ends, and its memory may be given to the next one at once. ``covered``: streams that the allocator was
-    told about, whose work it waits for by itself.
-    """
+    """A buffer ends, its memory is free at once. ``covered``: streams whose work the allocator waits for by itself."""
 
     buffer: int
     covered: frozenset[int] = frozenset()
@@ -121,9 +119,7 @@ class Free(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """The program tells those of ``ranks`` something, hears what they say, and takes ``seconds`` for it. With a
-    ``channel`` it waits until all have come so far.
-    """
+    """The program talks with ``ranks`` for ``seconds``; with a ``channel`` once all have come so far."""
 
     seconds: float
     ranks: tuple[int, ...] = ()

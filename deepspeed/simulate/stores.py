@@ -83,9 +83,7 @@ class _Store:
 
 
 class Stores:
-    """Every storage that the simulation has met. Events go to ``emit``; ``phase()`` names what nobody else does, and
-    ``host()`` is who does what is done on the host.
-    """
+    """Every storage that was met. Events go to ``emit``; ``phase()``: what for, if nobody says; ``host()``: by whom."""
 
     def __init__(self, emit: Callable[[Event], None], phase: Callable[[], str], host: Callable[[], int]) -> None:
         self._emit, self._phase, self._host = emit, phase, host

@@ -53,9 +53,7 @@ class TierStore:
             self.tensor = self._memory.view(dtype)[: self._memory.numel()]
 
     def spare(self, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
-        """Room for as many elements of ``dtype`` at the end of memory that ``hold_as`` has left, or without ``keep`` of
-        all of it; None where it is not enough.
-        """
+        """Room for as many elements of ``dtype`` behind what ``hold_as`` left (without ``keep``: in all), or None."""
         whole, nbytes = self._memory.view(torch.uint8), self.tensor.numel() * dtype.itemsize
         fits = nbytes + (self.tensor.nbytes if keep else 0) <= whole.numel()
         return whole[whole.numel() - nbytes :].view(dtype) if fits else None

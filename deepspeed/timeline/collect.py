@@ -1,6 +1,4 @@
-"""One trace of all ranks: their clocks compared, their spans sent to rank 0, which writes them. Between two updates,
-where all ranks are at the same place.
-"""
+"""One trace of all ranks, between two updates: their clocks compared, their spans sent to rank 0, which writes them."""
 
 import gzip
 import json
@@ -14,9 +12,10 @@ from deepspeed.timeline.spans import COLLECTIVES, ROWS, TIERS, MarkClock, StepSp
 
 # One span for the journey: row, name, begin and length in nanoseconds (None: a moment), facts.
 Row = tuple[int, str, int, int | None, dict[str, Any] | None]
+_Offset = tuple[int, int]  # from the first rank's clock, and when
 
 
-def on_first_clock(moment_ns: int, before: tuple[int, int], after: tuple[int, int]) -> int:
+def on_first_clock(moment_ns: int, before: _Offset, after: _Offset) -> int:
     """A moment of this rank by the first one's clock; between two comparisons clocks are taken to drift evenly."""
     (first, begin), (last, end) = before, after
     share = (moment_ns - begin) / (end - begin) if end > begin else 0.0
@@ -24,10 +23,7 @@ def on_first_clock(moment_ns: int, before: tuple[int, int], after: tuple[int, in
 
 
 def rows_of(
-    steps: Sequence[StepSpans],
-    clock: MarkClock,
-    base: tuple[Any, int],
-    offsets: tuple[tuple[int, int], tuple[int, int]],
+    steps: Sequence[StepSpans], clock: MarkClock, base: tuple[Any, int], offsets: tuple[_Offset, _Offset]
 ) -> Iterator[Row]:
     """The spans of ``steps``, all of which have passed, in the first rank's time. ``base``: see ``MarkClock.sync``."""
     mark, base_ns = base

@@ -148,11 +148,7 @@ class Witness:
 
 
 def live(
-    job: SavingJob,
-    witness: Witness,
-    *,
-    until: Callable[[Message], bool],
-    then: Callable[[Processes], None] = lambda life: None,
+    job: SavingJob, witness: Witness, *, until: Callable[..., bool], then: Callable[..., None] = lambda _: None
 ) -> list[Message]:
     """Run the job until rank 0 sends an ``until``, do ``then`` and kill what is left; rank 0's messages."""
     witness.look()

@@ -60,10 +60,7 @@ def run(options: argparse.Namespace, report: Printout) -> int:
     setups = given or [_built_in(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
     for setup in setups:
         load_config(replace(setup, tier="none").settings(""), world_size=1)  # reported before any rank starts
-    with (
-        scratch() as temporary,
-        RankPool(options.ranks, time_limit=options.time_limit) as pool,
-    ):
+    with scratch() as temporary, RankPool(options.ranks, time_limit=options.time_limit) as pool:
 
         def states(setup: Setup, tier: str) -> list[list[Digests]]:
             return pool.run(train_tier, replace(setup, tier=tier), options.folder or temporary, options.steps)

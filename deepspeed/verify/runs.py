@@ -1,6 +1,4 @@
-"""Runs whose states are compared bit for bit: a model under a configuration, wherever its states rest, and digests of
-all that decides how its training goes on.
-"""
+"""Runs that are compared bit for bit: a model under a configuration, and digests of all that decides how it goes on."""
 
 import copy
 import hashlib

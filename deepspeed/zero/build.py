@@ -171,11 +171,7 @@ def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
 
 
 def _fitted(
-    params: list[nn.Parameter],
-    units: list[tuple[UnitSpec, FlatLayout]],
-    plan: ZeroPlan,
-    mesh: Mesh,
-    rules: BuildRules,
+    params: list[nn.Parameter], units: list[tuple[UnitSpec, FlatLayout]], plan: ZeroPlan, mesh: Mesh, rules: BuildRules
 ) -> Fitted:
     """The rows of the units, within the limits of the plan and, where something is offloaded, of the fullest host."""
     sizes: list[UnitSize] = []
@@ -326,9 +322,7 @@ def _part(param: nn.Parameter, mesh: Mesh, device: torch.device, *, alike: bool)
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
-    """Buffers go to the device, floating ones to ``buffer_dtype`` if there is one; values from the first rank. So do
-    the pieces of opaque parameters, as they are.
-    """
+    """Buffers (floating ones in ``buffer_dtype``) and pieces of opaque parameters go to the device, as on rank 0."""
     for path, module in model.named_modules():
         for param in module.parameters(recurse=False):
             move_composed(param, rules.device)

@@ -111,9 +111,7 @@ class Gradients:
         self._reuses = True  # the memory of sums: it comes at once, in every batch, so the peak has it anyway
 
     def end_pass(self) -> None:
-        """They are over. Idempotent. What a client's hook has put in the place of a sum is the sum; what one has kept
-        of a sum stays as it is.
-        """
+        """They are over. Idempotent. What a client's hook has put in the place of a sum is it; what it kept stays."""
         self._passing = self.hold = False
         alone = storage_uses(torch.empty(1))
         for unit in self._take_sums():

@@ -254,9 +254,7 @@ def castable(dtype: torch.dtype) -> bool:
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
-    """Whether it is made of other tensors (a class of torchao's, say) and has no memory of its own, which could be cut.
-    A DTensor, which has a local tensor, is none.
-    """
+    """Whether it is made of other tensors (as torchao's) and has no memory of its own to be cut; no DTensor is."""
     return not hasattr(tensor, "_local_tensor") and bool(is_traceable_wrapper_subclass(tensor))
 
 

@@ -68,9 +68,7 @@ class Publication:
         unit.update_behind(worker.hand_over(turn, place=unit.index, after=unit.landed))
 
     def finish(self, written: Sequence[OptimView] | None = None) -> None:
-        """All that is left, also after an error; what was started has ended on the compute stream. With ``written`` as
-        ``through`` the last unit.
-        """
+        """All that is left, also after an error, to its end on the compute stream; ``written``: of the last unit."""
         self._note(written or ())
         while self._waiting:
             self._start(spent=written is not None)

@@ -65,12 +65,7 @@ class ChunkWriter:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rate_bytes: int = 0,
-        expect_bytes: int = 0,
-        pinned: Arena | None = None,
+        self, path: str | os.PathLike[str], *, rate_bytes: int = 0, expect_bytes: int = 0, pinned: Arena | None = None
     ) -> None:
         self.path = Path(path)
         self.rate_bytes = rate_bytes

@@ -156,9 +156,7 @@ class Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take in all that have ended, after a kill their children too, which takes a moment on a busy machine; the
-        last thing to do.
-        """
+        """Take in all that have ended, after a kill their children too, which takes a moment; the last thing to do."""
         until = time.monotonic() + KILL_S
         while True:
             for index, (_, process) in enumerate(self._processes):

@@ -97,9 +97,7 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def saturation(sides: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
-    """(most, half) of ``rate = most side / (side + half)``, with the least squares of log(rate); ``half`` is at most
-    the largest side, beyond which nothing was measured.
-    """
+    """(most, half) of ``rate = most side / (side + half)``, least squares of log(rate); ``half`` <= max(sides)."""
 
     def fit(half: float) -> tuple[float, float]:
         logs = [math.log(rate * (side + half) / side) for side, rate in zip(sides, rates, strict=True)]

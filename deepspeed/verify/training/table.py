@@ -16,10 +16,7 @@ def add_options(parser: CommandLine) -> None:
 
 
 def run_table(
-    options: argparse.Namespace,
-    report: Printout,
-    train: Callable[[str, int, int], Errors],
-    rows: Iterable[tuple[str, int]],
+    options: argparse.Namespace, report: Printout, train: Callable[..., Errors], rows: Iterable[tuple[str, int]]
 ) -> int:
     """``train(name, stage, steps)`` on the ranks for every row; the exit code."""
     with RankPool(options.ranks, time_limit=options.time_limit) as pool:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 
 from deepspeed.comm import collectives
 from deepspeed.config import OffloadStateTypeEnum as State
@@ -323,13 +324,7 @@ def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterat
 
 
 def leave_device(
-    back: ExitStack,
-    units: list[Unit],
-    optimizer: torch.optim.Optimizer | None,
-    include: Any,
-    *,
-    arena: Arena,
-    pin: bool,
+    back: ExitStack, units: list[Unit], optimizer: Optimizer | None, include: Any, *, arena: Arena, pin: bool
 ) -> bool:
     """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
 

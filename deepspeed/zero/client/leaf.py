@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+_Labels = str | Iterable[str]
+
 
 def z3_leaf_module(module: nn.Module) -> bool:
     """True when ``module`` is marked."""
@@ -72,13 +74,7 @@ def unset_z3_leaf_modules(
 
 
 def _by_label(
-    model: nn.Module,
-    what: str,
-    labels: str | Iterable[str],
-    of: Callable[[str, str], bool],
-    *,
-    flag: bool,
-    needed: bool,
+    model: nn.Module, what: str, labels: _Labels, of: Callable[[str, str], bool], *, flag: bool, needed: bool
 ) -> tuple[list[nn.Module], list[str]]:
     wanted = [labels] if isinstance(labels, str) else list(labels)
     required = (what, wanted) if needed else None

@@ -55,9 +55,7 @@ class _Opened:
 def _opened(
     param: nn.Parameter, what: object, *, together: bool = False, write: bool = False
 ) -> Iterator[_Opened | None]:
-    """A state of ``param`` in memory for a while, wherever it rests; None where there is none. ``together``: all ranks
-    do this.
-    """
+    """A state of ``param`` in memory for a while, wherever it rests, or None. ``together``: all ranks do this."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
     runtime = runtime_of(unit) if unit is not None else None
     with torch.no_grad():
@@ -193,9 +191,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the fp32 master; a copy when it rests on a drive, or changes places with updates that begin
-    beside the backward.
-    """
+    """This rank's part of the fp32 master; a copy if it rests on a drive, or updates begin beside the backward."""
     with _opened(param, _MASTER) as master:
         if master is None:
             return None

@@ -120,9 +120,7 @@ class Delayed:
         Several([begun.turn for begun in self._begun]).wait()
 
     def publish(self) -> None:
-        """The weights become those of the masters. Collective, where an update has begun; UsageError on all ranks where
-        it has failed on one.
-        """
+        """The weights become those of the masters. Collective if an update has begun; UsageError if it failed."""
         runtime = self._runtime
         if not self._pending:
             return
