@@ -10,9 +10,9 @@ FUNCTION_LINES = 60
 # updates behind the program, delayed and shared with the device (core, 900), the record, trace and page of a run
 # (2,100), elastic jobs (1,100), measures (1,000); then chosen columns on the device and the rest later
 # (core, 850), weights between layouts (640) and generation by the engine that trains (310).
-CORE_LINES = 18_800
-SURFACE_LINES = 21_400
-TOOLS_LINES = 11_750
+CORE_LINES = 18_700
+SURFACE_LINES = 21_250
+TOOLS_LINES = 11_400
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
