@@ -9,20 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.weights.adapters import fused_adapters
-from deepspeed.comm.collectives import failures
+from deepspeed.checkpoint.weights.adapters import adapted_layer, fused_adapters
+from deepspeed.comm.collectives import describe, failures, gather_objects, is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.errors import DeepSpeedConfigError, RankFailedError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
+from deepspeed.mesh.mpu import Ways
 from deepspeed.observe.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts
+from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengths, one_batch, settings_of
 
-_PROMPTS = ("input_ids", "inputs_embeds", "inputs")  # as generate() of Transformers calls them
 
-
-def check_generates(module: nn.Module, config: DeepSpeedConfig) -> None:
-    """Raise UsageError or DeepSpeedConfigError, by name, where ``hybrid_engine`` cannot be what is asked for."""
+def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
+    """Raise UsageError or DeepSpeedConfigError, by name, where ``hybrid_engine`` cannot be what is asked for, of a
+    model for ``ranks`` ranks that are cut in ``ways``. Nothing has changed.
+    """
     options = config.hybrid_engine
     if not options.enabled:
         return
@@ -33,16 +36,42 @@ def check_generates(module: nn.Module, config: DeepSpeedConfig) -> None:
             f"hybrid_engine.enabled: {type(module).__name__} has no method generate(...) that the engine could call; "
             "give the model one, or set the key to false"
         )
-    if not options.pin_parameters and config.zero.divergence == "assume_none":
+    shares = options.inference_tp_size not in (1, ways.tp)
+    if shares:
+        _check_parts(module, config, ranks=ranks, ways=ways)
+    elif not options.pin_parameters and config.zero.divergence == "assume_none":
         raise DeepSpeedConfigError(
             "hybrid_engine.pin_parameters false lets ranks that have ended generating serve the others, which "
             'zero_optimization.divergence "assume_none" forbids; use "tolerate", or leave pin_parameters true'
         )
 
 
+def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
+    """The same for ranks that share layers while they generate, and not while they train."""
+    size = config.hybrid_engine.inference_tp_size
+    if ways.tp > 1:
+        raise DeepSpeedConfigError(
+            f"{KEY} is {size}, but {ways.tp} ranks share each layer in training already (tensor_parallel.autotp_size); "
+            f"set it to 1 or {ways.tp}: both let these generate together"
+        )
+    if ways.sp > 1:
+        raise DeepSpeedConfigError(
+            f"{KEY} is {size}, but {ways.sp} ranks share each sequence (mesh_param, or an mpu); set it to 1"
+        )
+    if ranks % size:
+        raise DeepSpeedConfigError(f"{KEY} {size} does not divide the {ranks} ranks; use a divisor of {ranks}")
+    if path := adapted_layer(module):
+        raise NotYetError(
+            f"{KEY} is {size}, but {path} has an adapter, and such layers are not dealt out in this release; set it to "
+            "1, or merge the adapters before deepspeed.initialize"
+        )
+    plan_parts(module, config.tensor_parallel, size)
+
+
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """An engine whose ``generate`` is the module's own, with weights that are whole meanwhile; from ``initialize``
-    where ``hybrid_engine.enabled``. ``engine.module.generate`` comes here, too. Training is that of every engine.
+    """An engine whose ``generate`` is the module's own, with weights that are whole meanwhile, or dealt out to ranks
+    that generate together; from ``initialize`` where ``hybrid_engine.enabled``. ``engine.module.generate`` comes here,
+    too. Training is that of every engine.
     """
 
     def __init__(self, module: nn.Module, config: DeepSpeedConfig, **parts: Any) -> None:
@@ -51,6 +80,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._options, self._units_at_once = options, options.tp_gather_partition_size
         self._gathers_layers = not options.pin_parameters and any(unit.movable for unit in self.runtime.units)
         self._speaking = False  # inside the module's own generate
+        self._in_parts: PartsForGeneration | None = None
+        if (ways := options.inference_tp_size) not in (1, self.mesh.tp.size):
+            plan = plan_parts(module, config.tensor_parallel, ways)
+            self._in_parts = PartsForGeneration(module, plan, self.mesh, ways=ways, device=self.device)
         self._own_generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
         self._own_attribute = vars(module).get("generate")
         module.generate = _Routed(self, self._own_generate)  # type: ignore[assignment]
@@ -60,9 +93,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
         Ranks may generate different numbers of tokens. With ``hybrid_engine.pin_parameters`` every weight is whole
         until it returns, and in eval mode adapters are added to copies of the weights that they adapt; without, each
-        layer is gathered when it computes, and ranks that have ended serve the others. An error on one rank is one on
-        all: RankFailedError names it. Raises UsageError on all ranks for a prompt that with the new tokens exceeds
-        ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
+        layer is gathered when it computes, and ranks that have ended serve the others. With ``inference_tp_size`` above
+        1 so many ranks share the layers and generate for the prompts of all of them, in one batch or in turn; each
+        returns its own. An error on one rank is one on all: RankFailedError names it. Raises UsageError on all ranks
+        for a prompt that with the new tokens exceeds ``hybrid_engine.max_out_tokens``, and inside a forward or
+        backward.
         """
         self._check_alive(alone=False)
         fault = self._too_long(args, kwargs)
@@ -72,9 +107,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             return self._speak(args, kwargs)
         self._check_between_passes("generate")
         self._settle_together()
-        self._agree(fault)
-        self.runtime.catch_up()
-        output = self._layer_by_layer(args, kwargs) if self._gathers_layers else self._whole(args, kwargs)
+        if self._in_parts is not None:
+            output = self._shared_layers(self._in_parts, GenerateCall(args, kwargs), fault)
+        else:
+            self._agree(fault)
+            self.runtime.catch_up()
+            output = self._layer_by_layer(args, kwargs) if self._gathers_layers else self._whole(args, kwargs)
         if self._options.release_inference_cache:
             get_accelerator().empty_cache()
         return output
@@ -90,6 +128,71 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._agree(fault)
         return output
 
+    # -- with ranks that share layers -----------------------------------------------------------------------------
+    def _shared_layers(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> Any:
+        packed, marks = b"", None
+        self.runtime.catch_up()
+        try:
+            parts.check(self.module)
+            marks, packed = parts.marks(self.module), call.packed()
+        except Exception as error:
+            fault = fault or error
+        try:
+            if self._agree(fault, wants=not parts.holds(marks)):
+                fault = None
+                try:
+                    parts.fill()
+                except Exception as error:  # there is no memory for it
+                    fault = error
+                self._agree(fault)
+                parts.open()
+                parts.take(self, marks)
+            return self._in_turn(parts, call, packed)
+        finally:
+            if not self._options.pin_parameters:
+                parts.drop()
+
+    def _in_turn(self, parts: PartsForGeneration, call: GenerateCall, packed: bytes) -> Any:
+        """Generate what each rank of the group was asked for, in one batch where that is the same."""
+        output, fault, depth = None, None, 0
+        random = RandomStates.now()
+        compiled = torch.compiler.set_stance("force_eager") if self.is_compiled else contextlib.nullcontext()
+        parts.open()
+        with self._parts.hooks.away():
+            self._generating = True
+            turn = -1
+            try:
+                settings = settings_of(self.module, self._own_generate)
+                everyone = gather_objects((packed, random, settings), parts.group)
+                check_alike([theirs for _, _, theirs in everyone], parts.ranks)
+                calls = [GenerateCall.unpacked(theirs, self.device) for theirs, _, _ in everyone]
+                calls[parts.group.index] = call
+                batch = one_batch(self.module, self._own_generate, calls)
+                with parts.shown(), compiled:
+                    for turn, each in enumerate(calls if batch is None else [batch.call]):
+                        everyone[turn][1].set()
+                        made = self._speak(each.args, each.kwargs)
+                        if turn == parts.group.index:
+                            random = RandomStates.now()
+                        if batch is not None:
+                            output = batch.own(made, parts.group.index)
+                        elif turn == parts.group.index:
+                            output = made
+            except Exception as error:
+                parts.end_waits()
+                mine = turn in (-1, parts.group.index) or batch is not None
+                fault, depth = error, 2 if is_of_backend(error) else int(not mine)
+            finally:
+                self._generating = False
+                random.set()
+        try:
+            self._agree(fault, depth=depth)
+        except Exception:
+            parts.close_group()  # whose waits have been ended
+            raise
+        return output
+
+    # -- layer by layer -------------------------------------------------------------------------------------------
     def _layer_by_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         control = self.mesh.control
         try:
@@ -137,7 +240,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             yield
 
     def _speak(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parameters = inspect.signature(_inner(self.module, self._own_generate)).parameters
+        parameters = inspect.signature(innermost(self.module, self._own_generate)).parameters
         if "synced_gpus" in parameters or "synced_gpus" in kwargs:
             kwargs = {**kwargs, "synced_gpus": False}  # no rank waits for the length of another
         outer, self._speaking = self._speaking, True
@@ -147,21 +250,27 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         finally:
             self._speaking = outer
 
-    def _agree(self, fault: Exception | None) -> None:
-        """Raise on all ranks where one has a fault: its own there."""
-        failed = failures(fault, self.mesh.talk)
-        if fault is not None:
+    def _agree(self, fault: Exception | None, *, depth: int = 0, wants: bool = False) -> bool:
+        """Raise on all ranks where one has a fault: its own there. Of faults that follow from others (``depth``) only
+        where there are no others. Else whether a rank ``wants`` something.
+        """
+        text = None if fault is None else describe(fault)
+        told = gather_objects((depth, text, wants), self.mesh.talk)
+        least = min((theirs for theirs, said, _ in told if said is not None), default=0)
+        if fault is not None and depth == least:
             raise fault
-        for rank, text in failed.items():
-            raise RankFailedError(
-                f"{self.mesh.title(rank)} failed in generate(): {text}; no rank has generated anything"
-            )
+        for rank, (theirs, said, _) in zip(self.mesh.talk.ranks, told, strict=True):
+            if said is not None and theirs == least:
+                raise RankFailedError(
+                    f"{self.mesh.title(rank)} failed in generate(): {said}; no rank has generated anything"
+                ) from fault
+        return any(asked for _, _, asked in told)
 
     def _too_long(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """What is wrong with the lengths asked for: returned, as the other ranks are to hear of it."""
         limit = self._options.max_out_tokens
         try:
-            prompt, total = lengths(self.module, self._own_generate, args, kwargs)
+            prompt, total = lengths(self.module, self._own_generate, GenerateCall(args, kwargs))
             if total <= limit:
                 return None
         except Exception as error:  # lengths that are no numbers
@@ -171,9 +280,23 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             f"hybrid_engine.max_out_tokens is {limit}: set that higher, or ask for fewer (max_new_tokens)"
         )
 
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """As of every engine; with parameters what ranks that share layers have of them goes, too."""
+        super().offload_states(include, device, pin_memory, non_blocking)
+        if self._params_lent and self._in_parts is not None:
+            self._in_parts.drop()
+
     def destroy(self) -> None:
         """The end of the engine, as of every other; the module has its own ``generate`` again."""
-        super().destroy()
+        try:
+            super().destroy()
+        finally:
+            if self._in_parts is not None and self._destroyed:
+                self._in_parts.drop()
+                self._in_parts.close_group()
+                self._in_parts = None
         if isinstance(vars(self.module).get("generate"), _Routed):
             del self.module.generate
             if self._own_attribute is not None:
@@ -198,38 +321,3 @@ class _Routed:
 
 def _same(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
-
-
-def _inner(module: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that generates in the end: PEFT's passes everything on to that of the model inside."""
-    inner = module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module
-    return generate if inner is module else getattr(inner, "generate", generate)
-
-
-def lengths(
-    module: nn.Module, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, int]:
-    """Tokens of the prompt that a call of ``generate`` is given, and most tokens with what it makes; as far as the
-    arguments, or the ``generation_config`` that they or the model have, say.
-    """
-    inner = _inner(module, generate)
-    try:
-        bound = inspect.signature(inner).bind_partial(*args, **kwargs)
-    except TypeError:  # which the call itself will raise
-        return 0, 0
-    bound.apply_defaults()
-    named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    tensors = [
-        value
-        for value in (*map(named.get, _PROMPTS), *args, *kwargs.values())
-        if isinstance(value, torch.Tensor) and value.dim()
-    ]
-    prompt = tensors[0].shape[min(1, tensors[0].dim() - 1)] if tensors else 0
-    settings = named.get("generation_config") or getattr(getattr(inner, "__self__", module), "generation_config", None)
-
-    def asked(name: str) -> int | None:
-        value = named.get(name)
-        return getattr(settings, name, None) if value is None else value
-
-    new, most = asked("max_new_tokens"), asked("max_length")
-    return prompt, prompt + new if new is not None else max(prompt, most or 0)

@@ -48,9 +48,9 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
         raise DeepSpeedConfigError(f"tensor_parallel.{asked[0]} is not for pipeline stages; set it to false")
     group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, others=others).make()
     _refuse(model, plan, mesh)
-    shared, modules = SharedInput(group, random=_draws(model)), dict(model.named_modules(remove_duplicate=False))
+    shared, modules = SharedInput(group, random=draws(model)), dict(model.named_modules(remove_duplicate=False))
     back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})
-    made = _replace(modules, plan, shared, back)
+    made = replace_layers(modules, plan, shared, back)
     for holder, name, number in plan.numbers:
         back.callback(setattr, holder, name, getattr(holder, name))
         setattr(holder, name, number)
@@ -83,15 +83,11 @@ def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
             f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {name} has no "
             "loss_function to compute the loss from them. Delete the key, and the logits are gathered"
         )
-    # a pipeline stage may have none
-    if mesh.pp.size == 1 and all(split.way in ("sum", "whole") for split in plan.splits.values()):
-        raise DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size is {mesh.tp.size}, but no layer of {name} is known to be one that can be "
-            "split; describe its layers in tensor_parallel.partition_config.layer_specs"
-        )
+    if mesh.pp.size == 1:  # a pipeline stage may have none
+        plan.check(model, "tensor_parallel.autotp_size", mesh.tp.size)
 
 
-def _replace(
+def replace_layers(
     modules: dict[str, nn.Module], plan: TensorPlan, shared: SharedInput, back: ExitStack
 ) -> list[TensorParallelLayer]:
     """Put parts in the places of layers; a layer that is in several places is one part there too."""
@@ -121,7 +117,7 @@ def _end_forward(shared: SharedInput, *_: Any) -> None:
     shared.forget()
 
 
-def _draws(model: nn.Module) -> bool:
+def draws(model: nn.Module) -> bool:
     """Whether the model may drop anything out, by its modules or by a number in them or in its configuration."""
     holders = [vars(getattr(model, "config", None) or object) if hasattr(model, "config") else {}]
     holders += [vars(module) for module in model.modules()]

@@ -75,6 +75,14 @@ class TensorPlan:
     splits: dict[str, Split] = field(default_factory=dict)
     numbers: list[tuple[nn.Module, str, int]] = field(default_factory=list)
 
+    def check(self, model: nn.Module, key: str, ways: int) -> None:
+        """Raise DeepSpeedConfigError where everything stays whole; ``key`` asks for ``ways`` ranks."""
+        if all(split.way in ("sum", "whole") for split in self.splits.values()):
+            raise DeepSpeedConfigError(
+                f"{key} is {ways}, but no layer of {type(model).__name__} is known to be one that can be split; "
+                "describe its layers in tensor_parallel.partition_config.layer_specs"
+            )
+
 
 def is_linear(module: nn.Module) -> bool:
     """A layer that multiplies by one matrix: torch's, also one drawn in another way, or transformers' Conv1D."""
@@ -97,13 +105,19 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 class Planner:
     """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``. ``others``: names of
-    parameters of other stages, which rules may be meant for; None: they are not known.
+    parameters of other stages, which rules may be meant for; None: they are not known. ``key``: what asks for it.
     """
 
     def __init__(
-        self, model: nn.Module, wanted: TensorParallelConfig, ways: int, *, others: Iterable[str] | None = ()
+        self,
+        model: nn.Module,
+        wanted: TensorParallelConfig,
+        ways: int,
+        *,
+        others: Iterable[str] | None = (),
+        key: str = "tensor_parallel.autotp_size",
     ) -> None:
-        self.model, self.wanted, self.ways, self.others = model, wanted, ways, others
+        self.model, self.wanted, self.ways, self.others, self.key = model, wanted, ways, others, key
         self.rules = wanted.partition_config or PartitionConfig(layer_specs=())
         config = getattr(model, "config", None)
         text = getattr(config, "get_text_config", None)
@@ -316,12 +330,12 @@ class Planner:
         kv = kv or heads
         if heads % self.ways:
             raise DeepSpeedConfigError(
-                f"tensor_parallel.autotp_size {self.ways} does not divide the {heads} attention heads of {path}; use a "
+                f"{self.key} {self.ways} does not divide the {heads} attention heads of {path}; use a "
                 f"divisor of {heads}"
             )
         if kv % self.ways and self.ways % kv:
             raise DeepSpeedConfigError(
-                f"tensor_parallel.autotp_size {self.ways} neither divides the {kv} heads of keys and values of {path} "
+                f"{self.key} {self.ways} neither divides the {kv} heads of keys and values of {path} "
                 "nor is a multiple of them; use a divisor or a multiple"
             )
         for name in names:

@@ -168,6 +168,12 @@ def _showing(layer: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
             place.update(entries)
 
 
+def adapted_layer(module: nn.Module) -> str:
+    """The path of the first layer that has an adapter; "" without any."""
+    layers = _outermost(module, "", lambda m: _merges(m) or _wraps(m) or _fuses(m))
+    return next((path for path, _ in layers), "")
+
+
 @contextlib.contextmanager
 def fused_adapters(module: nn.Module) -> Iterator[int]:
     """Inside, layers compute with copies of their weights to which their active adapters are added; how many do.

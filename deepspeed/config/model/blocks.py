@@ -100,6 +100,7 @@ class HybridEngineConfig(unread.HybridEngineKeys):
     release_inference_cache: Flag = key(False, "Give the allocator's cached memory back after each generation.")
     pin_parameters: Flag = key(True, "Keep weights whole during a generation; false gathers them layer by layer.")
     tp_gather_partition_size: Positive = key(8, "Layers gathered by one message for a generation with whole weights.")
+    inference_tp_size: Positive = key(1, "Ranks that share each layer while generating.")
 
 
 class DataTypesConfig(Block):

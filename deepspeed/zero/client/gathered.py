@@ -100,7 +100,7 @@ class GatheredParameters:
                 point(param, whole_of(local_of(param).detach(), segment.place, unit.mesh.tp))
                 self._whole.add(param)
         marked = self._units if self._modifier is None and not self._inside_forward else []
-        self._marks = {u: (u.version, _sums(u)) for u in marked}
+        self._marks = {u: (u.version, bit_sums(u.full)) for u in marked}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
         # forward the module's own hooks gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(
@@ -170,7 +170,8 @@ class GatheredParameters:
     def _fault(self) -> UsageError | None:
         """What is wrong with the parameters as this rank leaves them."""
         # By something else than a step or a context with a modifier rank.
-        same = {u: u.version != version or torch.equal(_sums(u), sums) for u, (version, sums) in self._marks.items()}
+        marks = self._marks.items()
+        same = {u: u.version != version or torch.equal(bit_sums(u.full), sums) for u, (version, sums) in marks}
         edited = [unit.title for unit in same if not same[unit]]
         for param in self._params:
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
@@ -246,9 +247,9 @@ def _is_cut(param: nn.Parameter) -> bool:
     return hasattr(param, "ds_id") or (unit is not None and unit.mesh.tp.size > 1)
 
 
-def _sums(unit: Unit) -> torch.Tensor:
+def bit_sums(flat: torch.Tensor) -> torch.Tensor:
     """Row and column sums over the bits of the values: an edit that leaves all of them as they were was made to."""
-    data = unit.full.detach().view(torch.uint8)
+    data = flat.detach().view(torch.uint8)
     cut = data.numel() // _ROW_BYTES * _ROW_BYTES
     rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
     return torch.cat([rows.sum(1), rows.sum(0), data[cut:]])
