@@ -130,6 +130,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     # -- with ranks that share layers -----------------------------------------------------------------------------
     def _shared_layers(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> Any:
+        try:
+            return self._in_turn(parts, call, self._prepared(parts, call, fault))
+        finally:
+            if not self._options.pin_parameters:
+                parts.drop()
+
+    @torch.inference_mode(mode=False)  # what is made here lasts, and is written to again
+    def _prepared(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> bytes:
+        """Let the parts have the weights as they are now; ``call`` as it goes to other ranks."""
         packed, marks = b"", None
         self.runtime.catch_up()
         try:
@@ -137,20 +146,16 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             marks, packed = parts.marks(self.module), call.packed()
         except Exception as error:
             fault = fault or error
-        try:
-            if self._agree(fault, wants=not parts.holds(marks)):
-                fault = None
-                try:
-                    parts.fill()
-                except Exception as error:  # there is no memory for it
-                    fault = error
-                self._agree(fault)
-                parts.open()
-                parts.take(self, marks)
-            return self._in_turn(parts, call, packed)
-        finally:
-            if not self._options.pin_parameters:
-                parts.drop()
+        if self._agree(fault, wants=not parts.holds(marks)):
+            fault = None
+            try:
+                parts.fill()
+            except Exception as error:  # there is no memory for it
+                fault = error
+            self._agree(fault)
+            parts.open()
+            parts.take(self, marks)
+        return packed
 
     def _in_turn(self, parts: PartsForGeneration, call: GenerateCall, packed: bytes) -> Any:
         """Generate what each rank of the group was asked for, in one batch where that is the same."""

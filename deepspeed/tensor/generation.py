@@ -172,6 +172,7 @@ class PartsForGeneration:
         """The weights of ``engine``, as they are now, come to the parts; its buffers as the first rank of the group
         has them.
         """
+        self._taken = None
         if self._moves is None:
             # buffers, which no layout cuts, are not in the target
             options: Any = {"group": engine.mesh.job.pg, "strict": False, "convert_dtype": True}

@@ -41,6 +41,8 @@ PAGES = {
     "report": "observe.md",
     "simulate": "simulator.md",
     "tensor": "tensor-parallelism.md",
+    "tensor.generation": "rl.md",
+    "tensor.prompts": "rl.md",
     "tier": "offload.md",
     "timeline": "observe.md",
     "verify": "tools.md",

@@ -324,6 +324,7 @@ def _generation_probes() -> dict[str, Probe]:
         "release_inference_cache": True,
         "pin_parameters": False,
         "tp_gather_partition_size": 1,
+        "inference_tp_size": 2,
     }
     start = base(3, zero={"param_persistence_threshold": 0}, hybrid_engine=on)
     return {f"hybrid_engine.{name}": Probe(start, value, scenario="generate") for name, value in changed.items()}

@@ -286,7 +286,7 @@ REFUSED = {
     "zero_optimization.zenflow.offload": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"offload": True}}
     },
-    "hybrid_engine.inference_tp_size": {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
+    "hybrid_engine.enable_cuda_graph": {"hybrid_engine": {"enabled": True, "enable_cuda_graph": True}},
 }
 
 

@@ -252,6 +252,10 @@ def test_keys_of_sharded_parameters_are_named_below_stage_three(stage: int) -> N
             [("gradient_predivide_factor", "prescale_gradients divides")],
         ),
         ({"gradient_predivide_factor": 2.0, "gradient_allreduce_op": "sum"}, [("gradient_predivide_factor", '"sum"')]),
+        (
+            {"hybrid_engine": {"enabled": True, "inference_tp_size": 2, "tp_gather_partition_size": 4}},
+            [("hybrid_engine.tp_gather_partition_size", "inference_tp_size lets no layer be gathered")],
+        ),
     ],
 )
 def test_keys_without_effect_beside_the_others(keys: dict[str, object], expected: list[tuple[str, str]]) -> None:

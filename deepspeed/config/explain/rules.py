@@ -235,4 +235,6 @@ def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
         why |= dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), 'gradient_allreduce_op is "sum"')
     elif cfg.prescale_gradients:
         why["gradient_predivide_factor"] = "prescale_gradients divides by all ranks at once"
+    if cfg.hybrid_engine.inference_tp_size > 1 and cfg.tensor_parallel.ways == 1:
+        why["hybrid_engine.tp_gather_partition_size"] = "inference_tp_size lets no layer be gathered"
     return why
