@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.errors import RankFailedError, UsageError
-from tests.compat.common import llama, need
+from tests.compat.common import VOCABULARY, llama, need
 from tests.compat.test_weights_out import ADAPTERS, engine_of, peft_model, trained, whole_state
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
@@ -73,6 +73,71 @@ def generated(kind: str, stage: int, pinned: bool) -> list[str]:
 def test_the_hybrid_engine_generates_as_plain_torch(pool2: RankPool, kind: str, stage: int, pinned: bool) -> None:
     for wrong in pool2.run(generated, kind, stage, pinned):
         assert wrong == []
+
+
+def gpt2() -> nn.Module:
+    """Positions are learnt, queries, keys and values packed, the embedding tied."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(12)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **ends))
+
+
+def shared_layers(kind: str, stage: int) -> tuple[list[str], list[int]]:
+    """What the two ranks that share layers do not generate as plain torch; forwards of each generation."""
+    built, wrong, forwards, rank = {"llama": llama, "gpt2": gpt2}[kind], list[str](), list[int](), dist.get_rank()
+    engine = engine_of(built(), stage, hybrid_engine={"enabled": True, "inference_tp_size": 2})
+    trained(engine)
+    plain = built()
+    plain.load_state_dict({**plain.state_dict(), **whole_state(engine)}, strict=False)
+    plain.tie_weights()
+    engine.eval()
+    plain.eval()
+    of_rank = [torch.stack([torch.arange(3, 8 + r), torch.arange(20 + r, 15, -1)]) for r in (0, 1)]
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    end = int(plain.generate(of_rank[0], **greedy)[0, 5 + 2])  # what rank 0 says third ends a row
+    filled = torch.nn.functional.pad(of_rank[rank], (1, 0))
+    calls: list[tuple[Tensor, dict[str, Any]]] = [
+        (of_rank[rank], greedy),
+        (of_rank[rank], {**greedy, "eos_token_id": end}),
+        (of_rank[rank][:, :5], {**greedy, "max_new_tokens": 3}),
+        (filled, greedy),
+        (filled, {**greedy, "attention_mask": (filled > 0).long(), "use_cache": False}),
+        (of_rank[rank], {"max_length": 12, "do_sample": False}),  # from here on in turn
+        (of_rank[rank], {**greedy, "num_beams": 2}),
+        (of_rank[rank], {"max_new_tokens": 4, "do_sample": True, "num_beams": 1 + rank}),
+    ]
+    engine.module.register_forward_hook(lambda *_: forwards.append(1))
+    counts = list[int]()
+    for ids, options in calls:
+        forwards.clear()
+        torch.manual_seed(rank)
+        theirs = plain.generate(ids, **options)
+        torch.manual_seed(rank)
+        ours = engine.generate(ids, **options)
+        wrong += [] if torch.equal(ours, theirs) else [f"{options}: {ours} for {theirs}"]
+        counts.append(len(forwards))
+    trained(engine)
+    engine.destroy()
+    return wrong, counts
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("llama", 3), ("gpt2", 1)])
+def test_ranks_that_share_layers_generate_as_plain_torch(pool2: RankPool, kind: str, stage: int) -> None:
+    for wrong, counts in pool2.run(shared_layers, kind, stage):
+        assert wrong == []
+        assert counts[0] == 8 and counts[1] <= 8 and counts[2] == 3 and counts[3] == 8  # in one batch
+        assert counts[5] > 8  # in turn
+
+
+def adapters_in_parts() -> str:
+    return outcome(lambda: engine_of(build("lora"), 3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
+
+
+def test_adapters_are_refused_by_name_where_ranks_share_layers(pool2: RankPool) -> None:
+    for said in pool2.run(adapters_in_parts):
+        assert "has an adapter, and such layers are not dealt out" in said
 
 
 def lengths_of_configurations() -> list[str]:

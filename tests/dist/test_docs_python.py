@@ -100,6 +100,12 @@ server, ids, batch, build = Server(), torch.ones(2, 8), torch.ones(2, 8), Speake
     "rl.md": (
         2,
         """
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
 class Speaker(nn.Module):
     def __init__(self):
         super().__init__()
