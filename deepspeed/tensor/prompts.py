@@ -141,7 +141,7 @@ def one_batch(module: nn.Module, generate: Callable[..., Any], calls: Sequence[G
         if len(ids) != 1 or not _fit(ids[0], mask) or not named.keys() <= _BATCHED:
             return None
         prompts.append(_Prompts(ids[0], mask))
-        others.append({n: _comparable(v) for n, v in named.items()})
+        others.append({n: _comparable(v) for n, v in named.items()} | {"dtype": str(ids[0].dtype)})
         if others[-1] != others[0] or None in others[-1].values():
             return None
     given = named.get("generation_config")

@@ -4,6 +4,7 @@ rank's own, and training goes on bit for bit as if nothing had been generated.
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.checkpoint.weights.adapters import adapted_layer
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
 from deepspeed.verify.grads import full_parameters
@@ -27,6 +29,7 @@ from tests.dist.test_hybrid_engine import (
     like_plain_torch,
     prompt,
     speaker,
+    take_over,
     train,
 )
 from tests.harness.decoders import GPT2, Llama
@@ -101,6 +104,34 @@ def test_two_ranks_generate_as_plain_torch_in_more_settings(pool2: RankPool, nam
 def test_two_groups_of_two_ranks_generate_each_for_its_prompts(pool4: RankPool) -> None:
     for wrong, same in pool4.run(shared, 3, {"zero": ZERO}, Tied):
         assert wrong == [] and same
+
+
+def otherwise_made(how: str, folder: str) -> list[str]:
+    """A model that is born in shards, whose weights rest on a drive, or that is compiled."""
+    drive = {"device": "nvme", "nvme_path": folder}
+    zero = {**ZERO, "offload_param": {**drive, "max_in_cpu": 0}} if how == "on a drive" else ZERO
+    settings = config(3, zero=zero, inference_tp_size=2)
+    with deepspeed.zero.Init(config_dict_or_path=settings, enabled=how == "born in shards"):
+        model = speaker(Tied)
+    engine, plain, wrong = start(model, settings), speaker(Tied), list[str]()
+    if how == "compiled":
+        engine.compile(backend="eager")
+    for step in range(2):
+        train(engine, step)
+        take_over(plain, full_parameters(engine.module))
+        with torch.no_grad():
+            expected = plain.generate(prompt(dist.get_rank()))
+        found = engine.generate(prompt(dist.get_rank()))
+        wrong += [] if torch.equal(found, expected) else [f"{found} for {expected}"]
+        wrong += not_at_rest(engine)
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["born in shards", "on a drive", "compiled"])
+def test_models_made_otherwise_generate_as_plain_torch(pool2: RankPool, how: str, tmp_path: Path) -> None:
+    assert pool2.run(otherwise_made, how, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.exhaustive
