@@ -180,7 +180,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                         if turn == parts.group.index:
                             random = RandomStates.now()
                         if batch is not None:
-                            output = batch.own(made, parts.group.index)
+                            output = batch.part(made, parts.group.index)
                         elif turn == parts.group.index:
                             output = made
             except Exception as error:
@@ -260,16 +260,16 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         where there are no others. Else whether a rank ``wants`` something.
         """
         text = None if fault is None else describe(fault)
-        told = gather_objects((depth, text, wants), self.mesh.talk)
-        least = min((theirs for theirs, said, _ in told if said is not None), default=0)
+        answers = gather_objects((depth, text, wants), self.mesh.talk)
+        least = min((theirs for theirs, cause, _ in answers if cause is not None), default=0)
         if fault is not None and depth == least:
             raise fault
-        for rank, (theirs, said, _) in zip(self.mesh.talk.ranks, told, strict=True):
-            if said is not None and theirs == least:
+        for rank, (theirs, cause, _) in zip(self.mesh.talk.ranks, answers, strict=True):
+            if cause is not None and theirs == least:
                 raise RankFailedError(
-                    f"{self.mesh.title(rank)} failed in generate(): {said}; no rank has generated anything"
+                    f"{self.mesh.title(rank)} failed in generate(): {cause}; no rank has generated anything"
                 ) from fault
-        return any(asked for _, _, asked in told)
+        return any(asked for _, _, asked in answers)
 
     def _too_long(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """What is wrong with the lengths asked for: returned, as the other ranks are to hear of it."""

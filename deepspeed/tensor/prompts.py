@@ -107,7 +107,7 @@ class OneBatch(NamedTuple):
     ends: tuple[int, ...]
     fill: int | None
 
-    def own(self, output: torch.Tensor, index: int) -> torch.Tensor:
+    def part(self, output: torch.Tensor, index: int) -> torch.Tensor:
         """What rank ``index`` of the group would have got alone, of all that came out."""
         each = len(output) // sum(self.rows)  # sequences for a prompt
         stops = [0, *accumulate(self.rows)]
