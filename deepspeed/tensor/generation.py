@@ -33,7 +33,7 @@ KEY = "hybrid_engine.inference_tp_size"
 Marks = list[torch.Tensor]
 
 
-class _Entry(NamedTuple):
+class _Replacement(NamedTuple):
     """What stands in ``place`` under ``name`` while the parts are shown."""
 
     place: MutableMapping[str, Any]
@@ -62,8 +62,8 @@ def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int) -> Ten
 
 
 @contextlib.contextmanager
-def _in_place(entries: Sequence[_Entry]) -> Iterator[None]:
-    before = [_Entry(place, name, place[name]) for place, name, _ in entries]
+def _in_place(entries: Sequence[_Replacement]) -> Iterator[None]:
+    before = [_Replacement(place, name, place[name]) for place, name, _ in entries]
     try:
         for place, name, value in entries:
             place[name] = value
@@ -94,7 +94,7 @@ class PartsForGeneration:
         self._target = nn.Module()
         for name, param in model.named_parameters():
             _register(self._target, name, self._parts[param])
-        self._buffers: list[_Entry] = []
+        self._buffers: list[_Replacement] = []
         self._moves: ParameterReallocation | None = None
         self._taken: Marks | None = None  # of the weights that the parts have
         self.filled = False
@@ -104,15 +104,15 @@ class PartsForGeneration:
         modules = dict(model.named_modules(remove_duplicate=False))
         owners = list(dict.fromkeys(modules.values()))
         each = ((m._parameters, n, p) for m in owners for n, p in m._parameters.items() if p is not None)
-        self._entries = [_Entry(place, name, self._parts[p]) for place, name, p in each]
+        self._entries = [_Replacement(place, name, self._parts[p]) for place, name, p in each]
         with _in_place(self._entries), ExitStack() as back:
             replace_layers(modules, plan, self._shared, back)
             split = [path for path, how in plan.splits.items() if how.way not in ("sum", "whole")]
             where = [(modules[path.rpartition(".")[0]]._modules, path.rpartition(".")[2]) for path in split]
             layers = [(modules[path], place[name]) for path, (place, name) in zip(split, where, strict=True)]
-            self._entries += [_Entry(place, name, place[name]) for place, name in where]
+            self._entries += [_Replacement(place, name, place[name]) for place, name in where]
         self._layers = list(dict.fromkeys(layers))
-        self._entries += [_Entry(vars(holder), name, number) for holder, name, number in plan.numbers]
+        self._entries += [_Replacement(vars(holder), name, number) for holder, name, number in plan.numbers]
 
     @property
     def group(self) -> AxisGroup:
@@ -184,7 +184,7 @@ class PartsForGeneration:
                 if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
                     values = buffer.detach().clone(memory_format=torch.contiguous_format)
                     broadcast(values, self.group)
-                    self._buffers.append(_Entry(module._buffers, name, values))
+                    self._buffers.append(_Replacement(module._buffers, name, values))
         self._taken = marks
 
     def drop(self) -> None:
