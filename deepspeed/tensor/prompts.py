@@ -184,9 +184,9 @@ def _comparable(value: Any) -> Any:
 
 
 def _different(settings: Any) -> frozenset[str]:
-    """The keys that a ``generation_config`` sets."""
+    """The keys that a ``generation_config`` switches on, or sets."""
     changes: dict[str, Any] = getattr(settings, "to_diff_dict", dict)()
-    return frozenset(name for name, value in changes.items() if value is not None)
+    return frozenset(name for name, value in changes.items() if value not in (None, False))
 
 
 def settings_of(module: nn.Module, generate: Callable[..., Any]) -> str:
