@@ -39,7 +39,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 class Shape:
     """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms.
 
-    ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions.
+    ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions; ``family``: whose.
     """
 
     width: int
@@ -53,6 +53,7 @@ class Shape:
     tied: bool = False
     head: int = 0
     placed: bool = True
+    family: str = ""
 
     @property
     def channels(self) -> int:
@@ -90,7 +91,7 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     if ("head" not in numbers and numbers["width"] % heads) or heads % key_heads:
         raise UsageError(f"{name}: {heads} heads ({key_heads} of keys) do not divide {numbers['width']}")
     tied = bool(config.get("tie_word_embeddings", family in _TIED or not family))
-    return Shape(**numbers, gated=gated, tied=tied, placed=not gated and family not in _ROTARY)
+    return Shape(**numbers, gated=gated, tied=tied, placed=not gated and family not in _ROTARY, family=family)
 
 
 def _refuse_others(config: dict[str, Any], name: str) -> None:
@@ -175,6 +176,10 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.tokens.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as transformers' models answer."""
+        return self.head
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)

@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -33,6 +33,7 @@ from deepspeed.zero.plan import make_plan
 
 # Some steps teach the schedule and the ranks, who then agree in advance; the fifth is what every later one is.
 STEPS = 5
+T = TypeVar("T")
 
 
 @dataclass
@@ -150,6 +151,30 @@ def simulate(
     return run_job(RankJob(config, machine, **job), subject, store=store)
 
 
+def _start(job: RankJob, subject: Subject, config: dict[str, Any], column: Sequence[int] = ()) -> Any:
+    """The engine of ``job``, whose model is built where its program would."""
+    parsed = load_config(job.config, world_size=job.world)
+    cut = not column and make_plan(parsed, job.world // parsed.tensor_parallel.ways).regular.param.sharded
+    sharded = cut if job.sharded_init is None else job.sharded_init
+    with Init(config_dict_or_path=config) if sharded else torch.device("cpu" if column else NAME):
+        model = subject.build()
+    return initialize(model=model, config=config)[0]
+
+
+def look_at_start(job: RankJob, subject: Subject, look: Callable[[Any], T]) -> T:
+    """What ``look(engine)`` says when ``initialize`` has returned on the rank of ``job``. Raises what that raises."""
+    with (
+        recording(job.machine, world=job.world, rank=job.rank) as recorder,
+        talking(recorder),
+        _elsewhere(job.machine, job.config, job.world) as config,
+    ):
+        engine = _start(job, subject, config)
+        try:
+            return look(engine)
+        finally:
+            engine.destroy()
+
+
 def run_job(
     job: RankJob, subject: Subject, *, store: dist.Store | None = None, column: Sequence[int] = (),
     loop: Callable[[Recorder, Any, Subject], Any] = TrainingLoop, events: list[Event] | None = None,
@@ -157,17 +182,12 @@ def run_job(
     """What the last step of ``job`` took. ``column``: the ranks, one of each pipeline stage, that share ``store``;
     ``loop(recorder, engine, subject).step(number)`` trains; ``events`` gets those of the last step.
     """
-    parsed = load_config(job.config, world_size=job.world)
-    cut = not column and make_plan(parsed, job.world // parsed.tensor_parallel.ways).regular.param.sharded
-    sharded = cut if job.sharded_init is None else job.sharded_init
     with (
         recording(job.machine, world=job.world, rank=job.rank, keep=job.keep, store=store) as recorder,
         talking(recorder, peers=store is not None, column=column) as control,
         _elsewhere(job.machine, job.config, job.world) as config,
     ):
-        with Init(config_dict_or_path=config) if sharded else torch.device("cpu" if column else NAME):
-            model = subject.build()
-        engine = initialize(model=model, config=config)[0]
+        engine = _start(job, subject, config, column)
         build_peak = recorder.usage.of(DEVICE).peak
         steps = loop(recorder, engine, subject)
         if events is not None:

@@ -133,3 +133,32 @@ def test_lora_through_the_trainer_saves_adapters_that_reload(pool2: RankPool, tm
     for found in pool2.run(through_trainer, str(tmp_path), time_limit=120):
         assert found["eval"] < found["losses"][0]
         assert found["again"] == pytest.approx(found["eval"], abs=1e-4)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", r".*layers\.1\..*_proj", "c_attn,c_proj"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planned_adapters_are_pefts(targets: str, dtype: torch.dtype) -> None:
+    """``ds_plan --lora``: names, shapes and dtypes of what trains."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from deepspeed.simulate.plan.adapters import Lora, adapt
+
+    def base() -> nn.Module:
+        if "c_attn" not in targets:
+            return llama().to(dtype)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)).to(dtype)
+
+    def trained(model: nn.Module) -> dict[str, tuple[Any, torch.dtype]]:
+        return {
+            n.removeprefix("base_model.model."): (p.shape, p.dtype)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+    wanted: Any = targets.split(",") if "," in targets else targets
+    planned = base()
+    adapt(planned, Lora(3, targets), "it")
+    theirs = get_peft_model(base(), LoraConfig(r=3, target_modules=wanted, task_type="CAUSAL_LM"))
+    assert trained(planned) == trained(theirs) and trained(planned)
+    assert [*dict(theirs.base_model.model.named_parameters())] == [*dict(planned.named_parameters())]

@@ -1,0 +1,245 @@
+"""``ds_plan --lora`` says what each rank of a LoRA fine-tune holds: to the byte, per state and tier, at every stage."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.zero.layout import ALIGNMENT_NUMEL
+from deepspeed.zero.plan import StateKind, Tier
+from tests.harness.pool import RankPool
+from tests.harness.training import start
+from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
+
+RANK, WIDTH, NARROW, INNER, BLOCKS, TOKENS, PAGE = 6, 48, 24, 80, 3, 101, 4096
+BF16 = {"bf16": {"enabled": True}}
+HOST = {"device": "cpu"}
+
+
+class Layer(nn.Module):
+    """Two projections and a product, as decoders name them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q_proj, self.v_proj = nn.Linear(WIDTH, NARROW), nn.Linear(WIDTH, NARROW, bias=False)
+        self.up_proj, self.down_proj = nn.Linear(2 * NARROW, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        mixed = torch.cat((self.q_proj(y), self.v_proj(y)), -1)
+        out: Tensor = x + self.down_proj(self.up_proj(mixed).relu())
+        return out
+
+
+class Tower(nn.Module):
+    """An embedding, blocks, and a head that says it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
+        self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), tokens.flatten())
+
+
+class ByHand(nn.Module):
+    """A frozen linear layer with two trained matrices of ``RANK`` beside it, as the papers draw it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.first = nn.Parameter(torch.randn(RANK, layer.in_features) / 8)
+        self.second = nn.Parameter(torch.zeros(layer.out_features, RANK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + x @ self.first.t() @ self.second.t()
+        return out
+
+
+def build() -> nn.Module:
+    """What ``--model`` names: the base."""
+    return Tower()
+
+
+def fine_tuned(names: list[str]) -> nn.Module:
+    """The base frozen, with adapters by hand."""
+    torch.manual_seed(1)
+    model = Tower().requires_grad_(requires_grad=False)
+    for layer in model.layers:
+        for name in names:
+            setattr(layer, name, ByHand(getattr(layer, name)))
+    return model
+
+
+ALL = ["q_proj", "v_proj", "up_proj", "down_proj"]
+SOME = ["q_proj", "v_proj"]
+# the adapted layers, the block of the configuration, the rest of it
+CASES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "1": (ALL, {"stage": 1}, BF16),
+    "2": (SOME, {"stage": 2}, BF16),
+    "3": (ALL, {"stage": 3, "param_persistence_threshold": 300}, BF16),
+    "3, adapters in shards": (SOME, {"stage": 3, "param_persistence_threshold": 0}, BF16),
+    "3, fp32": (ALL, {"stage": 3, "param_persistence_threshold": 300}, {}),
+    "2, states on the host": (ALL, {"stage": 2, "offload_optimizer": HOST}, BF16),
+    "3, all on the host": (
+        ALL,
+        {"stage": 3, "param_persistence_threshold": 0, "offload_optimizer": HOST, "offload_param": HOST},
+        BF16,
+    ),
+    "3, base on a drive": (
+        ALL, {"stage": 3, "param_persistence_threshold": 300, "offload_param": {"device": "nvme", "max_in_cpu": 0}},
+        BF16,
+    ),
+}  # fmt: skip
+
+
+def config_of(name: str, folder: Path) -> dict[str, Any]:
+    _, zero, more = CASES[name]
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        zero = {**zero, "offload_param": {**zero["offload_param"], "nvme_path": str(folder)}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": optimizer, **more}
+
+
+Bytes = dict[str, dict[str, int]]
+STATES = ("parameters", "gradients", "optimizer state")
+COLUMNS = dict(zip(Tier, ("device", "host", "drive"), strict=True))
+
+
+def held(name: str, folder: str) -> tuple[Bytes, Bytes, int, list[str]]:
+    """Bytes at rest on this rank by state and tier, counted where they are; all lines of the engine's own plan;
+    trained elements; frozen units that hold more than parameters.
+    """
+    engine = start(fine_tuned(CASES[name][0]), config_of(name, Path(folder)))
+    rests: dict[str, Counter[str]] = {what: Counter() for what in STATES}
+
+    def note(what: str, kind: StateKind, unit: Any) -> None:
+        store, tier = unit.rest[kind], unit.plan.of(kind).tier
+        assert store.on_drive == (tier is Tier.NVME), (unit.name, kind)
+        nbytes = store.numel * store.dtype.itemsize if store.on_drive else store.tensor.nbytes
+        # beside a device each state in host memory is a piece of whole pages; here the device is the host
+        rests[what][COLUMNS[tier]] += -(-nbytes // PAGE) * PAGE if tier is Tier.HOST else nbytes
+
+    engine.backward(engine(torch.arange(12).view(2, 6)))
+    wrong = []
+    for unit in engine.runtime.units:
+        note("parameters", StateKind.PARAM, unit)
+        if StateKind.GRAD in unit.rest:
+            note("gradients", StateKind.GRAD, unit)
+        if unit.trainable and not unit.master_is_param:
+            note("optimizer state", StateKind.OPTIM, unit)
+        if not unit.trainable and set(unit.rest) != {StateKind.PARAM}:
+            wrong.append(unit.name)
+    engine.step()
+    for view in engine._views:
+        slots = [v for k, v in engine.basic_optimizer.state[view.param].items() if k != "step" and torch.is_tensor(v)]
+        rests["optimizer state"][COLUMNS[view.unit.plan.optim.tier]] += sum(slot.nbytes for slot in slots)
+    for unit in (unit for unit in engine.runtime.units if unit.trainable):
+        first, last = unit.range_of(StateKind.OPTIM)
+        unused = last - first - sum(view.stop - view.start for view in unit.views)
+        assert 0 <= unused < 2 * ALIGNMENT_NUMEL, (unit.name, unused)
+        # padding at the end of a range has no slots, and the plan counts it: 8 bytes an element
+        rests["optimizer state"][COLUMNS[unit.plan.optim.tier]] += 8 * unused
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters() if p.requires_grad)
+    lines = {x.what: {"device": x.device, "host": x.host, "drive": x.drive} for x in engine.memory_plan().lines}
+    engine.destroy()
+    return {what: dict(tiers) for what, tiers in rests.items()}, lines, trained, wrong
+
+
+def held_by_all(folder: str) -> dict[str, tuple[Bytes, Bytes, int, list[str]]]:
+    return {name: held(name, folder) for name in CASES}
+
+
+RUN_ALL = """
+import contextlib, io, json, sys
+from deepspeed.simulate.plan import cli
+ended = []
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(argv)
+    ended.append([code, out.getvalue(), err.getvalue()])
+json.dump(ended, sys.stdout)
+"""
+MORE = {
+    "too large": ["--gpu", "1K"],
+    "large enough": ["--gpu", "80GiB", "--lora_targets", ".*layers\\.[01]\\.(q|v)_proj"],
+    "none": [],
+}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every command said: one process, as torch knows the simulated device once."""
+    folder, commands = tmp_path_factory.mktemp("plan"), {}
+    base = ["--model", f"{__name__}:build", "--gpus", "2", "--config"]
+    for number, (name, (names, _, _)) in enumerate(CASES.items()):
+        file = folder / f"{number}.json"
+        file.write_text(json.dumps(config_of(name, folder)))
+        targets = [] if names == ALL else ["--lora_targets", ",".join(names)]
+        commands[name] = [*base, str(file), "--lora", f"r={RANK}" if number else str(RANK), *targets, "--json"]
+    for name, options in MORE.items():
+        commands[name] = [*base, str(folder / "2.json"), *(["--lora", str(RANK)] if options else []), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN_ALL], input=json.dumps(list(commands.values())),
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def reality(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks hold in every case."""
+    return pool2.run(held_by_all, str(tmp_path_factory.mktemp("drive")), time_limit=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_bytes_are_what_a_rank_holds(planned: dict[str, Any], reality: list[dict[str, Any]], name: str) -> None:
+    code, out, err = planned[name]
+    assert code == 0, err
+    facts = json.loads(out)
+    for what in STATES:
+        known = {tier: n for tier, n in facts["bytes"][what].items() if n}
+        by_rank = [ours[name][0][what] for ours in reality]
+        assert all(known == tiers for tiers in by_rank), (what, known, by_rank)
+    for ours in reality:
+        _, lines, trained, wrong = ours[name]
+        assert not wrong
+        if "host" not in name and "drive" not in name:  # where the device is the host these differ by pages
+            assert facts["bytes"] == lines
+        layer = Layer()
+        adapters = sum(sum(getattr(layer, n).weight.shape) for n in CASES[name][0])
+        assert facts["trained"] == trained == BLOCKS * RANK * adapters
+    base = sum(prod(p.shape) for p in Tower().parameters())
+    assert facts["parameters"] == base + facts["trained"]
+    assert facts["lora"] == {"rank": RANK, "layers": [f"layers.{i}.{n}" for i in range(BLOCKS) for n in CASES[name][0]]}
+
+
+def test_the_table_says_who_trains_and_the_limit_is_a_gate(planned: dict[str, Any]) -> None:
+    code, out, err = planned["too large"]
+    assert code == 1 and "LoRA of rank 6 on 12 layers (down_proj, q_proj, up_proj, v_proj)" in out
+    assert "optimizer state" in out and "--gpu: the states of a rank need" in err and "not 1 KiB" in err
+    code, out, err = planned["large enough"]
+    assert code == 0 and not err and "on 4 layers (q_proj, v_proj)" in out
+    code, out, _ = planned["none"]
+    total = sum(p.numel() for p in Tower().parameters())
+    assert code == 0 and f"{total:,} of {total:,} parameters are trained" in out and "LoRA" not in out
