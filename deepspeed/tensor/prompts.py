@@ -73,7 +73,7 @@ def _named(inner: Callable[..., Any], call: GenerateCall) -> dict[str, Any] | No
 
 def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall) -> tuple[int, int]:
     """Tokens of the prompt that a call of ``generate`` is given, and most tokens with what it makes; as far as the
-    arguments, or the ``generation_config`` that they or the model have, say.
+    arguments, or the ``generation_config`` that they or the model have, say; else transformers' 20 new ones.
     """
     inner = innermost(module, generate)
     if (named := _named(inner, call)) is None:
@@ -84,13 +84,20 @@ def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall)
         if isinstance(value, torch.Tensor) and value.dim()
     ]
     prompt = tensors[0].shape[min(1, tensors[0].dim() - 1)] if tensors else 0
-    settings = named.get("generation_config") or getattr(getattr(inner, "__self__", module), "generation_config", None)
+    receiver: Any = getattr(inner, "__self__", module)
+    defaults = getattr(receiver, "generation_config", None)
+    sources = (named.get("generation_config"), defaults)
 
     def asked(name: str) -> int | None:
-        value = named.get(name)
-        return getattr(settings, name, None) if value is None else value
+        values = (named.get(name), *(getattr(source, name, None) for source in sources))
+        return next((value for value in values if value is not None), None)
 
     new, most = asked("max_new_tokens"), asked("max_length")
+    if new is None and most is None and hasattr(defaults, "_get_default_generation_params"):
+        # transformers' limit where nobody gives one; called max_length, it is of new tokens
+        new = defaults._get_default_generation_params().get("max_length")
+        places = getattr(getattr(receiver, "config", None), "max_position_embeddings", None)
+        new = new if new is None or places is None else max(0, min(new, places - prompt))
     return prompt, prompt + new if new is not None else max(prompt, most or 0)
 
 

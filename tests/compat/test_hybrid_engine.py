@@ -151,6 +151,8 @@ def lengths_of_configurations() -> list[str]:
         {"max_new_tokens": 8},
         {"generation_config": kind(max_new_tokens=9)},
         {"max_new_tokens": 7 + dist.get_rank()},
+        {},  # of a configuration that says nothing, either
+        {"generation_config": kind(do_sample=False)},
     ]
     said = [outcome(lambda call=call: engine.generate(ids, do_sample=False, **call)) for call in calls]
     engine.destroy()
@@ -162,3 +164,23 @@ def test_lengths_are_those_of_the_call_or_of_the_models_configuration(pool2: Ran
         assert said[:2] == ["", ""]
         assert all(UsageError.__name__ in text and "max_out_tokens is 12" in text for text in said[2:5])
         assert (UsageError if rank else RankFailedError).__name__ in said[5]
+        assert all("up to 20 new ones are 25" in text for text in said[6:]), said[6:]
+
+
+def implicit_lengths() -> tuple[int, int, str]:
+    """Tokens that come where nobody says how many, with room for them, and near the end of the model's positions."""
+    engine = engine_of(llama(), 3, hybrid_engine={"enabled": True, "max_out_tokens": 25})
+    engine.module.generation_config.eos_token_id = None
+    ids, most = torch.arange(3, 8).view(1, -1), engine.module.config.max_position_embeddings
+    made = engine.generate(ids, do_sample=False).shape[1]
+    engine.module.config.max_position_embeddings = 9
+    few = engine.generate(ids, do_sample=False).shape[1]
+    engine.module.config.max_position_embeddings = most
+    said = outcome(lambda: engine.generate(torch.arange(3, 9).view(1, -1), do_sample=False))
+    engine.destroy()
+    return made, few, said
+
+
+def test_transformers_limit_counts_where_nobody_gives_one(pool2: RankPool) -> None:
+    for made, few, said in pool2.run(implicit_lengths):
+        assert (made, few) == (25, 9) and "up to 20 new ones are 26" in said
