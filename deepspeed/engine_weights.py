@@ -43,6 +43,12 @@ class EngineWeights:
 
         def __getattr__(self, name: str) -> Any: ...
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an engine cannot be pickled or copied: engine.save_checkpoint() keeps all of it, "
+            "engine.save_16bit_model() its weights, and torch.save(engine.module) its module where parameters are whole"
+        )
+
     def stream_weights(
         self,
         max_bytes: int | str = _BUCKET,

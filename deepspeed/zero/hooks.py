@@ -33,6 +33,7 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.process_settings import Borrowed
+from deepspeed.zero.client.pickles import pickle_as_before, pickle_plainly
 from deepspeed.zero.client.tree import ModuleTree
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
@@ -128,7 +129,7 @@ class ModuleHooks:
         self, model: nn.Module, runtime: Runtime, *, touches: dict[nn.Module, list[int]], roots: set[nn.Module]
     ) -> None:
         self._model = model
-        self._runtime = runtime
+        self._runtime, self.mesh = runtime, runtime.mesh
         self._touches = touches
         self._roots = roots
         # In the order of the model, the same on all ranks: a block may be inside another one, too.
@@ -170,6 +171,7 @@ class ModuleHooks:
             late = [units[i] for i in indices if self._late(units[i])]
             if late and not self._compiled:
                 self.forward_handles.append(module.register_forward_pre_hook(_settling(late)))
+                pickle_plainly(module, self)
             if module is self._model or (movable and not (self._compiled and module in self._inside)):
                 self._hook_module(module, movable)
         if self._model not in self._touches:
@@ -201,6 +203,7 @@ class ModuleHooks:
             handle.remove()
         self.forward_handles.clear()
         self.backward_handles.clear()
+        pickle_as_before(self._modules)
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -269,6 +272,7 @@ class ModuleHooks:
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))
+        pickle_plainly(module, self)
 
     def _hooks_inside(self, root: nn.Module, units: list[Unit], enter: _Hook, leave: _Hook) -> tuple[_Hook, _Hook]:
         """``enter`` and ``leave`` for calls without ``root``; with it, which are many, as little as can be."""

@@ -96,6 +96,7 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     number = parameter.__dict__.get("ds_id")
     unmark_zero_parameter(parameter)
     attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
+    attributes["__reduce_ex__"] = functools.partial(_pickled, unit, position)
     attributes["autocast_dtype"] = unit.full.dtype  # what autocast lowers rests lowered already
     if not plain:
         segment, shards = unit.layout.segments[position], unit.layout.shards
@@ -131,6 +132,29 @@ def unmark_zero_parameter(parameter: nn.Parameter) -> None:
     """Take every attribute of ``mark_zero_parameter`` away again."""
     for attribute in parameter.__dict__.get("_ds_marks", ()):
         parameter.__dict__.pop(attribute, None)
+
+
+def _pickled(unit: Any, position: int, protocol: Any) -> Any:
+    """What a pickle has of a parameter: a copy of its values, and what clients have hung on it; nothing of the unit.
+
+    Raises ReleasedParameterError where the values are not here, UsageError where they are a part.
+    """
+    parameter: nn.Parameter = unit.params[position]
+    if _is_hollow(parameter):
+        raise _refusal("a pickle (torch.save)", parameter)
+    if unit.mesh.tp.size > 1:
+        raise parts_refusal(f"parameter {unit.layout.segments[position].name!r}")
+    made, marks = copy.deepcopy(parameter), parameter.__dict__["_ds_marks"]
+    made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in marks and not k.startswith("_ds_")})
+    return made.__reduce_ex__(protocol)
+
+
+def parts_refusal(what: str) -> UsageError:
+    """For a pickle of ``what``, of which a rank has a part."""
+    return UsageError(
+        f"{what} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism), so a pickle or a "
+        "copy on one of them would be no model: use engine.save_16bit_model() or engine.save_checkpoint()"
+    )
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
@@ -491,7 +515,7 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{kind} (values sharded over ranks, not here), {name=}, {facts}, requires_grad={tensor.requires_grad}"
 
 
-def _refusal(func: Callable[..., Any], tensor: torch.Tensor) -> ReleasedParameterError:
+def _refusal(func: Callable[..., Any] | str, tensor: torch.Tensor) -> ReleasedParameterError:
     name = getattr(tensor, "_ds_name", "") or "<unnamed>"
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(tensor.shape)
