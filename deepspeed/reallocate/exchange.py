@@ -123,14 +123,14 @@ class ParameterReallocation:
 
         What is under way in an engine is waited for. Masters in fp32 of a target that trains become the new weights,
         but for those that round to them; slots of its optimizer stay. Raises UsageError on all ranks: inside a forward
-        or backward, while the target is gathered, and where a side is no longer as it was planned, when nothing has
-        moved; and what one rank meets on the way, when the target is of two steps.
+        or backward, between the two of a target, while that is gathered, and where a side is no longer as it was
+        planned, when nothing has moved; and what one rank meets on the way, when the target is of two steps.
         """
         fault: Exception | None = None
         ends, buffers, written = list[RestingWeights](), list[torch.Tensor](), dict[Unit, list[torch.Tensor]]()
         try:
             for side, planned in zip(self._sides, self._ours, strict=True):
-                tensors, aliases = side.open()
+                tensors, aliases = side.open(moving=True)
                 ends.append(RestingWeights(tensors, write=side.role == "target"))
                 if planned is not None and (ends[-1].entries, aliases) != planned[:2]:
                     raise UsageError(f"the {side.role} has other tensors than when this was planned; plan another one")

@@ -42,8 +42,10 @@ class Side:
             raise UsageError(f"the {role} is {type(model).__name__}; pass an engine, a module, or None")
         self._model = weakref.ref(model) if model is not None else lambda: None
 
-    def open(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors and aliases of ``state_names``, once nothing writes them. UsageError where they cannot be had."""
+    def open(self, *, moving: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors and aliases of ``state_names``, when nothing is under way that writes them. Raises UsageError where
+        they cannot be read, or written, now. ``moving``: a target is about to be written.
+        """
         if self.absent:
             return {}, {}
         model: Any = self._model()
@@ -62,6 +64,12 @@ class Side:
                 raise UsageError(
                     f"the weights of the target ({busy.title}) are gathered, in unsharded() or GatheredParameters; "
                     "leave that first"
+                )
+            if moving and self._engine and model._parts.hooks.awaits_backward():
+                raise UsageError(
+                    "a forward of the target has had no backward yet, which would compute with other weights than the "
+                    "forward: move the weights after it, or drop the outputs of that forward first (under "
+                    "torch.no_grad() there is none to wait for)"
                 )
             for name, tensor in tensors.items():
                 if not hasattr(tensor, "_ds_unit") and not local_of(tensor).is_contiguous():

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import sys
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
@@ -122,6 +123,10 @@ def hold_clipping() -> Borrowed:
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
+class _Graph:
+    """Of a forward of the whole model: autograd holds it, by its hooks, as long as a backward may come."""
+
+
 class ModuleHooks:
     """All hooks of one runtime on one module tree; ``remove()`` takes every one away, ``install()`` puts them back."""
 
@@ -139,6 +144,7 @@ class ModuleHooks:
         self._warned: set[nn.Module] = set()
         self._checked_at = -1
         self._armed = False
+        self._graphs = weakref.WeakSet[_Graph]()
         # Parameters that autograd works for although they are in no group of the optimizer.
         self._training = training = any(unit.trainable for unit in runtime.units)
         self._tree = ModuleTree(model, runtime)
@@ -327,7 +333,7 @@ class ModuleHooks:
                 self._watch_outputs(units, output)
                 return
             needed = [*units, *runtime.borrowed()]
-            seen = self._watch_outputs(needed, output)
+            seen = self._watch_outputs(needed, output, whole=module is self._model)
             if needed and torch.is_grad_enabled():
                 self._watch_stash(needed, modules)
             # Trained parameters, and nothing to tell when they are needed again.
@@ -366,15 +372,28 @@ class ModuleHooks:
             )
             del self._frozen[name]
 
-    def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False) -> bool:
-        """Hook every output that will carry a gradient; True when there was one. ``inner``: a root does, too."""
+    def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False, whole: bool = False) -> bool:
+        """Hook every output that will carry a gradient; True when there was one. ``inner``: a root does, too;
+        ``whole``: these are the model's.
+        """
         if not torch.is_grad_enabled():
             return False
         origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}
+        graph = _Graph()
         for origin in origins:
             hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
             hold(functools.partial(self._before_backward, units, inner=inner))
+            if whole and not isinstance(origin, torch.Tensor):
+                origin.register_prehook(functools.partial(self._begin_graph, graph))
+                self._graphs.add(graph)
         return bool(origins)
+
+    def _begin_graph(self, graph: _Graph, _: Any) -> None:
+        self._graphs.discard(graph)
+
+    def awaits_backward(self) -> bool:
+        """Whether there is the graph of a forward of the model through which no backward has come."""
+        return len(self._graphs) > 0
 
     def _watch_stash(self, units: list[Unit], modules: list[nn.Module]) -> None:
         """Hook what a forward has left on its modules (an auxiliary loss): it reaches a backward unreturned."""
@@ -413,6 +432,7 @@ class ModuleHooks:
         """Forget an armed callback that an error in backward has lost, and what it has cut short."""
         self._armed = False
         self._running.clear()
+        self._graphs.clear()
 
     def _gradient_ready(self, unit: Unit, position: int, _: nn.Parameter) -> None:
         self._arm()

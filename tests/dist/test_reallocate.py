@@ -596,3 +596,61 @@ def test_every_layout_becomes_every_other(pool4: RankPool, first: str) -> None:
         assert all(found["equal"] and found.get("back", True) for found in answers), (first, second)
         plan = answers[0]["plan"]
         assert plan.bytes_moved == plan.lower_bound == sum(found["moved"] for found in answers)
+
+
+def moved_between_passes(layout: str) -> dict[str, Any]:
+    """What ``run`` says while forwards of the target wait for their backwards, on one rank or on both."""
+    source, target = engine_of("zero1"), engine_of(layout, other=True)
+    there, first = ParameterReallocation(source, target), dist.get_rank() == 0
+    before, texts = whole(target), {}
+
+    def forward() -> Tensor:
+        return loss_of(target, batch(0, 0))
+
+    losses = [forward(), forward()]
+    texts["two"] = outcome(there.run)
+    target.backward(losses.pop())
+    texts["one"] = outcome(there.run)
+    unmoved = equal(before, whole(target))
+    target.backward(losses.pop())
+    texts["none"] = outcome(there.run)
+    moved = equal(whole(source), whole(target))
+    target.step()
+    loss: Any = forward()
+    loss = loss if first else None
+    texts["one rank"] = outcome(there.run)
+    loss = None
+    texts["dropped"] = outcome(there.run)
+    with torch.no_grad():
+        loss = forward()
+    texts["evaluated"] = outcome(there.run)
+    moved = moved and equal(whole(source), whole(target))
+    for engine in (source, target):
+        engine.destroy()
+    return {"texts": texts, "unmoved": unmoved, "moved": moved}
+
+
+@pytest.mark.parametrize("layout", ["zero0", "bf16 zero1", "zero3"])
+def test_weights_do_not_move_between_a_forward_and_its_backward(pool2: RankPool, layout: str) -> None:
+    for found in pool2.run(moved_between_passes, layout):
+        texts = found["texts"]
+        for when in ("two", "one", "one rank"):
+            assert "a forward of the target has had no backward yet" in texts[when], (when, texts[when])
+            assert "UsageError" in texts[when], (when, texts[when])
+        assert not texts["none"] and not texts["dropped"] and not texts["evaluated"], texts
+        assert found["unmoved"] and found["moved"]
+
+
+def moved_under_a_plain_graph() -> str:
+    source, target = engine_of("zero1"), model(other=True)
+    there = ParameterReallocation(source, target)
+    loss = loss_of(target, batch(0, 0))
+    there.run()
+    said = outcome(loss.backward)
+    source.destroy()
+    return said
+
+
+def test_a_plain_target_s_graph_is_refused_by_torch(pool2: RankPool) -> None:
+    for said in pool2.run(moved_under_a_plain_graph):
+        assert "modified by an inplace operation" in said
