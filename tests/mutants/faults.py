@@ -224,6 +224,30 @@ _PURE = (
         ("tests/dist/test_reallocate.py::test_layers_in_parts_without_an_engine_are_no_replicas",),
         "a layer's parts on several ranks are not copies of one tensor",
     ),
+    Mutant(
+        "RA7",
+        "deepspeed/zero/hooks.py",
+        "self._graphs.discard(graph)",
+        "self._graphs.clear()",
+        ("tests/dist/test_reallocate.py::test_weights_do_not_move_between_a_forward_and_its_backward[zero0]",),
+        "each forward waits for a backward of its own",
+    ),
+    Mutant(
+        "PK1",
+        "deepspeed/zero/client/pickles.py",
+        "if key not in ours",
+        "if key is not None",
+        ("tests/dist/test_pickled_modules.py::test_a_pickled_module_is_the_plain_one[2]",),
+        "a pickled module has no hooks of an engine",
+    ),
+    Mutant(
+        "LP1",
+        "deepspeed/simulate/plan/adapters.py",
+        "wanted.fullmatch(path)",
+        "wanted.match(path)",
+        ("tests/pure/test_lora_targets.py",),
+        "a pattern of --lora_targets has to match whole paths",
+    ),
 )
 
 _OPTIMIZERS = (

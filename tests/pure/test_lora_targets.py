@@ -49,7 +49,8 @@ def decoder(**changes: Any) -> Decoder:
         ("inner.q_proj", ["inner.q_proj"]),
         ("c_attn, q_proj", ["q_proj", "inner.q_proj", "inner.c_attn"]),
         (r"inner\..*", ["inner.q_proj", "inner.c_attn"]),  # what is no linear layer does not count in a pattern
-        (r"(extra_)?q_proj", ["q_proj", "extra_q_proj"]),  # whole paths
+        (r"(extra_)?q_proj", ["q_proj", "extra_q_proj"]),
+        (r"q_proj|inner", ["q_proj"]),  # whole paths
         ("all-linear", ["q_proj", "extra_q_proj", "inner.q_proj", "inner.c_attn"]),
     ],
 )
