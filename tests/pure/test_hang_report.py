@@ -1,12 +1,13 @@
 """What a report says of a job that stands still, from what each rank says of itself."""
 
+import itertools
 import queue
 import threading
 
 import pytest
 
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
-from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, failure_of
+from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, _chain, failure_of
 from deepspeed.comm.hang.watch import VARIABLE, timeout_of
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -50,6 +51,35 @@ def test_the_first_error_is_named_unless_it_has_no_words() -> None:
     assert _fails(ValueError("bad"), died).text == "ValueError: bad"
     assert _fails(queue.Empty(), died).text == "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
     assert _fails(AssertionError(), None).text == "AssertionError"
+
+
+class _Wordless(Exception):
+    """Of a user whose ``__str__`` has a fault of its own."""
+
+    def __str__(self) -> str:
+        return None  # type: ignore[return-value]
+
+
+def test_an_error_whose_own_words_fail_is_named_by_its_type() -> None:
+    assert _fails(_Wordless(), None).text == "_Wordless"
+    assert _fails(_Wordless(), RuntimeError("no batch")).text == "RuntimeError: no batch"
+
+
+def test_what_from_none_hides_is_not_named() -> None:
+    try:
+        try:
+            raise KeyError("foo")
+        except KeyError:
+            raise ValueError("unknown data set 'foo'") from None
+    except ValueError:
+        assert failure_of(threading.get_ident(), {}, ends=False).text == "ValueError: unknown data set 'foo'"
+
+
+def test_errors_that_name_each_other_as_the_cause_end() -> None:
+    first, second = ValueError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert list(itertools.islice(_chain(first), 9)) == [first, second]
+    assert _fails(first, second).text in ("ValueError: a", "RuntimeError: b")
 
 
 def test_a_rank_that_has_not_issued_what_others_wait_in_is_behind() -> None:

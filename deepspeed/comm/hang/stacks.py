@@ -266,11 +266,22 @@ def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False) -> Sp
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, and what it follows from, to the first."""
+    """``error``, and what it follows from, to the first; as a traceback shows them, so not what ``from None`` hides."""
     following: BaseException | None = error
-    while following is not None:
+    seen = set[int]()  # ``raise error.__cause__ from error`` makes a ring
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
         yield following
-        following = following.__cause__ or following.__context__
+        shown = None if following.__suppress_context__ else following.__context__
+        following = following.__cause__ if following.__cause__ is not None else shown
+
+
+def _message(error: BaseException) -> str:
+    """The words of an error; none where its own ``__str__`` fails, as code of the user's may."""
+    try:
+        return str(error).strip()
+    except Exception:  # whatever it raises, the watch goes on
+        return ""
 
 
 def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failure:
@@ -287,8 +298,8 @@ def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failur
     users = [(f.f_code, number) for f, number in passed if origin(f.f_code.co_filename) == "user"]
     names = [name for frame, _ in passed if (name := _module_of(frame, modules))]
     # The first has no words where it is queue.Empty, say, of which a loader's error tells more.
-    telling = next((e for e in reversed(chain) if str(e).strip()), first)
-    head = str(telling).strip().partition("\n")[0]
+    telling = next((e for e in reversed(chain) if _message(e)), first)
+    head = _message(telling).partition("\n")[0]
     text = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
     sentence = f"{type(telling).__name__}: {head}" if head else type(telling).__name__
     return Failure(sentence, names[-1] if names else "", line_of(*users[-1]) if users else "", text)

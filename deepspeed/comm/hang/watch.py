@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
 from deepspeed.comm.hang.ledger import Ledger, torch_numbers
-from deepspeed.comm.hang.stacks import LOADER, WATCHERS, Spot, failure_of, process_state, spots
+from deepspeed.comm.hang.stacks import LOADER, WATCHERS, Failure, Spot, failure_of, process_state, spots
 from deepspeed.errors import DeepSpeedConfigError, JobHungError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import AioEngine
@@ -164,6 +164,8 @@ class HangWatch:
                 self._exchange()
             except (RuntimeError, ValueError):  # the store went with the process that kept it
                 continue
+            except Exception as error:  # else this rank falls silent, and is ended as one that cannot end by itself
+                logger.debug("the watch over jobs that stand still goes on after %r", error)
             self._silent_store_s = 0.0
 
     def _pulse(self) -> None:
@@ -183,12 +185,20 @@ class HangWatch:
         if self._waits_too_long():
             self._alarm()
 
+    def _failure(self, modules: dict[int, str], *, ends: bool) -> Failure:
+        """What this rank has raised; an error that cannot be read, as it is the user's, is none."""
+        try:
+            return failure_of(self._thread, modules, ends=ends)
+        except Exception as error:  # as in ``_glance``
+            logger.debug("an error could not be read: %s", type(error).__name__)
+            return Failure()
+
     def _report(self, *, left: str = "") -> RankReport:
         """What this rank says of itself; ``left``: why its watch ends."""
         named = () if (engine := self._engine()) is None else engine.module.named_modules()
         modules = {id(module): name or type(module).__name__ for name, module in named}
         spot = Spot(ends=True) if left else self._glance(modules, whole=True)
-        failure = failure_of(self._thread, modules, ends=spot.ends)
+        failure = self._failure(modules, ends=spot.ends)
         state, what, entry = spot.kind or RUNS, spot.waits, self.ledger.waiting
         if left or (spot.ends and state == RUNS):
             others = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
