@@ -1,16 +1,20 @@
 """A job that comes further is not ended by the watch over jobs that stand still."""
 
 import contextlib
+import json
 import os
 import signal
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.hang import watch as hang
 from deepspeed.comm.hang.stacks import process_state
 from deepspeed.comm.hang.watch import HangWatch, watch
 from deepspeed.tier.aio import AioEngine, DirectFile
@@ -126,9 +130,9 @@ def _alarms_while_another_works() -> list[str]:
         guard._say = asked.append  # type: ignore[method-assign]
         guard._waited_s = guard._still_s = 1000.0
         for number in range(1, 6):
-            guard._answered = ""
-            guard._alarm()
-            asked += [str(number)] * bool(guard._answered)
+            with patch.object(guard, "_ask", wraps=guard._ask) as ask:
+                guard._alarm()
+            asked += [str(number)] * ask.call_count
         guard._store.set("done", "")
     else:
         while not guard._store.check(["done"]):
@@ -168,6 +172,108 @@ def _alarms_while_the_job_ends() -> list[int]:
 
 def test_ranks_that_end_while_one_asks_after_them_have_come_further(pool2: RankPool) -> None:
     assert pool2.run(_alarms_while_the_job_ends)[0] == [0, 1, 1]
+
+
+def _leads(name: str) -> HangWatch:
+    """A watch whose threads do not run, of a rank that has waited for too long."""
+    guard = HangWatch(1.0, f"deepspeed/hang/leads/{name}")
+    guard._beat_s = 0.1
+    guard._waited_s = guard._still_s = 1000.0
+    guard._pulse()
+    dist.barrier()
+    return guard
+
+
+def _judges_while_another_beats() -> tuple[int, list[list[object]]]:
+    """How often rank 0 says that it lives while it asks, and whom it would kill: rank 1 beats and does not answer."""
+    guard, ended, pulses = _leads("beats"), list[list[object]](), 0
+    pulse, judge, store = guard._pulse, guard._judge, guard._store
+
+    def counted() -> None:
+        nonlocal pulses
+        pulses += 1
+        pulse()
+
+    def judged(seen: Any, *rest: Any) -> Any:
+        store.set("judging", "")  # it was silent until then, as on a busy machine
+        while guard._beat_of(1) == seen[1]["beat"]:
+            time.sleep(0.01)
+        return judge(seen, *rest)
+
+    if dist.get_rank() == 0:
+        guard._pulse, guard._judge, guard._end = counted, judged, ended.append  # type: ignore[method-assign]
+        guard._say = lambda text: None  # type: ignore[method-assign]
+        with patch.object(hang, "_REPORTS_S", 0.5):
+            guard._alarm()
+        store.set("done", "")
+    while not store.check(["done"]):
+        guard._beats += store.check(["judging"])
+        pulse()
+        time.sleep(0.01)
+    dist.barrier()
+    return pulses, ended
+
+
+def test_a_rank_that_leads_says_that_it_lives_and_spares_one_that_beats_again(pool2: RankPool) -> None:
+    pulses, ended = pool2.run(_judges_while_another_beats)[0]
+    assert pulses >= 3, "others take a rank that is silent for stopped, and have it killed"
+    assert ended == [[]], "a rank that beats can end by itself"
+
+
+def _another_leads() -> tuple[list[bool], list[str], list[list[object]]]:
+    """Whether rank 1's claim stands, as rank 0 meets it; what rank 0, replaced by it, has said, and how it ended."""
+    guard, spoken, ended, stands = _leads("claims"), list[str](), list[list[object]](), list[bool]()
+    store = guard._store
+    guard._say, guard._end = spoken.append, ended.append  # type: ignore[method-assign]
+    if dist.get_rank() == 0:
+
+        def met(claim: bytes, beat: int) -> bool:
+            store.set("pulse/1", json.dumps(json.loads(store.get("pulse/0")) | {"beat": beat}))
+            return guard._lives(claim)
+
+        stands += [all(met(b"1 7", beat) for beat in range(120)), all(met(b"1 7", 0) for _ in range(60))]
+        stands += [all(met(b"1 8", beat) for beat in range(1000)), guard._lives(b"0 3")]
+
+        def replaced(*_: Any) -> tuple[str, list[Any]]:
+            store.set("leader", "1 7")
+            return "text", []
+
+        guard._judge = replaced  # type: ignore[method-assign]
+        guard._alarm()
+        assert store.get("leader") == b"1 7"
+        store.set("order", json.dumps({"kind": "end", "silent": []}))
+        guard._pause(0.01)
+    dist.barrier()
+    return stands, spoken, ended
+
+
+def test_a_rank_that_leads_is_replaced_when_it_is_silent_and_is_quiet_then(pool2: RankPool) -> None:
+    stands, spoken, ended = pool2.run(_another_leads)[0]
+    beats, silent, left_behind, own = stands
+    assert beats, "a rank that beats may take its time"
+    assert not silent and not left_behind and not own
+    assert not spoken and ended == [[]], "it ends as the other says"
+
+
+def _talks_on() -> bool:
+    """Whether a watch whose report fails once says afterwards that its rank lives."""
+    guard, times = _leads("talks"), 0
+    guard._beat_s = 0.01
+
+    def fails_once() -> None:
+        nonlocal times
+        times += 1
+        if times == 1:
+            raise TypeError("__str__ returned non-string")
+        guard._stopped.set()
+
+    guard._exchange = fails_once  # type: ignore[method-assign]
+    guard._talk()
+    return times == 2
+
+
+def test_a_watch_that_meets_a_fault_of_a_user_s_object_talks_on(pool2: RankPool) -> None:
+    assert pool2.run(_talks_on) == [True, True]
 
 
 def test_a_rank_that_writes_its_part_of_a_checkpoint_for_longer_is_no_hang(pool2: RankPool, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ VARIABLE = "DS_HANG_TIMEOUT"
 _BEAT_S = 0.5
 _GAP_S = 1.0  # between two looks what at most counts as standing still
 _MANY_RANKS = 128  # of which each writes half as often
-_LEADER_S = 5.0  # after which another rank takes the place of one that reads the others' reports
+_LEADER_S = 5.0  # of silence, after which another rank takes the place of one that reads the others' reports
+_MOST_LEADER_S = 30.0  # the same, of one that beats, as its claim may have been left behind
 _ALONE_S = 3.0  # how much longer a rank waits whose store does not answer
 _REPORTS_S = 2.0  # how long ranks may take to write a report
 _LAST_S = 2.0  # how long the words of a job that ends may take
@@ -88,7 +89,8 @@ class HangWatch:
         self._birth = _start_of(self._owner)
         self._beats, self._answered = 0, ""
         self._left = set[int]()  # ranks whose watch is known to have ended
-        self._claims: dict[bytes, int] = {}  # how often each leader's claim has been met
+        # The claim of another that leads, with its beat; how often these were met again, and how often that claim was.
+        self._met = (b"", -1), 0, 0
         self._threads = [
             threading.Thread(target=run, name=f"{WATCHERS}-{what}", daemon=True)
             for what, run in (("look", self._look), ("talk", self._talk))
@@ -173,15 +175,19 @@ class HangWatch:
         pulse = {"beat": self._beats, "still": self._still_s, "host": self._host, "pid": os.getpid(), "last": last}
         self._store.set(f"pulse/{self._rank}", json.dumps(pulse | {"start": self._birth}))
 
-    def _exchange(self) -> None:
+    def _heed(self) -> None:
+        """Say that this rank lives, and do what the rank that leads asks for."""
         self._pulse()
         if self._store.check(["order"]):
             order = json.loads(self._store.get("order"))
             if order["kind"] == "end":
                 self._end(order["silent"])
             elif order["turn"] != self._answered:
-                self._answered = order["turn"]
                 self._store.set(f"report/{order['turn']}/{self._rank}", self._report().to_text())
+                self._answered = order["turn"]
+
+    def _exchange(self) -> None:
+        self._heed()
         if self._waits_too_long():
             self._alarm()
 
@@ -228,8 +234,7 @@ class HangWatch:
         mine = f"{self._rank} {self._beats}".encode()
         claim = self._store.compare_set("leader", "", mine.decode())
         if claim != mine:
-            self._claims[claim] = self._claims.get(claim, 0) + 1
-            if self._claims[claim] * self._beat_s < _LEADER_S:
+            if self._lives(claim):
                 return
             claim = self._store.compare_set("leader", claim.decode(), mine.decode())  # that rank has stopped, too
             if claim != mine:
@@ -238,7 +243,7 @@ class HangWatch:
         count = self._store.add("alarms", 1)
         asked = self._ask() if count & (count - 1) == 0 else None
         first = self._pulses()
-        time.sleep(max(2.5 * self._beat_s, 2 * _BEAT_S if self._limit_s >= 2 else 0.0))
+        self._pause(max(2.5 * self._beat_s, 2 * _BEAT_S if self._limit_s >= 2 else 0.0))
         second = self._pulses()
         others = set(second) - {self._rank}
         silent = {r for r in others if second[r].get("beat") == first[r].get("beat")}
@@ -249,9 +254,33 @@ class HangWatch:
         if not text or self._stopped.is_set() or not self._waits_too_long():  # what it waited for has come meanwhile
             self._store.compare_set("leader", mine.decode(), "")
             return
+        ends = mine + b" ends"
+        if self._store.compare_set("leader", mine.decode(), ends.decode()) != ends:
+            return  # this rank was so slow that another leads
         self._say(text)
         self._store.set("order", json.dumps({"kind": "end", "silent": processes}))
         self._end(processes)
+
+    def _lives(self, claim: bytes) -> bool:
+        """Whether the rank that made ``claim`` may still come to an end with it, as it beats on."""
+        leader, most = int(claim.split()[0]), _MOST_LEADER_S / self._beat_s
+        beat = self._beat_of(leader)
+        last, silent, times = self._met if self._met[0][0] == claim else ((claim, beat), 0, 0)
+        silent = silent + 1 if last[1] == beat else 0
+        self._met = (claim, beat), silent, times + 1
+        return leader != self._rank and silent * self._beat_s < _LEADER_S and times < most
+
+    def _beat_of(self, rank: int) -> int:
+        """The beat that ``rank`` has last written; -1 before the first."""
+        known = self._store.check([key := f"pulse/{rank}"])
+        return int(json.loads(self._store.get(key))["beat"]) if known else -1
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; a rank that leads is silent to others else, and may be taken for stopped."""
+        end = time.monotonic() + seconds
+        while (left_s := end - time.monotonic()) > 0 and not self._stopped.is_set():
+            time.sleep(min(left_s, self._beat_s))
+            self._heed()
 
     def _pulses(self) -> dict[int, dict[str, Any]]:
         """What every rank has last written; nothing of one that never has."""
@@ -279,17 +308,20 @@ class HangWatch:
         asked = {r for r in range(self._size) if r not in reports or reports[r].what.startswith(_NO_ANSWER)}
         in_time = True
         while asked and in_time:
-            in_time = time.monotonic() < end  # where the store is slow that time is over; who has answered is heard
+            # Where the store is slow that time is over; who has answered is heard.
+            in_time = time.monotonic() < end and not self.ended
             for rank in [*asked]:
                 if self._store.check([key := f"report/{turn}/{rank}"]):
                     reports[rank] = RankReport.from_text(self._store.get(key).decode())
                     asked.remove(rank)
                     silent.discard(rank)
             self._silent_store_s = 0.0
-            time.sleep(self._beat_s / 5)
+            self._pause(self._beat_s / 5)
         reports = {rank: self._of_silent(rank, pulses[rank]) for rank in asked} | reports
         silent |= asked
-        gone = [[p["host"], p["pid"], p["start"]] for r, p in pulses.items() if r in silent and p]
+        # One that beats again ends by itself, as it is told to.
+        stopped = {r for r in silent if pulses[r] and self._beat_of(r) == pulses[r]["beat"]}
+        gone = [[p["host"], p["pid"], p["start"]] for r, p in pulses.items() if r in stopped]
         return explain([*reports.values()], self._limit_s), gone
 
     def _of_silent(self, rank: int, pulse: dict[str, Any]) -> RankReport:
