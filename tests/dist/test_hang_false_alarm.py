@@ -18,6 +18,7 @@ from deepspeed.comm.hang import watch as hang
 from deepspeed.comm.hang.stacks import process_state
 from deepspeed.comm.hang.watch import HangWatch, watch
 from deepspeed.tier.aio import AioEngine, DirectFile
+from tests.harness.logs import logged
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 
@@ -274,6 +275,31 @@ def _talks_on() -> bool:
 
 def test_a_watch_that_meets_a_fault_of_a_user_s_object_talks_on(pool2: RankPool) -> None:
     assert pool2.run(_talks_on) == [True, True]
+
+
+def _sockets() -> int:
+    links = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path))
+    return sum(link.startswith("socket:") for link in links)
+
+
+def _begun_and_ended() -> tuple[int, int, list[str]]:
+    """Connections that a watch has opened, and that it leaves; what it says of a backend that counts nothing."""
+    before = _sockets()
+    guard = HangWatch(600.0, "deepspeed/hang/connection")
+    opened = _sockets() - before
+    with logged() as lines:
+        for counted in (True, *[False] * 100):
+            guard._tell_of_blindness(counted=counted)
+    guard._threads.clear()
+    guard.start()
+    guard.stop()
+    return opened, _sockets() - before, [line for line in lines if "has no effect" in line]
+
+
+def test_a_watch_that_ends_closes_its_connection_and_one_that_cannot_see_says_so(pool2: RankPool) -> None:
+    for opened, left, lines in pool2.run(_begun_and_ended):
+        assert opened == 1 and left == 0
+        assert len(lines) == 1 and "hang_timeout" in lines[0] and "gloo" in lines[0]
 
 
 def test_a_rank_that_writes_its_part_of_a_checkpoint_for_longer_is_no_hang(pool2: RankPool, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import queue
 import threading
 
 import pytest
+import torch
 
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
+from deepspeed.comm.hang.ledger import Ledger
 from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, _chain, failure_of
 from deepspeed.comm.hang.watch import VARIABLE, timeout_of
 from deepspeed.errors import DeepSpeedConfigError
@@ -80,6 +82,17 @@ def test_errors_that_name_each_other_as_the_cause_end() -> None:
     first.__cause__, second.__cause__ = second, first
     assert list(itertools.islice(_chain(first), 9)) == [first, second]
     assert _fails(first, second).text in ("ValueError: a", "RuntimeError: b")
+
+
+def test_a_collective_that_has_raised_is_not_waited_for_for_ever() -> None:
+    ledger = Ledger()
+    begin = ledger.listener("job")
+    begin("all_reduce", 1, torch.float32, 2)  # and never ends
+    for _ in range(100):
+        end = begin("broadcast", 1, torch.float32, 2)
+        assert end is not None
+        end()
+    assert ledger.waiting is None
 
 
 def test_a_rank_that_has_not_issued_what_others_wait_in_is_behind() -> None:

@@ -63,6 +63,8 @@ class Ledger:
             entry = LedgerEntry(next(self._numbers), group, op, numel, dtype, unit, place)
             self.entries.append(entry)
             self._under_way[entry.number] = entry
+            if (oldest := next(iter(self._under_way))) <= entry.number - _KEPT:  # it has raised, and never ends
+                self._under_way.pop(oldest, None)
             self.events += 1
             return lambda: self._end(entry.number)
 

@@ -42,6 +42,7 @@ _REPORTS_S = 2.0  # how long ranks may take to write a report
 _LAST_S = 2.0  # how long the words of a job that ends may take
 _CALLS = 5
 _NO_ANSWER = "does not answer"
+_BLIND_LOOKS = 20  # more than while a group is made
 
 
 def timeout_of(configured: float | None) -> float | None:
@@ -91,6 +92,7 @@ class HangWatch:
         self._left = set[int]()  # ranks whose watch is known to have ended
         # The claim of another that leads, with its beat; how often these were met again, and how often that claim was.
         self._met = (b"", -1), 0, 0
+        self._blind_looks = 0  # in a row, as torch counts no collectives
         self._threads = [
             threading.Thread(target=run, name=f"{WATCHERS}-{what}", daemon=True)
             for what, run in (("look", self._look), ("talk", self._talk))
@@ -117,6 +119,7 @@ class HangWatch:
         if not any(thread.is_alive() for thread in self._threads):
             with contextlib.suppress(RuntimeError, ValueError):
                 self._store.set(f"left/{self._rank}", self._report(left=why).to_text())
+            self._store = None  # whose connection ends with it
 
     def follow(self, engine: Any) -> None:
         """Listen to the collectives of an engine (its ``mesh`` names the groups); name its modules and steps."""
@@ -137,6 +140,7 @@ class HangWatch:
             passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._limit_s / 2))), now
             progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun
             moved, self._last = progress != self._last or progress[0] is None, progress
+            self._tell_of_blindness(counted=progress[0] is not None)
             spot = Spot() if moved else self._glance()
             same = spot.kind != "" and spot.mark == self._spot.mark
             moved |= spot.kind == self._spot.kind == LOADER and not same  # another batch has come
@@ -147,6 +151,13 @@ class HangWatch:
             self._silent_store_s += passed
             if self._waits_too_long(_ALONE_S) and self._silent_store_s > _ALONE_S:
                 self._end_alone()
+
+    def _tell_of_blindness(self, *, counted: bool) -> None:
+        """Once, that no job of this backend is ever known to stand still."""
+        self._blind_looks = 0 if counted else self._blind_looks + 1
+        if self._blind_looks == _BLIND_LOOKS:
+            what = f"the backend {dist.get_backend()!r} does not count its collectives"
+            logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", what)
 
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
         """Where this rank is. It moves meanwhile, so anything may be half there; then it does not wait."""
