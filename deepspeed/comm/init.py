@@ -145,11 +145,12 @@ def init_distributed(
 
     ``dist_backend`` None means the device's own (nccl, gloo, ...). Who this process is comes from ``rank`` and
     ``world_size``, else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else
-    the process is alone; what was found is written to those variables where they are unset. Without MASTER_PORT and
-    with the default ``distributed_port`` the port follows from the job's id (``discovery.job_port``). ``timeout``
-    defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. The local rank's device becomes the current one, unless another
-    one is already or the backend is gloo. Where ranks are on several machines, GLOO_SOCKET_IFNAME is set, unless it is,
-    to the interface that leads to rank 0. ``config`` (dict or parsed) may hold a ``comms_logger`` block.
+    the process is alone; what was found, or what an existing group says, is written to those variables where they are
+    unset. Without MASTER_PORT and with the default ``distributed_port`` the port follows from the job's id
+    (``discovery.job_port``). ``timeout`` defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. The local rank's device
+    becomes the current one, unless another one is already or the backend is gloo. Where ranks are on several machines,
+    GLOO_SOCKET_IFNAME is set, unless it is, to the interface that leads to rank 0. ``config`` (dict or parsed) may hold
+    a ``comms_logger`` block.
 
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.
     """
@@ -158,6 +159,9 @@ def init_distributed(
     if dist.is_initialized():
         ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
         os.environ["LOCAL_RANK"] = str(ranks.local_rank)
+        if dist.get_backend() != "fake":  # whose ranks are no processes
+            for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
+                os.environ[name] = os.environ.get(name) or str(value)
         _prepare(dist.get_backend(), ranks)
         return
     if dist_init_required is False:

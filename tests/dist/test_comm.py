@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import time
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from deepspeed.comm.norms import clip_grad_norm_
 from deepspeed.comm.partitioned import PartitionedTensor
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
+from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from tests.harness.patience import slowdown
 from tests.harness.pool import PatientPool, RankPool
@@ -144,6 +146,20 @@ def _getters() -> list:
         groups.get_broadcast_src_rank(),
         groups.get_tensor_model_parallel_src_rank(),
     ]
+
+
+def _of_others() -> tuple[int, str]:
+    """Rank and number of ranks as logs and monitors find them, in a group that was started with arguments alone."""
+    with patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        deepspeed.init_distributed()
+        return log.rank(), os.environ["WORLD_SIZE"]
+
+
+def test_the_ranks_of_a_group_of_others_know_who_they_are(pool2: RankPool) -> None:
+    """Else each is taken for the first one: lines of logs, and rows of monitors, come twice."""
+    assert pool2.run(_of_others) == [(0, "2"), (1, "2")]
 
 
 def test_group_getters(pool2: RankPool) -> None:
