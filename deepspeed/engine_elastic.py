@@ -6,6 +6,7 @@ step that all save. A checkpoint has its name when it is whole, so a process tha
 """
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.comm.collectives import merge
 from deepspeed.errors import PreemptedExit, UsageError
 from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.process_settings import Borrowed
 
 if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine
@@ -25,6 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LAUNCHER_KILLS = "DS_SIGNAL_GRACE_S"  # when a launcher kills its ranks after a signal; it says so in this variable
 _FOR_ENDING_S = 1.0  # of that time, what a process needs to end
 _STATE = "take_part"  # the key of the client state
+_CLOSED = 0  # the number of no signal, which the interpreter never writes
 
 
 def take_part(engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, every: int = 0) -> dict[str, Any]:
@@ -64,11 +67,14 @@ class Alarm:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._reader, self._writer = reader, writer
+        self._way_back.callback(self._end_watch)  # the last to go: until then the interpreter may write
         # The interpreter writes each signal's number there at once; a handler has to wait for the main thread.
-        self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        changes = [Borrowed("signal wakeup", value=writer, read=_wakeup, write=_set_wakeup)]
         for number in SIGNALS:
-            self._way_back.callback(signal.signal, number, signal.signal(number, self._heard))
-        self._way_back.callback(signal.set_wakeup_fd, self._wakeup)
+            read, write = functools.partial(signal.getsignal, number), functools.partial(signal.signal, number)
+            changes.append(Borrowed(f"signal {number}", value=self._heard, read=read, write=write))
+        for change in changes:
+            self._way_back.callback(change.give_back)
         os.register_at_fork(after_in_child=_forget(weakref.ref(self)))
         threading.Thread(target=self._watch, name="emergency-save", daemon=True).start()
 
@@ -78,14 +84,20 @@ class Alarm:
     def _watch(self) -> None:
         while data := os.read(self._reader, 64):
             number = next((n for n in data if n in SIGNALS), 0)
-            if number == 0:
-                continue
-            self.asked = self.asked or number
-            name = signal.Signals(number).name
-            os.write(2, f"deepspeed: {name} received; saving a checkpoint within {self._deadline_s:g} s\n".encode())
-            if not self._over.wait(self._deadline_s):
-                self._late(number)
-            return
+            if number and not self._over.is_set():
+                self.asked = self.asked or number
+                name = signal.Signals(number).name
+                os.write(2, f"deepspeed: {name} received; saving a checkpoint within {self._deadline_s:g} s\n".encode())
+                if not self._over.wait(self._deadline_s):
+                    self._late(number)
+            if _CLOSED in data:
+                break
+        os.close(self._reader)
+
+    def _end_watch(self) -> None:
+        with contextlib.suppress(OSError):  # full of signals, and so read soon
+            os.write(self._writer, bytes([_CLOSED]))  # a child may still have the writer, so its end is not enough
+        os.close(self._writer)
 
     def disarm(self) -> None:
         """The save has ended in time."""
@@ -103,8 +115,20 @@ class Alarm:
         """In a child that was forked: signals are its own affair, and not this process's."""
         self._way_back.pop_all()
         signal.set_wakeup_fd(-1)
+        os.close(self._reader)
+        os.close(self._writer)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _set_wakeup(file: int) -> int:
+    return signal.set_wakeup_fd(file, warn_on_full_buffer=False)
+
+
+def _wakeup() -> int:
+    file = signal.set_wakeup_fd(-1)  # there is no other way to ask
+    _set_wakeup(file)
+    return file
 
 
 def _forget(alarm: "weakref.ref[Alarm]") -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Settings of the whole process that engines change while they live: the logger's level, cyclic garbage collection.
+"""Settings of the whole process that engines change while they live: the logger's level, garbage collection, signals.
 
 Engines may end in any order: the newest living change is in force, and in the end the value from before the first.
 """
@@ -17,7 +17,7 @@ _LIVING: "list[Borrowed]" = []
 class Borrowed:
     """One change of the process-wide setting ``name``, in force until ``give_back``."""
 
-    def __init__(self, name: str, *, value: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, *, value: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.name, self._write, self._before = name, write, read()
         _LIVING.append(self)
         write(value)

@@ -6,7 +6,9 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.elasticity import take_part
-from deepspeed.engine_elastic import SIGNALS
+from deepspeed.engine_elastic import SIGNALS, Alarm
 from deepspeed.observe.log import logger
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records
@@ -85,6 +87,29 @@ def _asked(folder: str, rank: int) -> tuple[int, int]:
 def test_a_signal_to_one_rank_makes_all_save_the_same_update(tmp_path: Path, pool2: RankPool) -> None:
     assert pool2.run(_asked, str(tmp_path), 1) == [(200, 3)] * 2
     assert [file.name for file in tmp_path.glob("global_step*")] == ["global_step3"]
+
+
+def _open() -> tuple[int, list[str]]:
+    """How many files and pipes this process has open, and its threads that wait for signals."""
+    return len(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate() if t.name == "emergency-save"]
+
+
+def _until(reached: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 30
+    while not reached() and time.monotonic() < end:
+        time.sleep(0.01)
+    return reached()
+
+
+def test_engines_that_took_part_end_in_any_order_and_leave_no_thread_and_no_pipe() -> None:
+    before, late = (_open(), [signal.getsignal(number) for number in SIGNALS]), list[int]()
+    first, second = Alarm(60.0, late.append), Alarm(60.0, late.append)
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert _until(lambda: second.asked == signal.SIGUSR1) and not first.asked
+    second.close()
+    assert _until(lambda: _open() == before[0]), _open()
+    assert [signal.getsignal(number) for number in SIGNALS] == before[1] and not late
 
 
 def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str]]:
