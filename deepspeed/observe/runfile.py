@@ -108,10 +108,10 @@ class RunFile:
             with contextlib.suppress(OSError):
                 hidden.unlink()
 
-    def close(self) -> None:
-        """The last lines."""
+    def close(self, error: str = "") -> None:
+        """The last lines; ``error``: what ended the run."""
         self._end_steps()
-        self.write("end")
+        self.write("end", **({"error": error} if error else {}))
         self._file.close()
 
 

@@ -75,21 +75,23 @@ class Board:
             with self._lock:
                 self.file.write(kind, **facts)
 
-    def close(self) -> None:
-        """The last words of this rank; on the first one also of the others, as far as they come."""
+    def close(self, *, wait: bool = True, error: str = "") -> None:
+        """The last words of this rank; on the first one also of the others, as far as they come. ``wait``: for the
+        device, until it has passed the last update. ``error``: what ended the run.
+        """
         if self._over.is_set() or os.getpid() != self._owner:
             return
         self._over.set()
         self._thread.join(_LAST_S)
         end = time.monotonic() + _LAST_S
         with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store went with the process that kept it
-            self._look(last=True)
+            self._look(last=wait)
             while self.file is not None and self._behind() and time.monotonic() < end:
                 time.sleep(0.01)
-                self._look(last=True)
+                self._look(last=wait)
         if self.file is not None:
             self.write("ranks", **self._state)
-            self.file.close()
+            self.file.close(error)
             self._complain()
 
     # -- the thread -------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """What the block ``observe`` asks for: a trace of some updates, and the record of a run. One observer per engine."""
 
+import atexit
 import contextlib
 import functools
 import logging
 import math
+import os
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from deepspeed.timeline.spans import StepSpans, clock_for
 from deepspeed.version import __version__
 
 _MOST_SPANS = 200_000  # of one rank in a trace
+_LAST_S = 2.0  # how long a script that ends waits for what its device has not passed yet
 
 
 class LateMean:
@@ -82,7 +87,8 @@ class Observer:
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, float] = {}
         self._waiting: list[tuple[StepSpans, Any, LateMean | None, dict[str, Any]]] = []
-        self._saving: dict[str, Any] = {}
+        self._saving: list[dict[str, Any]] = []  # checkpoints of which no line says yet that they have their name
+        self._owner = os.getpid()
         file = self._open(settings)
         self._listener, self._wraps = Listener(engine, self._clock), Wraps()
         self._wraps.put(engine, "_write_metrics", self._after_metrics)
@@ -90,6 +96,8 @@ class Observer:
         self._metered.observed = True
         if settings.run:
             self._record(file, settings)
+        self._at_exit = _ending(weakref.ref(self))
+        atexit.register(self._at_exit)
         self._open_window()
 
     def _open(self, settings: Any) -> RunFile | None:
@@ -131,14 +139,19 @@ class Observer:
             logger.addHandler(handler)
             self._wraps.on_close(logger.removeHandler, handler)
 
-    def close(self) -> None:
-        """The engine ends: the last words of this rank."""
+    def close(self, *, script_ends: bool = False) -> None:
+        """The engine ends: the last words of this rank. ``script_ends``, and has not destroyed the engine: without the
+        other ranks, and without a wait for a device that an error may have stopped.
+        """
+        if self._engine is None or os.getpid() != self._owner:  # a fork is no rank
+            return
+        atexit.unregister(self._at_exit)
         self._wraps.close()
         self._listener.close()
         self._metered.observed = False
         window = self._window
         if window is not None and window.begun and not window.over:
-            if self._mesh.job.size == 1:
+            if self._mesh.job.size == 1 and not script_ends:
                 self._close_window(window)
             elif self._mesh.first:
                 logger.warning(
@@ -147,9 +160,23 @@ class Observer:
                     *(self._engine.global_steps, window.last),
                 )
         if self._board is not None:
-            self._pass_on(wait=True)
-            self._board.close()
+            if script_ends:
+                self._await_device()
+            self._pass_on(wait=not script_ends, last=True)
+            self._pass_saving(last=True)
+            error = getattr(sys, "last_value", None) if script_ends else None
+            self._board.close(wait=not script_ends, error="" if error is None else type(error).__name__)
         self._engine = None
+
+    def _await_device(self) -> None:
+        """For a while; of an update that it has not passed then nothing is said."""
+        end = time.monotonic() + _LAST_S
+        while self._waiting and time.monotonic() < end:
+            step, outcome, loss, _ = self._waiting[-1]
+            if step.known() and outcome.known() and (loss is None or loss.known()):
+                return
+            time.sleep(0.01)
+        self._waiting = [each for each in self._waiting if each[0].known()]
 
     # -- what the engine does ---------------------------------------------------------------------------------------
     def _after_metrics(self, method: Callable[..., Any], *args: Any) -> None:
@@ -187,23 +214,30 @@ class Observer:
     ) -> Any:
         self._pass_saving()
         begun, behind = time.monotonic(), self._engine._config.checkpoint.in_background
-        result = method(save_dir, tag, *args, **kwargs)
         name = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
-        self._saving = {"step": self._engine.global_steps, "path": str(Path(save_dir).absolute() / name)}
-        self._saving |= {"begun": begun, "seconds": time.monotonic() - begun, "in_background": behind}
+        before = _version_of(save_dir, name)
+        result = method(save_dir, tag, *args, **kwargs)
+        path = str(Path(save_dir).absolute() / name)
+        saving = {"step": self._engine.global_steps, "path": path, "begun": begun, "before": before, "bytes": 0}
+        self._saving.append(saving | {"seconds": time.monotonic() - begun, "in_background": behind})
         self._pass_saving()
         return result
 
-    def _pass_saving(self) -> None:
-        """A checkpoint that has its name is a line of the record."""
-        if self._saving and not self._engine._saver.running and self._board is not None:
-            saved, self._saving = self._saving, {}
-            begun, path = saved.pop("begun"), Path(saved["path"])
-            nbytes = 0
-            if self._mesh.first:
-                with contextlib.suppress(OSError):
-                    nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-            self._board.write("checkpoint", **saved, until_named_s=time.monotonic() - begun, bytes=nbytes)
+    def _pass_saving(self, *, last: bool = False) -> None:
+        """A checkpoint that has its name is a line of the record; so is one that has got none, as a save has failed."""
+        board, running = self._board, self._engine._saver.running and not last
+        while board is not None and len(self._saving) > running:  # one at a time: an earlier one is over
+            saved = self._saving.pop(0)
+            begun, before, path = saved.pop("begun"), saved.pop("before"), Path(saved["path"])
+            if not self._mesh.first:
+                continue
+            if saved["in_background"] and _version_of(path.parent, path.name) == before:
+                text = f"the checkpoint {path} was not saved: it has not got its name in the background"
+                board.write("warning", level="WARNING", text=text, where="")
+                continue
+            with contextlib.suppress(OSError):
+                saved["bytes"] = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+            board.write("checkpoint", **saved, until_named_s=time.monotonic() - begun)
 
     def _timed_load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begun = time.monotonic()
@@ -220,7 +254,7 @@ class Observer:
         if self._board is not None:
             losses, self._losses = self._losses, []
             self._waiting.append((step, self._engine._result, LateMean(losses) if losses else None, self._facts()))
-            self._pass_on(wait=False)
+            self._pass_on()
             self._pass_saving()
             self._tell_of_slow()
         if window is not None and not window.over:
@@ -237,12 +271,12 @@ class Observer:
         facts |= {"loss_scale": engine.loss_scale()} if engine.fp16_enabled() else {}
         return facts | ({"metrics": dict(self._metrics)} if self._metrics else {})
 
-    def _pass_on(self, *, wait: bool) -> None:
-        """Give the board the updates of which everything is known."""
+    def _pass_on(self, *, wait: bool = False, last: bool = False) -> None:
+        """Give the board the updates of which everything is known; ``wait`` until it is; ``last``: no more comes."""
         assert self._board is not None
         while self._waiting:
             step, outcome, loss, facts = self._waiting[0]
-            late = len(self._waiting) > 1 or wait  # a pipeline's loss comes after the boundary
+            late = len(self._waiting) > 1 or last  # a pipeline's loss comes after the boundary
             if not (late and outcome.known() and (loss is None or loss.known())) and not wait:
                 return
             self._waiting.pop(0)
@@ -300,6 +334,24 @@ class Observer:
                 what = f"updates {steps[0].number} to {steps[-1].number}"
                 logger.info("the trace of %s is in %s; open it at https://ui.perfetto.dev", what, window.path)
         self._listener.turn()
+
+
+def _version_of(folder: Any, name: str) -> tuple[int, int] | None:
+    """What tells the folder ``name`` from a later one of that name; None where there is none, or can be none."""
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        status = (Path(folder) / name).stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
+def _ending(observer: "weakref.ref[Observer]") -> Callable[[], None]:
+    """The end of a script that leaves its engine to the interpreter."""
+
+    def end() -> None:
+        if (known := observer()) is not None:
+            known.close(script_ends=True)
+
+    return end
 
 
 def start_facts(engine: Any) -> dict[str, Any]:

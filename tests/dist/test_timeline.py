@@ -6,29 +6,36 @@ import contextlib
 import gzip
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.checkpoint.format import folders
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.wire import Wire, clock_offset
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import read_run
+from deepspeed.report.run import page
 from deepspeed.timeline import collect
 from deepspeed.timeline.observer import Observer
 from tests.harness import pipes
 from tests.harness.logs import logged
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, start
+from tests.harness.training import make_config, outcome, start
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH, BLOCKS, MICROS = 8, 3, 2
 
 
@@ -306,6 +313,54 @@ def test_a_run_of_one_rank_has_a_trace_and_a_record_too(pool1: RankPool, tmp_pat
     pool1.run(_early, str(tmp_path))
     events, _ = _events(tmp_path / "t.json.gz")
     assert {e["name"] for e in events} >= {"step 1", "step 2"}
+
+
+LEFT_SCRIPT = """
+import sys
+import torch
+import deepspeed
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}, "checkpoint": {"async": True}}
+config["observe"] = {"run": sys.argv[1]}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
+for _ in range(5):
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+engine.save_checkpoint(sys.argv[1] + "/saved")
+raise ValueError("the data is bad")
+"""
+
+
+def test_a_script_that_leaves_its_engine_has_a_whole_record(tmp_path: Path) -> None:
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LEFT_SCRIPT, str(tmp_path)]
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.updates] == [1, 2, 3, 4, 5]
+    (saved,) = run.of("checkpoint")
+    assert saved["step"] == 5 and saved["bytes"] > 0
+    assert run.over and any("has ended with ValueError" in text for _, text in page.facts(run))
+
+
+def _saved_behind(folder: str) -> str:
+    """Save twice in the background, of which the first fails; the engine ends right after the second."""
+    engine = start(_model(), _config(1, folder, observe={"trace": None}, checkpoint={"async": True}))
+    _train(engine, 1)
+    with patch.object(folders, "publish", side_effect=OSError("no space is left")):
+        engine.save_checkpoint(f"{folder}/saved", tag="bad")
+        failed = outcome(engine.wait_for_checkpoint)
+    engine.save_checkpoint(f"{folder}/saved", tag="good")
+    engine.destroy()
+    return failed
+
+
+def test_a_save_in_the_background_is_recorded_once_it_has_its_name(pool1: RankPool, tmp_path: Path) -> None:
+    (failed,) = pool1.run(_saved_behind, str(tmp_path))
+    assert "no space is left" in failed
+    run = read_run(tmp_path / "run")
+    (saved,) = run.of("checkpoint")
+    assert saved["path"].endswith("/good") and saved["bytes"] > 0
+    assert any("/bad was not saved" in line["text"] for line in run.of("warning"))
 
 
 def _many(folder: str) -> None:

@@ -135,7 +135,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
     flight = _median(_numbers(steps, "communication_ms"))
     batch = start.get("batch") or [0, 0, 0]
     last = steps[-1] if steps else {}
-    state = "has ended" if run.over else "goes on, or was killed: there is no last line"
+    error = run.of("end")[-1].get("error") if run.over else None
+    ended = f"has ended with {error}" if error else "has ended"
+    state = ended if run.over else "goes on, or was killed: there is no last line"
     times = f", started {len(run.of('start'))} times" if len(run.of("start")) > 1 else ""
     rows = [
         ("model", f"{start.get('model')}, {start.get('parameters', 0):,} parameters in {start.get('units')} units"),
