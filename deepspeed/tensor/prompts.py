@@ -85,7 +85,7 @@ def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall)
     ]
     prompt = tensors[0].shape[min(1, tensors[0].dim() - 1)] if tensors else 0
     receiver: Any = getattr(inner, "__self__", module)
-    defaults = getattr(receiver, "generation_config", None)
+    defaults: Any = getattr(receiver, "generation_config", None)
     sources = (named.get("generation_config"), defaults)
 
     def asked(name: str) -> int | None:

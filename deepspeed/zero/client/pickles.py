@@ -29,7 +29,8 @@ def _pickled(reference: Callable[[], Any], hooks: Callable[[], Any], protocol: A
     mesh = owner.mesh if owner is not None else None
     if mesh is not None and max(mesh.tp.size, mesh.pp.size) > 1:
         raise parts_refusal(type(module).__name__)
-    made = type(module).__reduce_ex__(module, protocol)
+    kind: Any = type(module)
+    made = kind.__reduce_ex__(module, protocol)
     if len(made) < 3 or not isinstance(made[2], dict):
         return made
     ours = {handle.id for handle in owner.forward_handles} if owner is not None else set()

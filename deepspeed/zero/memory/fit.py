@@ -95,9 +95,7 @@ def memory_plan(
     units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
     shared: bool, window: bool = False,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank. ``ways``: ranks on each mesh axis; ``prefetch``: elements that may be gathered ahead;
-    ``window``: gathers land in one, as large as the largest unit.
-    """
+    """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead; ``window``: all into one."""
     table: Counter[tuple[str, Tier]] = Counter()
     host_left, pages, visits = offload.host_param_numel, 0, 0
 
