@@ -135,6 +135,7 @@ def test_lora_through_the_trainer_saves_adapters_that_reload(pool2: RankPool, tm
         assert found["again"] == pytest.approx(found["eval"], abs=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:fan_in_fan_out")  # of peft and transformers
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", r".*layers\.1\..*_proj", "c_attn,c_proj"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planned_adapters_are_pefts(targets: str, dtype: torch.dtype) -> None:

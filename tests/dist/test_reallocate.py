@@ -600,7 +600,7 @@ def test_every_layout_becomes_every_other(pool4: RankPool, first: str) -> None:
 
 def moved_between_passes(layout: str) -> dict[str, Any]:
     """What ``run`` says while forwards of the target wait for their backwards, on one rank or on both."""
-    source, target = engine_of("zero1"), engine_of(layout, other=True)
+    source, target = engine_of("bf16 zero1" if "bf16" in layout else "zero1"), engine_of(layout, other=True)
     there, first = ParameterReallocation(source, target), dist.get_rank() == 0
     before, texts = whole(target), {}
 
