@@ -122,10 +122,9 @@ def memory_plan(
             same = same and (Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE)
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
-            if columns is not None:
-                for _ in range(1 + columns.overlap):
-                    add("sums of gradients of a window", optim.tier, 4 * numel)
-                table.update(_chosen_columns(unit, numel, widths, shared=shared))
+            for _ in range(1 + columns.overlap if columns is not None else 0):
+                add("sums of gradients of a window", optim.tier, 4 * numel)
+            table.update(_chosen_columns(unit, numel, widths, shared=shared) if columns is not None else {})
             if unit.row.visits and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)
