@@ -6,14 +6,20 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerState
 
+from deepspeed.launcher.elastic.agent import NodeAgent
 from deepspeed.launcher.elastic.membership import JOIN, Membership
 from deepspeed.launcher.elastic.sizes import Elastic
+from deepspeed.launcher.node.ranks import Guard
+from deepspeed.launcher.node.verdict import RankEnd
 from tests.harness.patience import slowdown
 from tests.harness.warm import Warm, warm as warm
 
@@ -22,15 +28,20 @@ pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 150.0  # a machine that is busy with much else takes minutes for what takes seconds
 
 # Rank 0 says that a checkpoint was saved as soon as the test has made a file ``save``; all end with the file ``end``,
-# and, as if a connection had broken, with a file ``broken.ROUND``.
+# and, as if a connection had broken, with a file ``broken.ROUND``, and a rank with its ``status.ROUND.RANK``. Those
+# that save end at once with 200 when they are told to, slow ones only note it (``told.ROUND.RANK``).
 RANK = """
 import json, os, signal, sys, time
 
 out, mode = sys.argv[-2:]
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-if mode == "saves":
+rank, attempt = os.environ.get("TEST_NAME", os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+def told(*_):
+    open(f"{out}/told.{attempt}.{rank}", "w").close()
+    if mode == "saves":
+        sys.exit(200)
+if mode in ("saves", "slow"):
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: sys.exit(200))
+        signal.signal(number, told)
 with open(f"{out}/.{attempt}.{rank}", "w") as file:
     json.dump([os.getpid(), int(os.environ["WORLD_SIZE"]), os.environ.get("DS_ELASTIC_SAVED", "")], file)
 os.rename(file.name, f"{out}/{attempt}.{rank}")
@@ -39,6 +50,9 @@ if mode == "raises" and rank == "1":
 while mode != "raises" and not os.path.exists(f"{out}/end"):
     if os.path.exists(f"{out}/broken.{attempt}"):
         sys.exit(1)
+    if os.path.exists(f"{out}/status.{attempt}.{rank}"):
+        with open(f"{out}/status.{attempt}.{rank}") as file:
+            os._exit(int(file.read()))
     if rank == "0" and os.path.exists(f"{out}/save"):
         with open(os.environ["DS_CHECKPOINT_NOTE"] + ".new", "w") as file:
             file.write("ckpt/step6")
@@ -49,16 +63,19 @@ while mode != "raises" and not os.path.exists(f"{out}/end"):
 
 
 class Started:
-    """A ``deepspeed --elastic_training`` command; what its ranks leave is in ``out``, temporary files in ``tmp``."""
+    """A ``deepspeed --elastic_training`` command; what its ranks leave is in ``out``, temporary files in ``tmp``.
 
-    def __init__(self, folder: Path, python: str, *flags: str, mode: str = "") -> None:
-        self.out, self.tmp, self.text = folder / "out", folder / "tmp", folder / "text"
-        self.out.mkdir()
+    ``name``: of a launcher among several of one job, in one folder; ``more``: variables.
+    """
+
+    def __init__(self, folder: Path, python: str, *flags: str, mode: str = "", name: str = "", **more: str) -> None:
+        self.out, self.tmp, self.text = folder / "out", folder / f"tmp{name}", folder / f"text{name}"
+        self.out.mkdir(exist_ok=True)
         self.tmp.mkdir()
         script = folder / "script.py"
         script.write_text(RANK)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
-        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp), "DS_ACCELERATOR": "cpu"}
+        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp), "DS_ACCELERATOR": "cpu", **more}
         command = [python, "-m", "deepspeed.launcher.runner", "--elastic_training", *flags, str(script), str(self.out)]
         with self.text.open("w") as text:
             self.process = subprocess.Popen(
@@ -71,6 +88,11 @@ class Started:
         found = [json.loads((self.out / f"{number}.{rank}").read_text()) for rank in range(ranks)]
         assert {world for _, world, _ in found} == {ranks}
         return [pid for pid, _, _ in found]
+
+    def end(self, number: int, rank: int, status: int) -> None:
+        """Have this rank end with that status."""
+        (self.out / ".status").write_text(str(status))
+        (self.out / ".status").rename(self.out / f"status.{number}.{rank}")
 
     def lose(self, number: int, pid: int) -> None:
         """Kill a rank of this round; the others notice."""
@@ -145,6 +167,60 @@ def test_a_crash_loop_ends_with_the_first_error(tmp_path: Path, warm: Warm) -> N
     status, text = job.finish()
     assert status == 1 and "given up after 1 restart(s) without a new checkpoint (--max_restarts 1)" in text
     assert len(list(job.out.glob("[0-9]*.1"))) == 2 and "deepspeed: rank 1 (pid" in text
+
+
+def test_a_job_has_saved_as_soon_as_one_rank_has(tmp_path: Path, warm: Warm) -> None:
+    """Another may have failed a moment before: it was too late, or its end went wrong."""
+    job = Started(tmp_path, warm.python, "--num_gpus", "2")
+    job.round(0, 2)
+    job.end(0, 1, 128 + signal.SIGTERM)
+    time.sleep(0.3)
+    job.end(0, 0, 200)
+    status, text = job.finish()
+    assert status == 200 and "a checkpoint was saved" in text and "starting again" not in text
+
+
+class _EndsWhileLookedAt:
+    """Ranks of which the last one fails right after the first look at them."""
+
+    looks = kills = 0
+    end = RankEnd(rank=0, pid=1, exitcode=1, ended_at=0.0)
+
+    @property
+    def all_ended(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def failures(self, *, ended_only: bool = False) -> list[RankEnd]:
+        self.looks += 1
+        return [self.end] if self.looks > 1 else []
+
+    def kill_groups(self) -> None:
+        self.kills += 1
+
+    def reap(self) -> None:
+        pass
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[NodeAgent]:
+    made = NodeAgent.__new__(NodeAgent)
+    made._scratch, made.guard, made.received = str(tmp_path), Guard([]), []
+    made._ranks = _EndsWhileLookedAt()  # type: ignore[assignment]
+    made._membership = types.SimpleNamespace(over="another", end_well=lambda: True)  # type: ignore[assignment]
+    yield made
+    made.guard.dismiss()
+
+
+def test_a_last_rank_that_fails_is_no_good_end(agent: NodeAgent) -> None:
+    group: Any = types.SimpleNamespace(workers=[])
+    assert agent._monitor_workers(group).state == WorkerState.HEALTHY
+
+
+def test_process_groups_of_ranks_that_have_ended_are_not_killed_again(agent: NodeAgent) -> None:
+    ranks: Any = agent._ranks
+    assert agent._end_ranks(0, 0.0) == [ranks.end] and agent._end_ranks(0, 0.0) == []
+    assert ranks.kills == 1
 
 
 @pytest.mark.parametrize(

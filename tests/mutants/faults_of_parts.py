@@ -1,4 +1,4 @@
-"""Planted faults of what several ranks or stages share of a model: layers in parts, pipelines, compiled blocks."""
+"""Planted faults of what ranks, stages or nodes share: layers in parts, pipelines, compiled blocks, elastic jobs."""
 
 from tests.mutants.mutant import Mutant
 
@@ -128,5 +128,32 @@ COMPILED = (
         "cut = False and",
         ("tests/dist/test_compile.py::test_compiled_as_plain_in_whole_graphs[frozen-3-2]",),
         "only what has no hooks inside is compiled",
+    ),
+)
+
+ELASTIC = (
+    Mutant(
+        "EL1",
+        "deepspeed/launcher/elastic/agent.py",
+        "if not any(end.exitcode == PreemptedExit.exit_status for end in ends):",
+        "if not all(end.exitcode == PreemptedExit.exit_status for end in ends):",
+        ("tests/dist/test_elastic_ranks.py::test_a_job_has_saved_as_soon_as_one_rank_has",),
+        "a job has saved as soon as one rank has",
+    ),
+    Mutant(
+        "EL2",
+        "deepspeed/launcher/elastic/agent.py",
+        "done = done and self._membership.end_well()",
+        "done = self._ranks.all_ended and self._membership.end_well()",
+        ("tests/dist/test_elastic_ranks.py::test_a_last_rank_that_fails_is_no_good_end",),
+        "whether all have ended is read before how",
+    ),
+    Mutant(
+        "EL3",
+        "deepspeed/launcher/elastic/beats.py",
+        'if not store.check([f"ended/{node}"]):',
+        "if True:",
+        ("tests/dist/test_elastic_nodes.py::test_a_silent_node_ends_the_round_unless_it_has_ended",),
+        "a node that has taken leave may be silent",
     ),
 )

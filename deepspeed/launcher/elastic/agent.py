@@ -19,15 +19,16 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
 from deepspeed.errors import PreemptedExit, UsageError
-from deepspeed.launcher.elastic.membership import JOIN, Membership
+from deepspeed.launcher.elastic.membership import ASKED, JOIN, Membership
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.machine import own_address, pid_file, plan_cores
 from deepspeed.launcher.node.hub import await_port, bind_store
@@ -40,7 +41,7 @@ from deepspeed.observe.log import logger
 _TORCHS = re.compile(r"torch\.distributed\.elastic(\.|$)")  # loggers; several have a level of their own
 _POLL_S = 0.1
 _TELL_S = 3.0  # how long to wait for what other nodes say of their ranks
-_FAREWELL_S = 1.0
+_FAREWELL_S = 1.5  # nodes that wait to be taken in look once a second
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -78,6 +79,15 @@ class NodeAgent(SimpleElasticAgent):
         finally:
             self._starting = False
 
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        start = self._membership.round  # all nodes know it, where torch's way would wait for one that is lost meanwhile
+        assert start is not None
+        job = replace(self._job, world=start.world)
+        first, size = job.first_rank(start.node), job.world_size
+        return [Worker(i, first + i, first + i, size, size) for i in range(spec.local_world_size)]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         start = self._membership.round
         assert start is not None
@@ -106,9 +116,18 @@ class NodeAgent(SimpleElasticAgent):
         return dict.fromkeys(range(ranks))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # After a checkpoint those that take part save once more and end by themselves.
-        joining = self._membership.over == JOIN
-        self._end_ranks(signal.SIGTERM if joining else 0, self._job.signal_grace if joining else FAILURE_GRACE_S)
+        over = self._membership.over
+        number = int(over.removeprefix(ASKED)) if over.startswith(ASKED) else None
+        if over == JOIN:
+            number = signal.SIGTERM  # after a checkpoint those that take part save once more and end by themselves
+        ends = self._end_ranks(number or 0, FAILURE_GRACE_S if number is None else self._job.signal_grace)
+        if over != JOIN:
+            self._end_with(ends)
+        if ends:
+            self._membership.leave_ends([asdict(end) for end in ends])
+
+    def _exit_barrier(self) -> None:
+        pass  # all have ended well before one node's agent comes here: see ``Membership.end_well``
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end_ranks(death_sig, 0.0)
@@ -116,20 +135,21 @@ class NodeAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._ranks is not None
         self._obey()
+        done = self._ranks.all_ended  # first: the last one may fail in between
         failed = self._ranks.failures(ended_only=True)
         if not failed:
-            done = self._ranks.all_ended
+            done = done and self._membership.end_well()
             results = {worker.global_rank: None for worker in worker_group.workers} if done else {}
             return RunResult(WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=results)
-        if self._membership.over:  # another node's ranks failed first, or all start anew: no crash of ours
+        over = self._membership.over
+        if over != JOIN:
+            self._end_with(failed)
+        if over:  # another node's ranks failed first, or all start anew: no crash of ours
             return RunResult(WorkerState.HEALTHY)
-        if all(end.exitcode == PreemptedExit.exit_status for end in failed):
-            self._end_ranks(0, self._job.signal_grace)
-            self.verdict = preempted()
-            raise SignalException("preempted", signal.SIGTERM)
         first = self._membership.end_round("a rank failed")
-        self._end_ranks(0, FAILURE_GRACE_S)  # no signal: it would ask for a save, for which the rank that failed lacks
-        ends = self._ranks.failures()
+        # No signal: it would ask for a save, for which the rank that failed lacks.
+        ends = self._end_ranks(0, FAILURE_GRACE_S)
+        self._end_with(ends)
         self._membership.leave_ends([asdict(end) for end in ends])
         dead = [end for end in ends if end.exitcode < 0 and not end.is_consequence and not end.stopped_by_us]
         crashes = self._membership.count_crash() if first == "a rank failed" else 0
@@ -154,7 +174,7 @@ class NodeAgent(SimpleElasticAgent):
     def interrupt(self, number: int, immediate: bool = False) -> None:  # noqa: FBT001, FBT002 - a value of an event
         """This process was told to end; safe in a signal handler. Raises SignalException while it waits for others."""
         self.received.append((number, immediate or len(self.received) > 0))
-        if self._starting or self._in_exit_barrier:
+        if self._starting:
             raise SignalException(f"signal {number}", signal.Signals(number))
         if self._tells and len(self.received) == 1:
             wait = f"waiting up to {self._job.signal_grace:g} s for the ranks to end"
@@ -166,34 +186,56 @@ class NodeAgent(SimpleElasticAgent):
         if not self.received:
             return
         number, immediate = self.received[0]
-        if self._ranks is not None:
+        self.verdict = interrupted(number)
+        if self._ranks is not None and not immediate:
             self._ranks.signal(number)
-            until = time.monotonic() + (0.0 if immediate else self._job.signal_grace)
-            while not self._ranks.all_ended and time.monotonic() < until and len(self.received) < 2:
-                time.sleep(_POLL_S)
-            ends = self._ranks.failures()
-            saved = ends and all(end.exitcode == PreemptedExit.exit_status for end in ends)
-            self.verdict = preempted() if saved and self._ranks.all_ended else interrupted(number)
-        else:
-            self.verdict = interrupted(number)
+            self._ask(number)
+            self._wait(self._ranks, self._job.signal_grace, signals=2)
+            self._end_with(self._ranks.failures(ended_only=True))
         raise SignalException(f"signal {number}", signal.Signals(number))
 
-    def _end_ranks(self, number: int, grace_s: float) -> None:
-        if self._ranks is None:
-            return
-        if number and grace_s > 0 and not self._ranks.all_ended:
-            self._ranks.signal(number)
-        self._wait(grace_s)
-        self._ranks.kill_groups()
-        self._wait(KILL_S)
-        self._ranks.reap()
-        self.guard, before = Guard([self._scratch]), self.guard  # the numbers of these groups may come to be others'
-        before.dismiss()
+    def _ask(self, number: int) -> None:
+        """The job is to end: ranks of other nodes get ``number`` and their time."""
+        with contextlib.suppress(RuntimeError):  # the store is gone; the ranks of this node get theirs all the same
+            self._membership.end_round(f"{ASKED}{number}")
+            self._membership.set_closed()
+            if self.verdict == preempted():
+                self._membership.agree_on(self.verdict)
 
-    def _wait(self, limit_s: float) -> None:
-        assert self._ranks is not None
+    def _end_with(self, ends: list[RankEnd]) -> None:
+        """End the job when one of the ranks has saved and ended: no rank ends so before the checkpoint is complete.
+
+        Raises SignalException then.
+        """
+        if not any(end.exitcode == PreemptedExit.exit_status for end in ends):
+            return
+        self.verdict = preempted()
+        self._ask(0)
+        self._end_ranks(0, self._job.signal_grace)
+        raise SignalException("preempted", signal.SIGTERM)
+
+    def _end_ranks(self, number: int, grace_s: float) -> list[RankEnd]:
+        """Leave the ranks their time, after ``number`` if it is not 0; how those ended that did not return 0.
+
+        None of the round is known any more then: the numbers of its groups may come to be others'.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            return []
+        if number and grace_s > 0 and not ranks.all_ended:
+            ranks.signal(number)
+        self._wait(ranks, grace_s, signals=2)
+        ranks.kill_groups()
+        self._wait(ranks, KILL_S)
+        self._ranks = None
+        ranks.reap()
+        self.guard, before = Guard([self._scratch]), self.guard
+        before.dismiss()
+        return ranks.failures()
+
+    def _wait(self, ranks: Ranks, limit_s: float, *, signals: float = float("inf")) -> None:
         until = time.monotonic() + limit_s
-        while not self._ranks.all_ended and time.monotonic() < until:
+        while not ranks.all_ended and time.monotonic() < until and len(self.received) < signals:
             time.sleep(0.02)
 
     def _cause(self, wait_s: float) -> Verdict:
@@ -208,21 +250,38 @@ class NodeAgent(SimpleElasticAgent):
         return judge(ends, [], show_traceback=True)
 
     def decide(self) -> Verdict:
-        """Run all rounds; the verdict on the job. Raises UsageError when too few ranks come together."""
+        """Run all rounds; the verdict on the job, which is that of all nodes."""
         try:
-            failed = self.run().is_failed()
+            result = self.run()
         except SignalException:
-            return self.verdict or interrupted(self.received[0][0] if self.received else signal.SIGTERM)
-        except RendezvousError as error:
-            status, text = self._membership.agree_on(LOST_HOST_STATUS, f"deepspeed: {error}\n")
-            return Verdict(status, text)
-        if not failed:
-            return Verdict(0)
+            number = self.received[0][0] if self.received else signal.SIGTERM
+            verdict = self.verdict = self.verdict or interrupted(number)
+        except RendezvousClosedError:
+            return self._verdict_elsewhere()
+        except (RendezvousError, UsageError) as error:
+            verdict = Verdict(LOST_HOST_STATUS, f"deepspeed: {error or type(error).__name__}\n")
+        else:
+            if result is None:  # of torch, for a node more than the job takes
+                return self._verdict_elsewhere()
+            verdict = self._given_up() if result.is_failed() else Verdict(0)
+        return self._membership.agree_on(verdict)
+
+    def _verdict_elsewhere(self) -> Verdict:
+        """What the node has said that ended the job."""
+        if self._membership.outside:
+            logger.info("the job has ended; it has not taken this node in")
+        return self._membership.agreed(longest_end(self._job), lambda: bool(self.received))
+
+    def _given_up(self) -> Verdict:
+        self._membership.set_closed()
         cause, limit = self._cause(_TELL_S), self._worker_group.spec.max_restarts
         why = f"deepspeed: given up after {limit} restart(s) without a new checkpoint (--max_restarts {limit})\n"
-        status, text = self._membership.agree_on(cause.status or 1, why + cause.text)
-        self._membership.set_closed()
-        return Verdict(status, text)
+        return Verdict(cause.status or 1, why + cause.text)
+
+
+def longest_end(job: Job) -> float:
+    """Seconds that any node takes at most from the moment it knows that the job is to end."""
+    return job.signal_grace + 2 * KILL_S + _TELL_S
 
 
 def _join(job: Job, node_rank: int, *, runner: str) -> Store:
@@ -272,7 +331,7 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         note = os.path.join(scratch, "checkpoint")
         membership = Membership(store, job.elastic, host=host, address=address, devices=devices, note=note)
         agent = NodeAgent(job, membership, guard, scratch=scratch, tells=runner != "ssh")
-        verdict = _decided(agent, host)
+        verdict = _decided(agent)
         with contextlib.suppress(RuntimeError):
             membership.shutdown()
         if runner == "ssh":
@@ -281,16 +340,22 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
             sys.stdout.flush()
             sys.stderr.write(verdict.text)
             sys.stderr.flush()
-        if node_rank == 0 and runner != "ssh" and job.elastic.max_nodes > 1:
-            time.sleep(_FAREWELL_S)  # the store goes with this process, and the others have yet to read their last word
+        _part(agent, membership, longest_end(job) if node_rank == 0 and runner != "ssh" else 0.0)
     return verdict.status
 
 
-def _decided(agent: NodeAgent, host: str) -> Verdict:
+def _decided(agent: NodeAgent) -> Verdict:
     try:
         return agent.decide()
-    except UsageError as error:
-        return Verdict(LOST_HOST_STATUS, f"deepspeed: {error}\n")
     except RuntimeError as error:  # torch's of the store
         why = str(error).partition("\n")[0]
-        return Verdict(LOST_HOST_STATUS, f"deepspeed: the store in which the nodes meet is gone: {why}\n")
+        text = f"deepspeed: the store in which the nodes meet is gone: {why}\n"
+        return agent.verdict or Verdict(LOST_HOST_STATUS, text)
+
+
+def _part(agent: NodeAgent, membership: Membership, wait_s: float) -> None:
+    """Leave the others their time, where the store goes with this process; one more signal ends that."""
+    heard = len(agent.received)
+    with contextlib.suppress(RuntimeError):
+        if membership.leave(wait_s, lambda: len(agent.received) > heard) and wait_s:
+            time.sleep(_FAREWELL_S)

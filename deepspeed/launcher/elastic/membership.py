@@ -2,32 +2,58 @@
 
 torch's ``DynamicRendezvousHandler`` finds the nodes. Around it: how many ranks each node runs (the largest allowed
 number that is there), a store of their own for the ranks of each round, newcomers wait for a checkpoint, and a node of
-which nothing is heard ends the round, also where its ranks' connections do not break.
+which nothing is heard ends the round, also where its ranks' connections do not break (``beats``).
+
+[Note: how nodes part] A node whose ranks have all returned 0 says so (``ended/NODE``) and goes on watching: the job
+ends well when all have, and while one has not, a failure elsewhere starts the ranks of all again. A node that ends the
+job otherwise closes the rendezvous first, so that no other begins a round meanwhile, and then says how; the first
+verdict is that of all. Each node's last word is ``left/NODE``; the one with the store waits for those of the others.
 """
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from deepspeed.errors import UsageError
+from deepspeed.launcher.elastic.beats import BEAT_S, Beats, beat
 from deepspeed.launcher.elastic.sizes import Elastic, share_ranks, too_few
 from deepspeed.launcher.node.loop import join_limit, silence_limit
+from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict
 from deepspeed.observe.log import logger
 
 _RUN = "deepspeed_elastic"
-_BEAT_S = 1.0
+_POLL_S = 0.02
+_JOIN_S = 5.0  # what a node that lives takes at most for its part of joining
 _LAST_CALL_S = 3  # how long a round waits for more nodes once it has enough
 JOIN = "a checkpoint was saved, and more ranks can take part"  # a reason to end a round
+ASKED = "signal "  # with its number, 0 where ranks know of it: all ranks are to save and end; the same
 _OVER, _CRASHES, _SAVED, _VERDICT = "over", "crashes", "saved", "verdict"
+
+
+def _answer(store: Store, key: str) -> bytes:
+    """What another node says, as soon as it does. Raises DistStoreError when that takes it longer than it may."""
+    until = time.monotonic() + silence_limit() + _JOIN_S
+    while not store.check([key]):  # ``get`` would wait as well, but keeps the signs of life of this node waiting too
+        if time.monotonic() > until:
+            raise DistStoreError(key)
+        time.sleep(_POLL_S)
+    return store.get(key)
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,8 @@ class Membership(RendezvousHandler):
         self._limits, self._host, self._address, self._note = limits, host, address, note
         self._devices, self._lost = devices, set[int]()
         self._job = PrefixStore("deepspeed/elastic", store)
+        # A node may be lost while torch waits for what it has to say. Others then meet again without it.
+        store.set_timeout(timedelta(seconds=silence_limit() + _JOIN_S))
         beat_s = max(1, round(silence_limit() / 3))
         # Else it would hand out one store for all rounds, with what the ranks of earlier ones have left in it.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -73,7 +101,7 @@ class Membership(RendezvousHandler):
         self.set_ranks: Callable[[int], None] = lambda ranks: None  # the agent's number of ranks
         self._note_seen = ""
         self._wanted_since: int | None = None  # checkpoints of this round when somebody began to wait
-        self._next_beat, self._heard = 0.0, dict[int, tuple[int, float]]()
+        self._beats: Beats | None = None
 
     # -- torch's interface ------------------------------------------------------------------------------------------
     def get_backend(self) -> str:
@@ -87,13 +115,16 @@ class Membership(RendezvousHandler):
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        """No round begins any more, unless this node has no say in that."""
+        if not self.outside:
+            with contextlib.suppress(RendezvousError):  # the store is gone: what is asked of it next raises
+                self._inner.set_closed()
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        return self._inner.shutdown()
+        return self.outside or self._inner.shutdown()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round, with a number of ranks that is allowed. Raises UsageError when there never is one."""
@@ -101,8 +132,13 @@ class Membership(RendezvousHandler):
         if self._round_store is not None:
             self._checkpoints()  # what the round before saved last is not the next one's
         while True:
-            info = self._inner.next_rendezvous()
-            start = self._divide(info)
+            try:
+                info = self._inner.next_rendezvous()
+                start = self._divide(info)
+            except RendezvousTimeoutError:
+                raise UsageError(self._nobody()) from None
+            except DistStoreError:
+                start = "a node was lost while it joined"
             if isinstance(start, Round):
                 break
             if time.monotonic() > end:
@@ -110,16 +146,18 @@ class Membership(RendezvousHandler):
             if start != logged:  # every try takes a second or two
                 logger.info("%s; waiting up to %g s for more", start, join_limit())
             logged = start
-            time.sleep(_BEAT_S)
+            time.sleep(BEAT_S)
         self.round, self._round_store = start, PrefixStore("deepspeed", info.store)
-        self._wanted_since, self._heard = 0 if self._lost else None, {}  # its first save may come before the first look
+        self._wanted_since = 0 if self._lost else None  # its first save may come before the first look
+        if self._beats is not None:
+            self._beats.stop()
+        self._beats = Beats(self._round_store, start.node, tuple(start.world))
         self.set_ranks(len(start.world[list(start.world)[start.node]]))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(start.address, start.port))
 
     def num_nodes_waiting(self) -> int:
         """1 when all ranks are to be started anew: this round is over elsewhere, or somebody joins after a save."""
         assert self._round_store is not None
-        self._beat()
         saved = self._checkpoints()
         if self._wanted_since is not None and saved > self._wanted_since:
             self._lost = set()  # what was lost is tried again
@@ -145,6 +183,12 @@ class Membership(RendezvousHandler):
         assert self._round_store is not None
         return self._round_store.compare_set(_OVER, "", why).decode()
 
+    def end_well(self) -> bool:
+        """The ranks of this node have returned 0; whether those of all others have as well."""
+        assert self._round_store is not None and self.round is not None
+        self._round_store.set(f"ended/{self.round.node}", "")
+        return self._round_store.check([f"ended/{node}" for node in range(len(self.round.world))])
+
     def lose(self, local_ranks: list[int]) -> None:
         """These ranks' devices are left out until the next checkpoint, but never all of the node."""
         assert self.round is not None
@@ -164,18 +208,15 @@ class Membership(RendezvousHandler):
     def leave_ends(self, ends: list[dict[str, Any]]) -> None:
         """How this node's ranks of the round have ended."""
         assert self._round_store is not None and self.round is not None
-        self._round_store.set(f"ends/{self.round.node}", json.dumps([time.time(), ends]))
+        self._round_store.set(f"ends/{self.round.node}", json.dumps(ends))
 
     def ends(self, wait_s: float) -> dict[str, tuple[float, list[dict[str, Any]]]]:
         """Host -> (its clock is so many seconds behind, how its ranks have ended), of nodes that say so in time."""
-        assert self._round_store is not None and self.round is not None
+        assert self._round_store is not None and self.round is not None and self._beats is not None
         reports, until = dict[str, tuple[float, list[dict[str, Any]]]](), time.monotonic() + wait_s
         for node, host in enumerate(self.round.world):
-            while not self._round_store.check([f"ends/{node}"]) and time.monotonic() < until:
-                time.sleep(0.05)
-            if self._round_store.check([f"ends/{node}"]):
-                sent_at, ends = json.loads(self._round_store.get(f"ends/{node}"))
-                reports[host] = 0.0 if len(self.round.world) == 1 else time.time() - sent_at, ends
+            if self._awaited(f"ends/{node}", until, node):
+                reports[host] = self._beats.ahead_s(node), json.loads(self._round_store.get(f"ends/{node}"))
         return reports
 
     @property
@@ -183,18 +224,62 @@ class Membership(RendezvousHandler):
         """The newest checkpoint of the job; empty while there is none."""
         return self._job.get(_SAVED).decode() if self._job.check([_SAVED]) else ""
 
-    def agree_on(self, status: int, text: str) -> tuple[int, str]:
-        """The first verdict holds for all nodes."""
-        status, text = json.loads(self._job.compare_set(_VERDICT, "", json.dumps([status, text])))
-        return status, text
+    @property
+    def outside(self) -> bool:
+        """Whether a job runs in which this node has had no part yet: how it fares is not the job's affair."""
+        return self.round is None and self._job.add("rounds", 0) > 0
+
+    def agree_on(self, verdict: Verdict) -> Verdict:
+        """The first verdict of a node that takes part holds for all nodes."""
+        if self.outside:
+            return verdict
+        return Verdict(*json.loads(self._job.compare_set(_VERDICT, "", json.dumps(astuple(verdict)))))
+
+    def agreed(self, wait_s: float, stop: Callable[[], bool]) -> Verdict:
+        """That of the node which has closed the rendezvous and may still wait for its ranks; also after ``stop()``."""
+        until = time.monotonic() + wait_s
+        while not self._job.check([_VERDICT]):
+            if time.monotonic() > until or stop():
+                return Verdict(LOST_HOST_STATUS, "deepspeed: another node has ended the job, and not said how\n")
+            time.sleep(_POLL_S)
+        return Verdict(*json.loads(self._job.get(_VERDICT)))
+
+    def leave(self, wait_s: float, stop: Callable[[], bool]) -> bool:
+        """This node's last word; wait for those of its round, until ``stop()``. Whether others may listen."""
+        if self._round_store is None or self.round is None or self._beats is None:
+            return self._limits.max_nodes > 1
+        self._round_store.set(f"left/{self.round.node}", "")
+        until = time.monotonic() + wait_s
+        for node in range(len(self.round.world)):
+            self._awaited(f"left/{node}", until, node, stop)
+        self._beats.stop()
+        return self._limits.max_nodes > 1
 
     # -- inner --------------------------------------------------------------------------------------------------------
+    def _awaited(self, key: str, until: float, node: int, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Whether there is ``key``, which ``node`` of this round is to set, at the moment ``until`` or before."""
+        assert self._round_store is not None and self._beats is not None
+        while not self._round_store.check([key]):
+            if time.monotonic() > until or node in self._beats.silent or stop():
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _nobody(self) -> str:
+        """Why no round has begun in time."""
+        limit = f"within {join_limit():g} s (DS_JOIN_TIMEOUT_S)"
+        if self.outside:
+            return f"the job that runs has saved no checkpoint {limit}, at which it would take this node in; try again"
+        least = f"{self._limits.min_nodes} node(s) (--min_elastic_nodes)"
+        return f"fewer than {least} came together {limit}; start more in that time"
+
     def _divide(self, info: RendezvousInfo) -> Round | str:
         """This round, or why it cannot be. All nodes come to the same."""
         store, nodes = PrefixStore("deepspeed", info.store), range(info.world_size)
         left = [d for d in self._devices if d not in self._lost]
+        beat(store, info.rank)
         store.set(f"slots/{info.rank}", json.dumps([self._host, left, self._devices]))
-        nodes_say = [json.loads(store.get(f"slots/{node}")) for node in nodes]
+        nodes_say = [json.loads(_answer(store, f"slots/{node}")) for node in nodes]
         for whole in (1, 2):  # with the devices that are not lost, or else with all
             size = self._limits.largest(sum(len(each[whole]) for each in nodes_say), info.world_size)
             if size:
@@ -208,28 +293,11 @@ class Membership(RendezvousHandler):
             self._server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             number = self._job.add("rounds", 1) - 1
             store.set("start", json.dumps([number, self._address, self._server.port]))
-        number, address, port = json.loads(store.get("start"))
+        number, address, port = json.loads(_answer(store, "start"))
         names = [each[0] for each in nodes_say]
         unique = names if len(set(names)) == len(names) else [f"{name}#{node}" for node, name in enumerate(names)]
         world = {name: tuple(each[whole][:share]) for name, each, share in zip(unique, nodes_say, shares, strict=True)}
         return Round(number, info.rank, world, address, port)
-
-    def _beat(self) -> None:
-        """Tell that this node lives, and end the round when another has been silent for too long."""
-        assert self._round_store is not None and self.round is not None
-        now, others = time.monotonic(), len(self.round.world) - 1
-        if not others or now < self._next_beat:
-            return
-        if now > self._next_beat + 3 * _BEAT_S:  # this process was suspended, or busy: its own silence says nothing
-            self._heard = {}
-        self._next_beat = now + _BEAT_S
-        self._round_store.add(f"beat/{self.round.node}", 1)
-        for node, host in enumerate(self.round.world):
-            count = self._round_store.add(f"beat/{node}", 0)
-            before, since = self._heard.get(node, (-1, now))
-            self._heard[node] = (count, now if count != before else since)
-            if now - self._heard[node][1] > silence_limit():
-                self.end_round(f"host {host} (node {node}) has not been heard for {silence_limit():g} s")
 
     def _checkpoints(self) -> int:
         """How many checkpoints this round has saved; what a rank of this node has noted is passed on."""
