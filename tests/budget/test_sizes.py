@@ -9,10 +9,12 @@ FUNCTION_LINES = 60
 # pipelines, tensor parallelism and the watch over jobs that stand still (surface, 4,400 lines of which they are); then
 # updates behind the program, delayed and shared with the device (core, 900), the record, trace and page of a run
 # (2,100), elastic jobs (1,100), measures (1,000); then chosen columns on the device and the rest later
-# (core, 850), weights between layouts (640) and generation by the engine that trains (310).
-CORE_LINES = 18_700
-SURFACE_LINES = 21_250
-TOOLS_LINES = 11_400
+# (core, 850), weights between layouts (640) and generation by the engine that trains (310). 500 lines were cut; then
+# came generation by ranks that share layers (surface, 650), nodes of elastic jobs that wait for each other (170),
+# repairs of failed late updates and of ZenFlow (core, 200), plans of adapters to the byte (tools, 300).
+CORE_LINES = 18_950
+SURFACE_LINES = 22_300
+TOOLS_LINES = 11_750
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
