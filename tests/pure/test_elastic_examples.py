@@ -1,5 +1,5 @@
 """The files of examples/elastic are what torchrun, Slurm, Kubernetes and Ray take: by their own parser where it is
-installed (torch; Ray if it is), else by tests/data, written from their public documentation.
+installed (torch; Ray and Kubeflow's client if they are), and by tests/data, written from their public documentation.
 """
 
 import ast
@@ -146,6 +146,43 @@ def test_kubeflow() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_the_client_of_kubeflow_knows_every_field() -> None:
+    """It drops those that it does not know."""
+    kubeflow = pytest.importorskip("kubeflow.training")
+
+    def through(job: Any) -> Any:
+        with kubeflow.ApiClient() as client:
+            made = client.deserialize(types.SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1PyTorchJob")
+            return client.sanitize_for_serialization(made)
+
+    text = (EXAMPLES / "kubeflow.yaml").read_text()
+    assert through(read_yaml(text)) == read_yaml(text)
+    for name in ("maxReplicas:", "terminationGracePeriodSeconds:", "mountPath:"):
+        wrong = read_yaml(text.replace(name, "x" + name))
+        assert through(wrong) != wrong
+
+
+def _run_ray_example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--folder", str(tmp_path), "--workers", "3", "--cpu"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("ray_train", EXAMPLES / "ray_train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+    return module
+
+
+def test_the_classes_of_ray_take_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer = pytest.importorskip("ray.train.torch").TorchTrainer
+    made: list[Any] = []
+    monkeypatch.setattr(trainer, "fit", lambda self: made.append(self))
+    _run_ray_example(monkeypatch, tmp_path)
+    (each,) = made
+    assert (each.scaling_config.num_workers, each.scaling_config.use_gpu) == (3, False)
+    assert each.run_config.failure_config.max_failures == 10 and each.run_config.storage_path == str(tmp_path)
+
+
 def test_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where Ray is not installed, stand-ins with the documented arguments take its place."""
     made: dict[str, dict[str, Any]] = {}
@@ -167,13 +204,7 @@ def test_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.setitem(sys.modules, name, module)
     else:
         monkeypatch.setattr("ray.train.torch.TorchTrainer", stand_in("TorchTrainer"))
-    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--folder", str(tmp_path), "--workers", "3", "--cpu"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location("ray_train", EXAMPLES / "ray_train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
+    module = _run_ray_example(monkeypatch, tmp_path)
     trainer = made["TorchTrainer"]
     assert "fit" in made and trainer["train_loop_per_worker"] is module.work
     assert trainer["train_loop_config"] == {"folder": str(tmp_path), "updates": 300}
