@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.checkpoint.format.manifest import MANIFEST
 from deepspeed.elasticity import take_part
 from deepspeed.engine_elastic import SIGNALS, Alarm
 from deepspeed.observe.log import logger
 from tests.harness import elastic
-from tests.harness.elastic import ElasticJob, records
+from tests.harness.elastic import ElasticJob, records, settings
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
 
@@ -29,8 +31,16 @@ pytestmark = pytest.mark.timeout(900)
 FOUR = ("--num_gpus", "4", "--min_ranks", "2", "--max_ranks", "4")
 
 
-def _undisturbed(folder: str, steps: int) -> None:
-    elastic.train(folder, steps=steps, every=0)
+def _undisturbed(folder: str, steps: int, config: dict[str, Any] = elastic.CONFIG) -> None:
+    elastic.train(folder, steps=steps, every=0, config=config)
+
+
+def assert_only_whole_checkpoints(folder: Path) -> None:
+    """The last two, as the configuration says, and nothing of a save that was cut short."""
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    whole = {name for name in names if (folder / "checkpoints" / name / MANIFEST).is_file()}
+    assert len(whole) == 2 and not [name for name in names if name.startswith(".")], names
+    assert not [path for path in names - whole if (folder / "checkpoints" / path).is_dir()], names
 
 
 def assert_same_training(disturbed: Path, pool: RankPool, alone: Path, steps: int) -> None:
@@ -56,7 +66,33 @@ def test_a_killed_rank_is_left_out_and_taken_in_again_at_the_next_checkpoint(tmp
     assert "failed first, with signal SIGKILL; starting again from" in out and "global_step6" in out
     sizes = [ranks for _, (_, _, ranks) in sorted(records(job.folder).items())]
     assert sizes[0] == 2 and 1 in sizes and sizes[-1] == 2
+    assert_only_whole_checkpoints(job.folder)
     assert_same_training(job.folder, pool1, tmp_path / "alone", 60)
+
+
+@pytest.mark.exhaustive
+def test_learning_rate_and_loss_scale_go_on_over_restarts(tmp_path: Path, pool1: RankPool) -> None:
+    """In fp16, with each of two ranks killed once: every update has those of a run on one rank, and its samples."""
+    words = ("--steps", "60", "--pause", "0.1", "--every", "5", "--fp16")
+    job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=words)
+    job.until(lambda: job.updates() >= 12, "twelve updates")
+    job.kill(0)
+    job.until(lambda: job.updates() >= 30 and len(job.pids()) == 2, "thirty updates, and two ranks", 300.0)
+    job.kill(1)
+    status, out = job.finish()
+    assert status == 0 and out.count("failed first, with signal SIGKILL; starting again from") == 2, out
+    pool1.run(_undisturbed, str(tmp_path / "alone"), 60, elastic.FP16)
+    set_alone = settings(tmp_path / "alone")
+    assert settings(job.folder) == set_alone
+    scales = [scale for _, (_, scale) in sorted(set_alone.items())]
+    steps = [later / earlier for earlier, later in zip(scales[:-1], scales[1:], strict=True)]
+    assert set(steps) == {0.5, 1.0, 2.0}  # an update that is left out, and windows that are not
+    assert len({rate for (rate,), _ in set_alone.values()}) > 10
+    ours, theirs = records(job.folder), records(tmp_path / "alone")
+    assert sorted(ours) == list(range(60)) and [ours[i][0] for i in range(60)] == [theirs[i][0] for i in range(60)]
+    assert max(abs(ours[i][1] / theirs[i][1] - 1) for i in range(60) if elastic.SPOILT not in ours[i][0]) < 0.05
+    assert {ranks for _, _, ranks in ours.values()} == {1, 2}
+    assert_only_whole_checkpoints(job.folder)
 
 
 def _asked(folder: str, rank: int) -> tuple[int, int]:
@@ -224,4 +260,5 @@ def test_a_random_rank_killed_twenty_times_costs_no_sample(tmp_path: Path, pool1
     status, out = job.finish(900.0)
     assert status == 0, out
     assert {ranks for _, _, ranks in records(job.folder).values()} == {2, 3, 4}
+    assert_only_whole_checkpoints(job.folder)
     assert_same_training(job.folder, pool1, tmp_path / "alone", steps)

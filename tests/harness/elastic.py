@@ -1,8 +1,8 @@
 """An elastic job whose ranks write down every sample they train on, and what may happen to it.
 
-Run as a script by the launcher: ``elastic.py FOLDER [--steps N] [--every N] [--pause S] [--fail MODE]``. Before each
-update every rank leaves ``record/UPDATE.ROUND.RANK``: the samples of its part of the batch and the sum of their
-losses.
+Run as a script by the launcher: ``elastic.py FOLDER [--steps N] [--every N] [--pause S] [--fail MODE] [--fp16]``.
+Before each update every rank leaves ``record/UPDATE.ROUND.RANK``: the samples of its part of the batch, the sum of
+their losses, the learning rate and the loss scale.
 """
 
 import argparse
@@ -34,15 +34,25 @@ CONFIG: dict[str, Any] = {
 }
 
 
+SPOILT = 200  # the sample of which fp16 has no finite loss, whatever the scale: its updates are left out
+FP16: dict[str, Any] = CONFIG | {
+    "fp16": {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 7, "hysteresis": 1}
+}
+
+
 class Numbers(torch.utils.data.Dataset[Any]):
-    """Sample ``i``: its number, and what is learnt from it."""
+    """Sample ``i``: its number, and what is learnt from it, in ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, i: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         x = torch.randn(8, generator=torch.Generator().manual_seed(i))
-        return i, x, x.square().sum().view(1)
+        y = x.square().sum().view(1) * (1e6 if i == SPOILT and self._dtype == torch.float16 else 1)
+        return i, x.to(self._dtype), y.to(self._dtype)
 
 
 def train(
@@ -54,7 +64,8 @@ def train(
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=Numbers())
+    data = Numbers(torch.float16 if config["fp16"]["enabled"] else torch.float32)
+    engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
     if fail != "forgets":
         state = take_part(engine, f"{folder}/checkpoints", every=every)
         state["starts"] = state.get("starts", 0) + 1
@@ -68,7 +79,8 @@ def train(
             engine.backward(loss)
             ids, total = [*ids, *numbers.tolist()], total + loss.item() * len(numbers)
             if engine.is_gradient_accumulation_boundary():
-                _record(Path(folder), f"{engine.global_steps}.{attempt}.{rank}", [ids, total])
+                made = [ids, total, engine.get_lr(), engine.loss_scale()]
+                _record(Path(folder), f"{engine.global_steps}.{attempt}.{rank}", made)
                 ids, total = [], 0.0
                 time.sleep(pause)
             engine.step()
@@ -86,17 +98,28 @@ def _record(folder: Path, name: str, what: object) -> None:
     os.rename(place / f".{name}", place / name)
 
 
-def records(folder: Path) -> dict[int, tuple[list[int], float, int]]:
-    """Update -> samples of all ranks, their mean loss, and the number of ranks, of the last round that made it."""
+def _last(folder: Path) -> dict[int, list[Any]]:
+    """Update -> what each rank has left, of the last round that made it."""
     rounds: dict[int, dict[int, list[Any]]] = {}
     for file in (folder / "record").glob("[0-9]*.*.*"):
         step, attempt, _ = map(int, file.name.split("."))
         rounds.setdefault(step, {}).setdefault(attempt, []).append(json.loads(file.read_text()))
-    last = {step: made[max(made)] for step, made in rounds.items()}
+    return {step: made[max(made)] for step, made in rounds.items()}
+
+
+def records(folder: Path) -> dict[int, tuple[list[int], float, int]]:
+    """Update -> samples of all ranks, their mean loss, and the number of ranks."""
     return {
-        step: (sorted(i for ids, _ in ranks for i in ids), sum(t for _, t in ranks) / BATCH, len(ranks))
-        for step, ranks in last.items()
+        step: (sorted(i for ids, *_ in ranks for i in ids), sum(t for _, t, *_ in ranks) / BATCH, len(ranks))
+        for step, ranks in _last(folder).items()
     }
+
+
+def settings(folder: Path) -> dict[int, tuple[list[float], float]]:
+    """Update -> its learning rate and its loss scale, which are those of all ranks."""
+    found = {step: [(lr, scale) for _, _, lr, scale in ranks] for step, ranks in _last(folder).items()}
+    assert all(each == made[0] for made in found.values() for each in made)
+    return {step: made[0] for step, made in found.items()}
 
 
 class ElasticJob:
@@ -185,5 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--fail", default="")
+    parser.add_argument("--fp16", action="store_true")
     given = parser.parse_args()
-    train(given.folder, steps=given.steps, every=given.every, pause=given.pause, fail=given.fail)
+    config = FP16 if given.fp16 else CONFIG
+    train(given.folder, steps=given.steps, every=given.every, pause=given.pause, fail=given.fail, config=config)
