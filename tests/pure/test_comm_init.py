@@ -363,6 +363,7 @@ def _start_rank(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **argument
     env = dict(env)
     monkeypatch.setattr(os, "environ", env)
     started: list[str] = []
+    monkeypatch.setattr(init.dist, "is_initialized", lambda: False)  # another test's group may be there still
     monkeypatch.setattr(init, "_start", lambda backend, *_: started.append(backend))
     monkeypatch.setattr(init, "_leave_at_exit", lambda: None)
     init.init_distributed(verbose=False, rank=3, world_size=4, **arguments)  # type: ignore[arg-type]
