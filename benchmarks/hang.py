@@ -105,6 +105,8 @@ def faults(options: argparse.Namespace) -> None:
     from deepspeed.errors import JobHungError
     from tests.harness.stuck import FAULTS, SCRIPT, WORDS, ends_at_once
 
+    if unknown := sorted(set(options.only or ()) - set(WORDS)):
+        sys.exit(f"--only {' '.join(unknown)}: no such fault; there are {', '.join(WORDS)}")
     print(
         f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; limit {options.limit:g} s, so at most "
         f"{options.limit + 5:g} s"
