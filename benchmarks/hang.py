@@ -128,7 +128,10 @@ def faults(options: argparse.Namespace) -> None:
                     sys.exit(done.stderr)
                 report = done.stderr[done.stderr.rfind("deepspeed: the job stands still") :]
                 hung = done.returncode == JobHungError.exit_status and re.search(WORDS[fault][0], report) is not None
-                named += hung or ends_at_once(fault, done.returncode, done.stderr)
+                right = hung or ends_at_once(fault, done.returncode, done.stderr)
+                named += right
+                if not right:
+                    print(f"{fault}: status {done.returncode}, and not named:\n{done.stderr[-4000:]}", flush=True)
             early = sum(s <= options.limit + 5 for s in seconds)
             print(
                 f"{fault:18}{ranks:>6}{options.runs:>6}{statistics.median(seconds):>10.1f}{max(seconds):>9.1f}"
