@@ -20,10 +20,13 @@ TITLES = {  # by file, the longest beginning that fits; and the packages whose v
     "test_examples_style": ("Scripts in the style of DeepSpeed's examples", ()),
     "test_hf": ("Transformers", ("transformers", "accelerate")),
     "test_hf_load": ("Transformers", ("transformers", "safetensors")),
+    "test_hybrid_engine": ("Generation by the engine that trains", ("transformers", "peft")),
     "test_launched": ("Fresh processes of each launcher", ("transformers", "accelerate")),
     "test_lightning": ("Lightning", ("lightning",)),
     "test_peft": ("PEFT", ("peft", "transformers", "accelerate")),
+    "test_quantized": ("Quantized bases", ("bitsandbytes", "torchao", "transformers", "peft")),
     "test_trl": ("TRL", ("trl", "transformers", "accelerate")),
+    "test_weights_out": ("Weights out of engines", ("transformers", "peft")),
 }
 RANKS = (1, 2, 4)
 HEAD = """\

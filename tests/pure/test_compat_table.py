@@ -60,3 +60,8 @@ def test_the_plugin_writes_what_passed_and_keeps_other_files(tmp_path: Path, mon
     (folder / "test_hf_wrong.py").write_text("def test_that_fails():\n    assert False\n")
     assert pytest.main(options, plugins=[table.Table()]) == 1
     assert page.read_text() == text
+
+
+@pytest.mark.parametrize("file", sorted(Path(table.__file__).parent.glob("test_*.py")), ids=lambda file: file.stem)
+def test_every_file_of_clients_has_a_title(file: Path) -> None:
+    assert table.title_of(file.stem)[0]
