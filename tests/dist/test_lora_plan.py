@@ -1,9 +1,6 @@
 """``ds_plan --lora`` says what each rank of a LoRA fine-tune holds: to the byte, per state and tier, at every stage."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.zero.layout import ALIGNMENT_NUMEL
 from deepspeed.zero.plan import StateKind, Tier
+from tests.harness.commands import Ended, run_all
 from tests.harness.pool import RankPool
 from tests.harness.training import start
 from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
@@ -167,17 +165,6 @@ def held_by_all(folder: str) -> dict[str, tuple[Bytes, Bytes, int, list[str]]]:
     return {name: held(name, folder) for name in CASES}
 
 
-RUN_ALL = """
-import contextlib, io, json, sys
-from deepspeed.simulate.plan import cli
-ended = []
-for argv in json.load(sys.stdin):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(argv)
-    ended.append([code, out.getvalue(), err.getvalue()])
-json.dump(ended, sys.stdout)
-"""
 MORE = {
     "too large": ["--gpu", "1K"],
     "large enough": ["--gpu", "80GiB", "--lora_targets", ".*layers\\.[01]\\.(q|v)_proj"],
@@ -186,7 +173,7 @@ MORE = {
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """What every command said: one process, as torch knows the simulated device once."""
     folder, commands = tmp_path_factory.mktemp("plan"), {}
     base = ["--model", f"{__name__}:build", "--gpus", "2", "--config"]
@@ -197,13 +184,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         commands[name] = [*base, str(file), "--lora", f"r={RANK}" if number else str(RANK), *targets, "--json"]
     for name, options in MORE.items():
         commands[name] = [*base, str(folder / "2.json"), *(["--lora", str(RANK)] if options else []), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN_ALL], input=json.dumps(list(commands.values())),
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(commands, json.loads(done.stdout), strict=True))
+    return run_all(commands, folder, limit_s=300, module="deepspeed.simulate.plan.cli")
 
 
 @pytest.fixture(scope="module")

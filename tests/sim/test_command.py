@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from deepspeed.simulate import cli
+from tests.harness.commands import Ended, run_all
 from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
 
 MODEL = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
@@ -23,18 +21,6 @@ CONFIG = {
 }
 
 
-# Every command in one process: torch is loaded once, and knows the simulated device once.
-RUN_ALL = """
-import contextlib, io, json, sys
-from deepspeed.simulate import cli
-ended = []
-for argv in json.load(sys.stdin):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(argv)
-    ended.append([code, out.getvalue(), err.getvalue()])
-json.dump(ended, sys.stdout)
-"""
 THEIRS = """
 import torch
 def build():
@@ -63,14 +49,6 @@ HOST = {"name": "small nodes", "like": "h100", "constants": {"host_bytes": [30_0
 MEASURED = {"name": "a host", "like": "h100", "device": "cpu", "constants": {"launch_s": [0.001, "a test"]}}
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run, with their files."""
@@ -82,17 +60,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "mine.py").write_text(THEIRS)
     return folder
-
-
-def run_all(commands: dict[str, list[str]], folder: Path, *, limit_s: int = 550) -> dict[str, Ended]:
-    """How each command ended that ran in ``folder``, all in one process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN_ALL], input=json.dumps(list(commands.values())),
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: Ended(*how) for name, how in zip(commands, json.loads(done.stdout), strict=True)}
 
 
 @pytest.fixture(scope="module")
