@@ -143,8 +143,9 @@ ELASTIC = (
     Mutant(
         "EL2",
         "deepspeed/launcher/elastic/agent.py",
-        "done = done and self._membership.end_well()",
-        "done = self._ranks.all_ended and self._membership.end_well()",
+        "done = self._ranks.all_ended  # first: the last one may fail in between\n"
+        "        failed = self._ranks.failures(ended_only=True)",
+        "failed = self._ranks.failures(ended_only=True)\n        done = self._ranks.all_ended",
         ("tests/dist/test_elastic_ranks.py::test_a_last_rank_that_fails_is_no_good_end",),
         "whether all have ended is read before how",
     ),
