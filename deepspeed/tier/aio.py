@@ -28,6 +28,7 @@ from deepspeed.tier.transfer import Transfer
 __all__ = ["ALIGN", "AioEngine", "DirectFile", "FileTransfer", "TransferError", "aligned_empty"]
 
 _CODES = {"auto": 0, "io_uring": 1, "libaio": 2, "threads": 3}
+_POOL = "ds-aio"  # how the names of Python threads begin that move bytes
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _FULL = "free space there, or name a larger disk (nvme_path)"
 _ADVICE = {
@@ -75,30 +76,35 @@ class _Native:
         if not handle:
             why = f"is not to be had here ({os.strerror(-error.value)}); backend='auto' takes what there is"
             raise TransferError(-error.value, f"file IO by {backend!r} {why}")
-        self.name = list(_CODES)[function("backend")(handle)]
+        self.name, self.holds = list(_CODES)[function("backend")(handle)], 0
         calls = (functools.partial(function(name), handle) for name in ("submit", "wait", "done", "free"))
         self.submit, self.wait, self.done, self.free = calls
 
 
 class _PythonThreads:
-    """The same calls without native code: Python threads, through the page cache, each with a block at a time."""
+    """The same calls without native code: Python threads, through the page cache, each with a block at a time.
 
-    name = "python"
+    What moves a block holds the tensor: where the engine is collected on one of these threads, nobody waits for it.
+    """
+
+    name, holds = "python", 1
 
     def __init__(self, *, block: int, threads: int) -> None:
         self._block, self._pid = block, os.getpid()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds-aio")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_POOL)
         self._under_way: dict[int, list[Future[int]]] = {}
         self._tickets = itertools.count(1)
 
-    def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
+    def submit(
+        self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int, tensor: torch.Tensor
+    ) -> int:
         del direct
-        ticket = next(self._tickets)
+        ticket, begin = next(self._tickets), functools.partial(self._begin, tensor, write, plain)
         spans = [(at, min(self._block, nbytes - at)) for at in range(0, nbytes, self._block)]
-        self._under_way[ticket] = [self._begin(write, plain, offset + at, address + at, size) for at, size in spans]
+        self._under_way[ticket] = [begin(offset + at, address + at, size) for at, size in spans]
         return ticket
 
-    def _begin(self, *move: int) -> "Future[int]":
+    def _begin(self, *move: Any) -> "Future[int]":
         try:
             return self._pool.submit(_move, *move)
         except RuntimeError:  # the interpreter is ending, and pools take nothing more; a save still has to end
@@ -116,10 +122,11 @@ class _PythonThreads:
 
     def free(self) -> None:
         if os.getpid() == self._pid:  # a forked child has no threads to wait for
-            self._pool.shutdown()
+            mine = threading.current_thread().name.startswith(_POOL)
+            self._pool.shutdown(wait=not mine)  # a thread cannot wait for itself
 
 
-def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
+def _move(_: torch.Tensor, write: int, fd: int, offset: int, address: int, size: int) -> int:
     act, at = os.pwritev if write else os.preadv, 0
     memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
     while at < size:
@@ -219,8 +226,8 @@ class FileTransfer(Transfer):
             try:
                 if engine._closed or file._plain < 0:
                     raise ValueError(f"{'this AioEngine' if engine._closed else file.path} is closed")
-                move = (int(write), file._direct, file._plain, offset, tensor.data_ptr(), self.nbytes)
-                submit = engine._calls.submit
+                submit, kept = engine._calls.submit, (tensor,) * engine._calls.holds
+                move = (int(write), file._direct, file._plain, offset, tensor.data_ptr(), self.nbytes, *kept)
                 self._ticket.extend([-errno.ECHILD] if engine._foreign() else itertools.starmap(submit, [move]))
                 self._code.extend(code for code in self._ticket if code < 0)
             finally:

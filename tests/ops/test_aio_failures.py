@@ -220,6 +220,31 @@ def test_dropped_engine_finishes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == b"\5" * (2 << 20) + b"\6" * 9, name
 
 
+COLLECTED_BY_ITS_THREAD = """
+import gc, sys, threading
+from deepspeed.tier import aio
+aio.try_load = lambda op: None
+move, begun = aio._move, threading.Event()
+def collect_and_move(*args):
+    begun.wait()
+    gc.collect()
+    return move(*args)
+aio._move = collect_and_move
+def start():
+    file = aio.DirectFile(sys.argv[1], create=True)
+    aio.AioEngine(block_bytes=4096).write(file, 0, aio.aligned_empty(2 << 20).fill_(5))
+start()
+begun.set()
+"""
+
+
+def test_dropped_engine_that_is_collected_by_its_own_thread_finishes(tmp_path: Path) -> None:
+    """Which cannot wait for itself, and must not write memory that was given back."""
+    ran = python(COLLECTED_BY_ITS_THREAD, str(tmp_path / "file"))
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    assert (tmp_path / "file").read_bytes() == b"\5" * (2 << 20)
+
+
 def test_failure_that_nobody_asked_for(make_engine: Make, file: DirectFile, caplog: pytest.LogCaptureFixture) -> None:
     """Closing the engine logs it."""
     logger.addHandler(caplog.handler)
