@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm import interrupts
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
@@ -454,6 +455,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def _make_ready(self, training: str = "") -> None:
         """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
+        interrupts.at_door()
         self._check_destroyed()
         worker = self.runtime.worker
         if worker is not None and worker.failure is not None and not worker.announced:
@@ -571,5 +573,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.window_ends = lambda: True
         self.runtime.on_backward = self.runtime.before_update = lambda: None
         destroy_mesh(self.mesh, keep_axes=any(unit.params for unit in self.runtime.units))
+        interrupts.give_back()
         if failed is not None:
             raise failed

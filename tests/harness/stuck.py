@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.comm import collectives
 from deepspeed.tier.aio import AioEngine
 
 SCRIPT = os.path.abspath(__file__)
@@ -36,6 +37,7 @@ FAULTS = {
     "drive": "a read of a drive does not come back",
     "loader": "a worker of one rank's loader does not answer",
     "loader_dies": "a worker of one rank's loader dies",
+    "loader_dies_within": "a worker of one rank's loader dies while that rank sends to the others",
     "order": "two sums of the user's in another order",
     "wait": "one rank waits for a sum that it has started without the others",
     "silent": "one rank is in native code that keeps the interpreter",
@@ -61,6 +63,7 @@ WORDS = {
         r"|waits for a batch of its data loader: worker 0 \(pid \d+\) has ended)",
         r"wait",
     ),
+    "loader_dies_within": (r"rank 1 .*raised RuntimeError: DataLoader worker \(pid \d+\) is killed", r"wait"),
     "order": (
         r"different orders: number \d+ of the group 'default' is .*barrier",
         r"waits? in (barrier|all_reduce of 4 )",
@@ -71,9 +74,16 @@ WORDS = {
 
 
 # Of a fault that may also end its rank at once, before anybody has waited for long, what the launcher says then.
-ENDS = {
-    "loader_dies": r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid(\(s\))? \d+\) exited"
-}
+_ENDS = r"rank 1 \(pid \d+\) failed first[\s\S]*RuntimeError: DataLoader worker \(pid(\(s\))? \d+\) "
+ENDS = {"loader_dies": _ENDS + "exited", "loader_dies_within": _ENDS + "is killed"}
+# Where the engine sends one half of an exchange and has begun the other: code that counts as its own.
+_WITHIN = """
+def isend(*arguments, **words):
+    if died:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, died.pop(), os.WEXITED | os.WNOWAIT)
+    return send(*arguments, **words)
+"""
 
 
 def ends_at_once(fault: str, status: int, text: str) -> bool:
@@ -152,6 +162,13 @@ def _drive_hangs() -> None:
             thing._calls.wait = functools.partial(ctypes.CDLL(None).sleep, 600)
 
 
+def _dies_within(pid: int) -> None:
+    """Kill a worker as soon as the engine sends."""
+    names: dict[str, Any] = {"os": os, "signal": signal, "pid": pid, "died": [pid], "send": dist.isend}
+    exec(compile(_WITHIN, collectives.__file__, "exec"), names)
+    dist.isend = names["isend"]
+
+
 def _go_wrong(fault: str, model: Any, *, faulty: bool) -> None:
     """Step 3 begins; what most faults are, on all ranks."""
     values = torch.ones(4)
@@ -199,7 +216,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=Model(), config=config)
     with open(os.path.join(options.folder, f"pid{rank}"), "w") as file:
         file.write(str(os.getpid()))
-    batches = None
+    batches: Any = None
     if fault.startswith("loader"):
         samples = Samples(fault if faulty else "", options.folder)
         batches = iter(torch.utils.data.DataLoader(samples, batch_size=2, num_workers=1, prefetch_factor=1))
@@ -210,6 +227,8 @@ def main() -> None:
                 if fault == "fewer":
                     break
             _go_wrong(fault, engine.module, faulty=faulty)
+            if faulty and fault == "loader_dies_within":
+                _dies_within(batches._workers[0].pid)
             time.sleep(options.pause)
         x = torch.randn(2, 16) if batches is None else next(batches)
         engine.backward(engine(x))
