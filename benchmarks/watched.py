@@ -15,10 +15,12 @@ Steps = Callable[..., tuple[float, float, float]]
 CLOCKS = (time.perf_counter, time.process_time, time.thread_time)
 
 
-def launch(ranks: int, *words: str, folder: str, limit: float | None = None) -> "subprocess.CompletedProcess[str]":
-    """A script under the launcher, with one thread a rank."""
-    threads = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))} | threads
+def launch(
+    ranks: int, *words: str, folder: str, limit: float | None = None, threads: int = 1
+) -> "subprocess.CompletedProcess[str]":
+    """A script under the launcher, with so many threads a rank."""
+    settings = {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))} | settings
     flags = ["--num_gpus", str(ranks), *([] if limit is None else ["--hang_timeout", str(limit)])]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags, *words]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
@@ -64,7 +66,12 @@ def compare(rounds: int, without: Steps, watched: Steps, shown: bool) -> float:
     steps_ms = list[float]()
     for position, what in enumerate(("clock", "processor", "processor, of the thread that trains")):
         plain, seen = (statistics.median(r[position] for r in kind) * 1e3 for kind in (off, on))
+        more = [(b[position] - a[position]) * 1e3 for a, b in zip(off, on, strict=True)]
+        error = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
         if shown:
-            print(f"{what}: {plain:.2f} ms a step without, {seen:.2f} ms with: {seen / plain - 1:+.2%}", flush=True)
+            mean = f"differences of neighbours {statistics.mean(more):+.2f} +- {error:.2f} ms"
+            print(
+                f"{what}: {plain:.2f} ms a step without, {seen:.2f} with: {seen / plain - 1:+.1%}; {mean}", flush=True
+            )
         steps_ms.append(plain)
     return steps_ms[1]

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.log import log_dist, logger
 
+_GLOO_THREADS = "gloo_tcp"  # how the names of the threads begin that move gloo's bytes
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it is the default route
 
 
@@ -93,6 +95,16 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
             if name := interface_with(_source_address(host), interfaces):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
+
+
+def take_turns(policy: int = getattr(os, "SCHED_BATCH", 0)) -> None:
+    """Let gloo's threads wait for their turn on a busy processor, as batch programs do, instead of taking it from
+    whoever wakes them. That is mostly a rank in the middle of a send, with a lock that they would then spin on.
+    """
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
+            if comm.read_text().startswith(_GLOO_THREADS):
+                os.sched_setscheduler(int(comm.parent.name), policy, os.sched_param(0))
 
 
 def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str | None) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
+from deepspeed.comm.init import take_turns
 from deepspeed.comm.window import Window, window_options
 from deepspeed.errors import UsageError
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
@@ -179,6 +180,7 @@ def build_mesh(
     apart = new(first, "reductions", backend) if reducing and first.size > 1 else None
     options = window_options(first) if copy_engines and first.size > 1 else None
     fetching = replace(new(first, "gathers", backend, options), window=Window()) if options is not None else None
+    take_turns()
     mesh = Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, **shares)
     return replace(mesh, reducing=apart, fetching=fetching, made=tuple(made))
 

@@ -2,14 +2,18 @@
 are none.
 """
 
+import os
 import random
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.init import take_turns
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh
 from deepspeed.verify.models import case_named
@@ -78,3 +82,21 @@ def _unreachable() -> str:
 def test_a_group_that_cannot_be_made_names_the_variable_to_set(pool2: RankPool) -> None:
     for text in pool2.run(_unreachable):
         assert "connectFullMesh failed. If" in text and "set GLOO_SOCKET_IFNAME" in text and "'lo7'" in text
+
+
+def _policies() -> tuple[set[int], set[int], int]:
+    """Of gloo's threads, where the machine does not allow it and where it does; that of this one."""
+    found = []
+    take_turns(os.SCHED_OTHER)
+    for refused in (True, False):
+        with mock.patch("os.sched_setscheduler", side_effect=PermissionError) if refused else nullcontext():
+            mesh = build_mesh("gloo")
+        threads = [comm.parent for comm in Path("/proc/self/task").glob("*/comm") if "gloo_tcp" in comm.read_text()]
+        found.append({os.sched_getscheduler(int(thread.name)) for thread in threads})
+        destroy_mesh(mesh)
+    return found[0], found[1], os.sched_getscheduler(0)
+
+
+def test_gloos_threads_wait_for_their_turn_on_a_processor_where_the_machine_allows_it(pool2: RankPool) -> None:
+    ours = os.SCHED_OTHER
+    assert pool2.run(_policies) == [({ours}, {os.SCHED_BATCH}, ours)] * 2
