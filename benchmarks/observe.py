@@ -1,6 +1,6 @@
 """What the record of a run costs: processor time and clock of a step, with and without, alternating in one engine.
 
-    python benchmarks/observe.py [--ranks 2] [--layers 12] [--width 256] [--rounds 12] [--steps 10] [--updates 300]
+    python benchmarks/observe.py [--ranks 2] [--layers 12] [--width 256] [--rounds 12] [--steps 60] [--updates 300]
                                  [--trace]
 
 The job is that of benchmarks/hang.py: a stack of layers under stage 3, where most is sent. With --trace the details of
@@ -24,6 +24,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.watched import compare, launch, small_job
+
+_SETTLING = 60  # steps between a change and what is measured
 
 
 class _Stopwatch:
@@ -123,7 +125,7 @@ def train(options: argparse.Namespace) -> None:
     engine._config = engine._config.model_copy(update={"observe": settings})
 
     def settled() -> tuple[float, float, float]:
-        steps()  # the interpreter meets methods that have been replaced
+        steps(_SETTLING)  # the interpreter meets methods that have been replaced, and takes a while to be fast again
         return steps()
 
     def watched() -> tuple[float, float, float]:
@@ -143,7 +145,7 @@ def train(options: argparse.Namespace) -> None:
 def main() -> int:
     """The job, or one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"ranks": 2, "layers": 12, "width": 256, "rounds": 12, "steps": 10, "updates": 300}
+    defaults = {"ranks": 2, "layers": 12, "width": 256, "rounds": 12, "steps": 60, "updates": 300}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--trace", action="store_true")
