@@ -5,7 +5,7 @@ that kills it; those of models in parts are in ``faults_of_parts``. ``old`` is s
 it, and occurs once in its file; tests/pure/test_mutants.py holds that.
 """
 
-from tests.mutants.faults_of_parts import COMPILED, ELASTIC, PARTS, PIPELINES
+from tests.mutants.faults_of_parts import COMPILED, ELASTIC, INTERRUPTS, PARTS, PIPELINES
 from tests.mutants.mutant import Mutant
 
 
@@ -530,5 +530,5 @@ _CHECKPOINTS = (
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS),
-    *(*PARTS, *PIPELINES, *COMPILED, *ELASTIC),
+    *(*PARTS, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
 )

@@ -158,3 +158,30 @@ ELASTIC = (
         "a node that has taken leave may be silent",
     ),
 )
+
+INTERRUPTS = (
+    Mutant(
+        "IN1",
+        "deepspeed/comm/interrupts.py",
+        "if impatient or not _inside(frame):",
+        "if True:",
+        ("tests/pure/test_interrupts.py::test_ctrl_c_at_any_moment_leaves_no_half_of_an_update",),
+        "what a handler raises comes between the engine's operations",
+    ),
+    Mutant(
+        "IN2",
+        "deepspeed/comm/interrupts.py",
+        "signal.pthread_kill(self._thread, self.number)",
+        "_thread.interrupt_main(self.number)",
+        ("tests/pure/test_interrupts.py::test_ctrl_c_inside_the_engine_ends_a_sleep_of_the_programs",),
+        "a postponed signal ends a sleep of the program's",
+    ),
+    Mutant(
+        "IO1",
+        "deepspeed/tier/aio.py",
+        "functools.partial(self._begin, tensor, write, plain)",
+        "functools.partial(self._begin, None, write, plain)",
+        ("tests/ops/test_aio_failures.py::test_dropped_engine_that_is_collected_by_its_own_thread_finishes",),
+        "Python's threads hold the tensors that they write",
+    ),
+)
