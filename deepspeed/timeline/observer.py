@@ -20,6 +20,7 @@ from deepspeed.comm.hang.watch import own_store
 from deepspeed.comm.wire import clock_offset
 from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
+from deepspeed.observe.anomaly import AnomalyWatch
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import RunFile
 from deepspeed.observe.tracefile import check_writable
@@ -94,6 +95,10 @@ class Observer:
         self._wraps.put(engine, "_write_metrics", self._after_metrics)
         self._metered = engine.update_metrics
         self._metered.observed = True
+        # Loss and norm, which a record reads without a wait, say what is unusual, unless the metrics do.
+        anomalies = engine._config.anomalies
+        watches = settings.run and mesh.first and anomalies.enabled is None and not engine.monitor.enabled
+        self._unusual = AnomalyWatch(anomalies.window) if watches else None
         if settings.run:
             self._record(file, settings)
         self._at_exit = _ending(weakref.ref(self))
@@ -288,6 +293,8 @@ class Observer:
                 facts["grad_norm"] = float(norm)
                 facts["grad_norm_clipped"] = min(float(norm), clip) if clip and math.isfinite(norm) else float(norm)
             self._board.put(step, facts)
+            for text in self._unusual.look(step.number, loss=facts.get("loss"), norm=norm) if self._unusual else ():
+                logger.warning("%s", text)
 
     def _tell_of_slow(self) -> None:
         board, engine = self._board, self._engine

@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.comm import trace
 from deepspeed.observe.log import warning_once
 from deepspeed.observe.monitor import MonitorMaster, prometheus_name
+from deepspeed.observe.runfile import read_run
 from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
 from deepspeed.simulate.models import Decoder, Shape
 from tests.harness import pipes
@@ -306,11 +307,11 @@ def unwatched() -> tuple[list[str], list[str]]:
     return lines_of(run), looked
 
 
-def spiked() -> list[str]:
+def spiked(**changes: Any) -> list[str]:
     slow = {"type": "SGD", "params": {"lr": 1e-5}}
 
     def run() -> None:
-        engine = start(nn.Linear(4, 4), make_config(0, optimizer=slow, anomalies={"enabled": True}))
+        engine = start(nn.Linear(4, 4), make_config(0, optimizer=slow, **changes))
         for step in range(40):
             engine.backward(engine(torch.ones(4, 4)).square().mean() * (1000.0 if step == 30 else 1.0))
             engine.step()
@@ -319,11 +320,18 @@ def spiked() -> list[str]:
     return lines_of(run)
 
 
-def test_a_spike_of_loss_and_norm_is_said_by_the_first_rank(pool2: RankPool) -> None:
-    first, second = pool2.run(spiked)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_spike_of_loss_and_norm_is_said_by_the_first_rank(recorded: bool, pool2: RankPool, tmp_path: Path) -> None:
+    run = {"observe": {"run": str(tmp_path)}, "gradient_clipping": 1e9}
+    first, second = pool2.run(spiked, **(run if recorded else {"anomalies": {"enabled": True}}))
     said = [line for line in first if "step 31: " in line]
     assert len(said) == 2 and "the loss is" in said[0] and "the gradient norm is" in said[1], first
     assert not [line for line in second if "step 31: " in line]
+    if recorded:
+        assert [warning["text"].partition(" is ")[0] for warning in read_run(tmp_path).of("warning")] == [
+            "step 31: the loss",
+            "step 31: the gradient norm",
+        ]
 
 
 def evaluated(folder: str) -> list[tuple[str, float]]:

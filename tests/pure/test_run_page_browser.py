@@ -32,6 +32,8 @@ for (const figure of document.querySelectorAll("svg")) {
           Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top) > 2) bad.push(`${word} lies on ${other}`)
   })
 }
+for (const row of document.querySelectorAll("tr"))
+  if (row.getBoundingClientRect().height > 400) bad.push(`a row of one letter a line: ${row.textContent}`)
 document.body.setAttribute("data-bad", JSON.stringify(bad))
 document.body.setAttribute("data-figures", document.querySelectorAll("svg").length)
 document.body.setAttribute("data-width", window.innerWidth)

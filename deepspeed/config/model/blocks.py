@@ -179,7 +179,9 @@ class PrometheusConfig(AutoBlock):
 class AnomaliesConfig(Block):
     """``anomalies`` (an extension): notes in the log about losses and gradients that are out of the ordinary."""
 
-    enabled: Flag | None = key(None, "Watch loss and gradient norm; null: where a monitor is on, which reads them.")
+    enabled: Flag | None = key(
+        None, "Watch loss and gradient norm; null: where a monitor reads them, or the record of a run."
+    )
     per_layer: Flag = key(False, "Look at every parameter's gradient: zero, not finite, or rows that never get any.")
     window: Positive = key(100, "Updates that say what is usual; a note of one kind is made once in so many.")
 

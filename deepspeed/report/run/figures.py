@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 10, 38
 _MOST = 500  # points of a line: of more the largest and smallest in as many pieces remain
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#854d0e", "#64748b")
 _INK = "#111827"
@@ -183,7 +183,7 @@ def _axes(
     for value in ticks(*across, 8):
         if value == int(value):
             at = f"{x(value):.1f}"
-            yield f'<text x="{at}" y="{HEIGHT - _BOTTOM + 15}" text-anchor="middle" {text}>{short(value)}</text>'
+            yield f'<text x="{at}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle" {text}>{short(value)}</text>'
     bottom = HEIGHT - _BOTTOM
     yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" stroke="#9ca3af"/>'
     yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end" {text}>{escape(figure.across)}</text>'

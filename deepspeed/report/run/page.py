@@ -21,7 +21,8 @@ svg{width:100%;min-width:420px;height:auto} .legend{font-size:.85em} .key{margin
 .dash{display:inline-block;width:18px;border-top:2px dashed;margin-right:.35em;vertical-align:4px}
 table{display:block;overflow-x:auto}
 table{border-collapse:collapse;font-size:.92em} td,th{text-align:left;padding:.15em .9em .15em 0;vertical-align:top}
-td.n,th.n{text-align:right;white-space:nowrap} .bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
+td.n,th.n{text-align:right;white-space:nowrap} td:last-child{min-width:14em}
+.bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
 """
 _PHASES = ("forward", "backward", "step")
 # Of the monitor's names those that the record has by itself.
