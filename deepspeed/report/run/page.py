@@ -21,8 +21,8 @@ svg{width:100%;min-width:420px;height:auto} .legend{font-size:.85em} .key{margin
 .dash{display:inline-block;width:18px;border-top:2px dashed;margin-right:.35em;vertical-align:4px}
 table{display:block;overflow-x:auto}
 table{border-collapse:collapse;font-size:.92em} td,th{text-align:left;padding:.15em .9em .15em 0;vertical-align:top}
-td.n,th.n{text-align:right;white-space:nowrap} td:last-child{min-width:14em}
-.bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
+td.n,th.n{text-align:right;white-space:nowrap} td{overflow-wrap:normal}
+td:last-child{min-width:14em;overflow-wrap:anywhere} .bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
 """
 _PHASES = ("forward", "backward", "step")
 # Of the monitor's names those that the record has by itself.
@@ -198,7 +198,7 @@ def other_warnings(run: Run) -> list[Record]:
 def _warnings(run: Run) -> str:
     slow = "".join(f'<p class="bad">{escape(str(line.get("text")))}</p>' for line in run.of("slow"))
     lines = other_warnings(run)
-    rows = [(_when(w["time"]), str(w.get("level", "")), str(w.get("text")), str(w.get("where", ""))) for w in lines]
+    rows = [(_when(w["time"]), str(w.get("level", "")), str(w.get("where", "")), str(w.get("text"))) for w in lines]
     more = f"<p>and {len(rows) - _MOST_ROWS} more</p>" if len(rows) > _MOST_ROWS else ""
     return slow + (table(rows[:_MOST_ROWS]) + more if rows else "" if slow else '<p class="quiet">none</p>')
 
