@@ -455,7 +455,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def _make_ready(self, training: str = "") -> None:
         """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
-        interrupts.at_door()
         self._check_destroyed()
         worker = self.runtime.worker
         if worker is not None and worker.failure is not None and not worker.announced:
@@ -485,6 +484,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         (``_settle_together``). Without ``params`` parameters may be away.
         """
         self._check_destroyed()
+        interrupts.at_door()
         self._end_flow()
         self.runtime.rejoin()
         if self.runtime.broken:

@@ -4,6 +4,7 @@ Python raises Ctrl-C, and torch the death of a data loader's worker, from a sign
 is, also between the two halves of an exchange with the other ranks, which then take half a message for a whole one, or
 in the middle of an update. While an engine lives such a handler is therefore asked again a little later, until the
 program is in the client's code or calls the engine. Nothing is recorded for this: where the program is, its stack says.
+The client's code that an update calls (its optimizer, a schedule, a monitor) is part of the update.
 """
 
 import _thread
@@ -11,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,12 +20,15 @@ from typing import Any
 from deepspeed.comm.hang.stacks import origin, outwards
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# What must not be left half done. Saving is not among it: a checkpoint has its name when it is whole.
-_RUNTIME = tuple(
-    _PACKAGE + part
-    for part in ("engine", "comm/", "zero/", "tier/", "optim/", "ops/", "precision/", "pipe/", "tensor/", "moe/")
-)
+# What must not be left half done; other parts (observe/, device.py) belong to what calls them.
+_PARTS = "engine comm/ zero/ tier/ optim/ ops/ precision/ pipe/ tensor/ moe/ reallocate/"
+_RUNTIME = tuple(_PACKAGE + part for part in _PARTS.split())
+# Not so: a checkpoint has its name when it is whole, and an engine that has loaded half of one says so.
+_SAVES = (_PACKAGE + "engine_checkpoint.py", _KEEPER := _PACKAGE + "engine_elastic.py")
+_ENGINE = _PACKAGE + "engine.py"
+_UPDATES = tuple(_PACKAGE + part for part in ("zero/step.py", "zero/update/", "optim/"))
 _LOADERS = f"torch{os.sep}utils{os.sep}data{os.sep}"
+_DROPPING = (weakref.finalize.__call__.__code__,)
 _PAUSE_S, _MOST_PAUSE_S = 0.002, 0.1
 _PATIENCE_S = 1.0  # one Ctrl-C may come twice, by way of the terminal and of the launcher
 
@@ -31,14 +36,29 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def _inside(frame: FrameType | None) -> bool:
-    """Whether the innermost frame that is neither torch's nor Python's is one of the runtime."""
-    for each in outwards(frame):
+    """Whether the innermost frame that tells is one of the runtime, or the client's in the middle of an update. Also
+    where Python drops what is raised, in finalizers.
+    """
+    frames = [*outwards(frame)]
+    if any(f.f_code in _DROPPING or f.f_code.co_name == "__del__" for f in frames):
+        return True
+    for place, each in enumerate(frames):
         file = each.f_code.co_filename
         whose = origin(file)
-        if whose == "user" or (whose == "torch" and _LOADERS in file):
-            return False
-        if whose == "deepspeed":
-            return file.startswith(_RUNTIME)
+        if whose == "user" or (whose == "torch" and _LOADERS in file) or file.startswith(_SAVES):
+            return _updating(frames[place:])
+        if file.startswith(_RUNTIME):
+            return True
+    return False
+
+
+def _updating(frames: list[FrameType]) -> bool:
+    for each in frames:
+        file = each.f_code.co_filename
+        if file == _KEEPER:
+            return False  # saves behind an update
+        if file.startswith(_UPDATES) or (file == _ENGINE and each.f_code.co_name == "step"):
+            return True
     return False
 
 
@@ -52,7 +72,7 @@ class Postponed:
         self.number, self.handler = number, handler
         self.waits, self._since, self._pause_s = False, 0.0, _PAUSE_S
         self._asks = self._asked = self._over = False
-        self._thread, self._lock = threading.get_ident(), threading.Lock()
+        self._lock = threading.Lock()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         asked, self._asked = self._asked, False
@@ -60,14 +80,19 @@ class Postponed:
             return  # the engine was called meanwhile
         now = time.monotonic()
         impatient = self.waits and not asked and number == signal.SIGINT and now - self._since > _PATIENCE_S
-        if impatient or not _inside(frame):
+        # Put back by the program when the engine had ended, or called by a handler of its own: its author's affair.
+        plain = self._over or not self._is_placed()
+        if impatient or plain or not _inside(frame):
             self.come_through(frame)
             return
         if not self.waits:
             self.waits, self._since, self._pause_s = True, now, _PAUSE_S
         if not self._asks:
             self._asks = True
-            _thread.start_new_thread(self._ask_again, ())  # takes no lock that the main thread may have
+            try:
+                _thread.start_new_thread(self._ask_again, ())  # takes no lock that the main thread may have
+            except RuntimeError:  # no room for a thread; the next call of the engine raises what waits
+                self._asks = False
 
     def come_through(self, frame: FrameType | None = None) -> None:
         """Call the handler, which may raise."""
@@ -75,21 +100,30 @@ class Postponed:
         self.handler(self.number, frame)
 
     def _ask_again(self) -> None:
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
-        with self._lock:
-            self._asks = False
-            if self.waits and not self._over:
-                self._asked = True
-                signal.pthread_kill(self._thread, self.number)  # also ends a sleep of the client's
+        while True:
+            time.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+            with self._lock:
+                self._asks = False
+                if not self.waits or self._over:
+                    return
+                if self._is_placed():
+                    self._asked = True
+                    main = threading.main_thread().ident or 0
+                    signal.pthread_kill(main, self.number)  # also ends a sleep of the client's
+                    return
+                self._asks = True  # while the program has a handler of its own, that one must not hear it
 
     def end(self) -> None:
         """Give the signal back to ``handler``."""
         with self._lock:
             self._over = True
-        handler: object = signal.getsignal(self.number)
-        if handler is self:
+        if self._is_placed():
             signal.signal(self.number, self.handler)
+
+    def _is_placed(self) -> bool:
+        handler: object = signal.getsignal(self.number)
+        return handler is self
 
 
 def _raises(number: int, handler: Any) -> bool:
@@ -109,9 +143,16 @@ def at_door() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGCHLD, signal.SIGINT):
-        if _raises(number, handler := signal.getsignal(number)):
-            _PLACED[number] = Postponed(number, handler)  # type: ignore[arg-type]  # a function, as just seen
-            signal.signal(number, _PLACED[number])
+        handler, before = signal.getsignal(number), _PLACED.get(number)
+        if isinstance(handler, Postponed) and handler is not before:
+            handler = handler.handler  # put back by the program when the engine had ended
+        if _raises(number, handler):
+            placed = Postponed(number, handler)  # type: ignore[arg-type]  # a function, as just seen
+            if before is not None:  # replaced by the program
+                before.end()
+                placed.waits = before.waits
+            _PLACED[number] = placed
+            signal.signal(number, placed)
     for each in _PLACED.values():
         if each.waits:
             each.come_through()

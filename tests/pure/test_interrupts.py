@@ -18,20 +18,25 @@ from deepspeed.comm import interrupts
 from deepspeed.errors import UsageError
 from deepspeed.zero import runtime as engines_own
 
-STEPS = 3
-# What runs here counts as the runtime's, as the name of the file says so.
+STEPS = 4
+# What waits here counts as the runtime's, as the name of its file says so.
 WITHIN = """
-def profile(frame, event, what):
-    calls[0] += event == "call" and frame.f_code.co_filename.startswith(package)
-    if calls[0] == moment:
-        calls[0] += 1
-        os.kill(os.getpid(), signal.SIGINT)
 def wait(seconds):
     os.kill(os.getpid(), signal.SIGINT)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
 """
+# This counts as Python's own: the frame that has made the call decides.
+PROFILE = """
+def profile(frame, event, what):
+    file = frame.f_code.co_filename
+    if event == "call" and file.startswith(package) and file != own:
+        calls.append((file, frame.f_code.co_name))
+        if len(calls) == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+"""
+PACKAGE = os.path.dirname(os.path.abspath(deepspeed.__file__))
 
 
 def _within(**names: Any) -> dict[str, Any]:
@@ -53,12 +58,13 @@ def handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _engine(stage: int = 3) -> Any:
+def _engine(stage: int = 3, *, changes: dict[str, Any] | None = None, **words: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
-    return deepspeed.initialize(model=model, config=config)[0]
+    if "optimizer" not in words:
+        config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+    return deepspeed.initialize(model=model, config=config | (changes or {}), **words)[0]
 
 
 def _patiently(call: Callable[[], Any], interrupted: list[int]) -> Any:
@@ -69,12 +75,14 @@ def _patiently(call: Callable[[], Any], interrupted: list[int]) -> Any:
         return call()
 
 
-def _trained(moment: int) -> tuple[list[torch.Tensor], int, int]:
+def _trained(moment: int) -> tuple[list[torch.Tensor], int, list[tuple[str, str]]]:
     """Parameters after steps of which every call that raises Ctrl-C is made again; interrupts; calls of the package."""
-    engine, interrupted, calls = _engine(), [], [0]
-    package = os.path.dirname(os.path.abspath(deepspeed.__file__))
+    engine, interrupted = _engine(changes={"gradient_accumulation_steps": 2, "steps_per_print": 1}), list[int]()
+    calls = list[tuple[str, str]]()
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
-    sys.setprofile(_within(calls=calls, moment=moment, package=package)["profile"])
+    names: dict[str, Any] = {"calls": calls, "moment": moment, "package": PACKAGE, "own": interrupts.__file__}
+    exec(compile(PROFILE, "<profile>", "exec"), names := names | {"os": os, "signal": signal})
+    sys.setprofile(names["profile"])
     try:
         for _ in range(STEPS):
             loss = _patiently(lambda: engine(x), interrupted).square().mean()
@@ -83,20 +91,60 @@ def _trained(moment: int) -> tuple[list[torch.Tensor], int, int]:
     finally:
         sys.setprofile(None)
     _patiently(lambda: engine(x), interrupted)  # what has come in the last step
+    assert (engine.micro_steps, engine.global_steps) == (STEPS, STEPS // 2), f"{calls[moment - 1]}"
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         values = [p.detach().clone() for p in engine.module.parameters()]
     engine.destroy()
-    return values, len(interrupted), calls[0]
+    return values, len(interrupted), calls
 
 
 def test_ctrl_c_at_any_moment_leaves_no_half_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At moments all over, and in each function of what the runtime stands on."""
     monkeypatch.setattr(interrupts.Postponed, "_ask_again", lambda self: None)  # only where the engine is called
     expected, interrupted, calls = _trained(-1)
-    assert not interrupted and calls > 300
-    for moment in range(5, calls, calls // 40):
+    assert not interrupted and len(calls) > 300
+    lower = {call: at for at, call in enumerate(calls, 1) if not call[0].startswith(interrupts._RUNTIME)}
+    assert {os.path.relpath(file, PACKAGE).split(os.sep)[0] for file, _ in lower} >= {"observe", "mesh", "checkpoint"}
+    for moment in sorted({*lower.values(), *range(5, len(calls), len(calls) // 25)}):
         values, interrupted, _ = _trained(moment)
-        assert interrupted == 1, f"call {moment} of {calls}"
-        assert all(map(torch.equal, values, expected)), f"call {moment} of {calls}"
+        assert interrupted == 1, f"call {moment}: {calls[moment - 1]}"
+        assert all(map(torch.equal, values, expected)), f"call {moment}: {calls[moment - 1]}"
+
+
+class _Sgd(torch.optim.Optimizer):
+    """A client's own: it hears Ctrl-C when one of its parameters is updated."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _schedule(step: int) -> float:
+    if step:
+        os.kill(os.getpid(), signal.SIGINT)
+    return 1.0
+
+
+@pytest.mark.parametrize("whose", ["optimizer", "schedule"])
+def test_ctrl_c_in_what_an_update_calls_of_the_programs_comes_behind_the_update(
+    whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts.Postponed, "_ask_again", lambda self: None)
+    if whose == "optimizer":
+        engine = _engine(1, changes={"zero_allow_untested_optimizer": True}, optimizer=_Sgd)
+    else:
+        engine = _engine(1, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule))
+    engine.backward(engine(torch.randn(2, 4)).mean())
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine(torch.randn(2, 4))
+    engine.destroy()
 
 
 def test_ctrl_c_inside_the_engine_ends_a_sleep_of_the_programs() -> None:
@@ -181,3 +229,96 @@ def test_a_handler_of_the_programs_own_stays_as_it_is() -> None:
     assert heard == [signal.SIGINT]
     engine.destroy()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_of_the_programs_own_that_calls_the_engines_hears_ctrl_c_once() -> None:
+    engine = _engine(0)
+    engine(torch.randn(2, 4))
+    heard, placed = list[int](), signal.getsignal(signal.SIGINT)
+
+    def handler(number: int, frame: Any) -> None:
+        heard.append(number)
+        placed(number, frame)  # type: ignore[misc,operator]
+
+    signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt):
+        _within()["wait"](0.2)
+    time.sleep(0.2)
+    assert heard == [signal.SIGINT]
+    engine.destroy()
+
+
+def test_ctrl_c_is_heard_once_where_the_program_replaces_the_handler_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_PAUSE_S", 0.05)
+    engine, placed = _engine(0), signal.getsignal(signal.SIGINT)
+    for between in (signal.SIG_IGN, signal.default_int_handler):
+        engine(torch.randn(2, 4))
+        placed = signal.getsignal(signal.SIGINT)
+        _within()["wait"](0.001)
+        signal.signal(signal.SIGINT, between)
+        time.sleep(0.15)
+        with pytest.raises(KeyboardInterrupt):
+            if between is signal.SIG_IGN:
+                signal.signal(signal.SIGINT, placed)
+                time.sleep(30)
+            engine(torch.randn(2, 4))
+        time.sleep(0.15)
+        engine(torch.randn(2, 4))
+        with pytest.raises(KeyboardInterrupt):  # and so is the next one
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+    engine.destroy()
+
+
+def test_a_handler_that_is_put_back_after_the_engines_end_loses_no_ctrl_c() -> None:
+    first, second = _engine(0), _engine(0)
+    first(torch.randn(2, 4))
+    placed = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    first.destroy()
+    signal.signal(signal.SIGINT, placed)
+    with pytest.raises(KeyboardInterrupt):
+        _within()["wait"](0.01)
+    second(torch.randn(2, 4))
+    _within()["wait"](0.001)
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(30)
+    second.destroy()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_room_for_a_thread_ctrl_c_comes_with_the_next_call_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = _engine(0)
+    engine(torch.randn(2, 4))
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    _within()["wait"](0.01)
+    with pytest.raises(KeyboardInterrupt):
+        engine(torch.randn(2, 4))
+    engine.destroy()
+
+
+class _Pressed:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_in_a_finalizer_which_python_would_drop_comes_behind_it() -> None:
+    engine = _engine(0)
+    engine(torch.randn(2, 4))
+    begun, thing = time.monotonic(), _Pressed()
+    with pytest.raises(KeyboardInterrupt):
+        del thing
+        time.sleep(30)
+    assert time.monotonic() - begun < 20
+    engine.destroy()
+
+
+def test_every_call_of_the_engine_postpones_what_handlers_raise() -> None:
+    engine = _engine()
+    with engine.unsharded():
+        assert isinstance(signal.getsignal(signal.SIGINT), interrupts.Postponed)
+    engine.destroy()
