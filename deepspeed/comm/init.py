@@ -22,7 +22,7 @@ from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.log import log_dist, logger
 
-_GLOO_THREADS = "gloo_tcp"  # how the names of the threads begin that move gloo's bytes
+_GLOO_THREADS = b"gloo_tcp"  # how the names of the threads begin that move gloo's bytes
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it is the default route
 
 
@@ -100,11 +100,18 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
 def take_turns(policy: int = getattr(os, "SCHED_BATCH", 0)) -> None:
     """Let gloo's threads wait for their turn on a busy processor, as batch programs do, instead of taking it from
     whoever wakes them. That is mostly a rank in the middle of a send, with a lock that they would then spin on.
+
+    A policy that somebody has chosen for the program (``chrt``) stays.
     """
-    for comm in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
-            if comm.read_text().startswith(_GLOO_THREADS):
-                os.sched_setscheduler(int(comm.parent.name), policy, os.sched_param(0))
+    with contextlib.suppress(OSError):  # no /proc, or that of other process numbers
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return
+        for comm in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
+                thread = int(comm.parent.name)
+                ordinary = os.sched_getscheduler(thread) in (os.SCHED_OTHER, os.SCHED_BATCH)
+                if ordinary and comm.read_bytes().startswith(_GLOO_THREADS):
+                    os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str | None) -> None:

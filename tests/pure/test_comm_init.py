@@ -2,10 +2,12 @@
 arithmetic.
 """
 
+import ctypes
 import inspect
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -481,3 +483,40 @@ def test_every_backend_is_left_at_exit_and_none_holds_the_process(way: str, prin
     done = _run_alone(LEAVES, way)
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
     assert logged in done.stderr and bool(done.stderr) == bool(logged)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "then"),
+    [
+        (b"gloo_tcp_loop", os.SCHED_OTHER, os.SCHED_BATCH),
+        (b"gloo_tcp_loop", os.SCHED_IDLE, os.SCHED_IDLE),  # chosen for the program, as with chrt
+        (b"\xc3\xa9\xe4\xff", os.SCHED_OTHER, os.SCHED_OTHER),  # a name may be cut in the middle of a character
+    ],
+)
+def test_only_gloos_threads_wait_for_their_turn_and_a_chosen_policy_stays(name: bytes, policy: int, then: int) -> None:
+    found, named, looked = list[int](), threading.Event(), threading.Event()
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(15, name)  # PR_SET_NAME
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+        named.set()
+        looked.wait()
+        found.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        named.wait()
+        init.take_turns()
+    finally:
+        looked.set()
+        thread.join()
+    assert found == [then]
+
+
+def test_threads_of_other_process_numbers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that sees the machine's /proc, its numbers are those of strangers."""
+    monkeypatch.setattr("os.readlink", lambda path: "1")
+    monkeypatch.setattr("os.sched_setscheduler", lambda *_: pytest.fail("of whom?"))
+    monkeypatch.setattr("deepspeed.comm.init._GLOO_THREADS", b"")
+    init.take_turns()
