@@ -163,7 +163,7 @@ INTERRUPTS = (
     Mutant(
         "IN1",
         "deepspeed/comm/interrupts.py",
-        "if impatient or not _inside(frame):",
+        "if impatient or plain or not _inside(frame):",
         "if True:",
         ("tests/pure/test_interrupts.py::test_ctrl_c_at_any_moment_leaves_no_half_of_an_update",),
         "what a handler raises comes between the engine's operations",
@@ -171,10 +171,18 @@ INTERRUPTS = (
     Mutant(
         "IN2",
         "deepspeed/comm/interrupts.py",
-        "signal.pthread_kill(self._thread, self.number)",
+        "signal.pthread_kill(main, self.number)",
         "_thread.interrupt_main(self.number)",
         ("tests/pure/test_interrupts.py::test_ctrl_c_inside_the_engine_ends_a_sleep_of_the_programs",),
         "a postponed signal ends a sleep of the program's",
+    ),
+    Mutant(
+        "IN3",
+        "deepspeed/comm/interrupts.py",
+        "return _updating(frames[place:])",
+        "return False",
+        ("tests/pure/test_interrupts.py::test_ctrl_c_in_what_an_update_calls_of_the_programs_comes_behind_the_update",),
+        "the client's code in the middle of an update is part of the update",
     ),
     Mutant(
         "IO1",
