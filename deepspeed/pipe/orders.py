@@ -105,12 +105,6 @@ def homes_of(ranks: int, chunks_per_rank: int, *, style: str) -> tuple[int, ...]
     return tuple(rank for one in rounds for rank in one)
 
 
-def gpipe(ranks: int, micros: int) -> Program:
-    """All forwards, then all backwards (Huang et al. 2019)."""
-    programs = [[Action(op, rank, m) for op in "FB" for m in range(micros)] for rank in range(ranks)]
-    return Program("gpipe", micros, homes_of(ranks, 1, style="loop"), tuple(map(tuple, programs)))
-
-
 def one_f_one_b(ranks: int, micros: int, *, eager: bool = False) -> Program:
     """One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2019, PipeDream-Flush).
 
@@ -139,7 +133,7 @@ def forward_only(homes: tuple[int, ...], micros: int) -> Program:
 
 
 def by_chunks(homes: tuple[int, ...], micros: int) -> Program:
-    """All forwards chunk by chunk, then all backwards: legal for any number of micro-batches and any ``homes``."""
+    """All forwards chunk by chunk, then all backwards (Huang et al. 2019): legal for all ``micros`` and ``homes``."""
     order = forward_only(homes, micros)
     back = [
         [Action("B", a.chunk, a.micro) for a in sorted(p, key=lambda a: (-a.chunk, a.micro))] for p in order.actions

@@ -19,17 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from deepspeed.errors import PipelineError
 from deepspeed.observe.log import log_dist_once
-from deepspeed.pipe.orders import (
-    SCHEDULES,
-    Action,
-    Program,
-    by_chunks,
-    check,
-    chunks_and_style,
-    gpipe,
-    homes_of,
-    one_f_one_b,
-)
+from deepspeed.pipe.orders import SCHEDULES, Action, Program, by_chunks, check, chunks_and_style, homes_of, one_f_one_b
 
 _TORCH = "torch.distributed.pipelining"  # imported when it is used: it takes a second and brings much with it
 _Tensors = Sequence[torch.Tensor]
@@ -43,10 +33,8 @@ def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) 
     homes = homes_of(ranks, chunks, style=style)
     torch_name, _ = SCHEDULES[name]
     if torch_name is None or ranks == 1:
-        if ranks == 1 < chunks:
-            return by_chunks(homes, micros)
         one_by_one = name.endswith("1f1b")
-        return one_f_one_b(ranks, micros, eager=name != "1f1b") if one_by_one else gpipe(ranks, micros)
+        return one_f_one_b(ranks, micros, eager=name != "1f1b") if one_by_one else by_chunks(homes, micros)
     # The formulas of these want a full pipeline: with fewer micro-batches they leave gaps or do not end.
     least = {"zero_bubble": ranks, "zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}.get(name, 1)
     rounds = max(1, micros // ranks)
