@@ -83,14 +83,12 @@ class NodeAgent(SimpleElasticAgent):
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         start = self._membership.round  # all nodes know it, where torch's way would wait for one that is lost meanwhile
-        assert start is not None
         job = replace(self._job, world=start.world)
         first, size = job.first_rank(start.node), job.world_size
         return [Worker(i, first + i, first + i, size, size) for i in range(spec.local_world_size)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         start = self._membership.round
-        assert start is not None
         job = replace(self._job, world=start.world, master_addr=start.address)
         if job.log_dir:
             job = replace(job, log_dir=os.path.join(job.log_dir, f"round{start.number}"))
@@ -157,7 +155,6 @@ class NodeAgent(SimpleElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts + 1 - max(1, crashes)
         if self._remaining_restarts > 0:
             start = self._membership.round
-            assert start is not None
             base = replace(self._job, world=start.world).first_rank(start.node)
             self._membership.lose([end.rank - base for end in dead])
             cause = self._cause(0.0)

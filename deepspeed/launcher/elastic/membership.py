@@ -73,6 +73,11 @@ class Membership(RendezvousHandler):
     ``devices`` are all that the node has. ``note``: the file in which a rank leaves the newest checkpoint's name.
     """
 
+    # Of the round that this node is in; they come together, with the first one.
+    round: Round
+    _round_store: PrefixStore
+    _beats: Beats
+
     def __init__(
         self, store: Store, limits: Elastic, *, host: str, address: str, devices: tuple[int, ...], note: str
     ) -> None:
@@ -96,12 +101,10 @@ class Membership(RendezvousHandler):
             keep_alive_max_attempt=3,
         )
         self._server: TCPStore | None = None  # of the ranks of this round
-        self._round_store: PrefixStore | None = None
-        self.round: Round | None = None
+        self._takes_part = False  # in a round, this or an earlier one
         self.set_ranks: Callable[[int], None] = lambda ranks: None  # the agent's number of ranks
         self._note_seen = ""
         self._wanted_since: int | None = None  # checkpoints of this round when somebody began to wait
-        self._beats: Beats | None = None
 
     # -- torch's interface ------------------------------------------------------------------------------------------
     def get_backend(self) -> str:
@@ -129,7 +132,7 @@ class Membership(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round, with a number of ranks that is allowed. Raises UsageError when there never is one."""
         end, logged = time.monotonic() + join_limit(), ""
-        if self._round_store is not None:
+        if self._takes_part:
             self._checkpoints()  # what the round before saved last is not the next one's
         while True:
             try:
@@ -149,15 +152,15 @@ class Membership(RendezvousHandler):
             time.sleep(BEAT_S)
         self.round, self._round_store = start, PrefixStore("deepspeed", info.store)
         self._wanted_since = 0 if self._lost else None  # its first save may come before the first look
-        if self._beats is not None:
+        if self._takes_part:
             self._beats.stop()
         self._beats = Beats(self._round_store, start.node, tuple(start.world))
+        self._takes_part = True
         self.set_ranks(len(start.world[list(start.world)[start.node]]))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(start.address, start.port))
 
     def num_nodes_waiting(self) -> int:
         """1 when all ranks are to be started anew: this round is over elsewhere, or somebody joins after a save."""
-        assert self._round_store is not None
         saved = self._checkpoints()
         if self._wanted_since is not None and saved > self._wanted_since:
             self._lost = set()  # what was lost is tried again
@@ -175,23 +178,20 @@ class Membership(RendezvousHandler):
     @property
     def over(self) -> str:
         """Why this round has ended, on some node; empty while it goes on."""
-        store = self._round_store
-        return store.get(_OVER).decode() if store is not None and store.check([_OVER]) else ""
+        known = self._takes_part and self._round_store.check([_OVER])
+        return self._round_store.get(_OVER).decode() if known else ""
 
     def end_round(self, why: str) -> str:
         """Have all nodes end this round; the reason that was given first."""
-        assert self._round_store is not None
         return self._round_store.compare_set(_OVER, "", why).decode()
 
     def end_well(self) -> bool:
         """The ranks of this node have returned 0; whether those of all others have as well."""
-        assert self._round_store is not None and self.round is not None
         self._round_store.set(f"ended/{self.round.node}", "")
         return self._round_store.check([f"ended/{node}" for node in range(len(self.round.world))])
 
     def lose(self, local_ranks: list[int]) -> None:
         """These ranks' devices are left out until the next checkpoint, but never all of the node."""
-        assert self.round is not None
         mine = self.round.world[list(self.round.world)[self.round.node]]
         self._lost |= {mine[local] for local in local_ranks}
         if self._lost >= set(self._devices):
@@ -199,7 +199,6 @@ class Membership(RendezvousHandler):
 
     def count_crash(self) -> int:
         """Failed rounds one after the other without a checkpoint in between, this one included."""
-        assert self.round is not None
         self._checkpoints()  # one may have been saved since the last look
         if self._job.add(f"crashed/{self.round.number}", 1) == 1:
             self._job.add(_CRASHES, 1)
@@ -207,12 +206,10 @@ class Membership(RendezvousHandler):
 
     def leave_ends(self, ends: list[dict[str, Any]]) -> None:
         """How this node's ranks of the round have ended."""
-        assert self._round_store is not None and self.round is not None
         self._round_store.set(f"ends/{self.round.node}", json.dumps(ends))
 
     def ends(self, wait_s: float) -> dict[str, tuple[float, list[dict[str, Any]]]]:
         """Host -> (its clock is so many seconds behind, how its ranks have ended), of nodes that say so in time."""
-        assert self._round_store is not None and self.round is not None and self._beats is not None
         reports, until = dict[str, tuple[float, list[dict[str, Any]]]](), time.monotonic() + wait_s
         for node, host in enumerate(self.round.world):
             if self._awaited(f"ends/{node}", until, node):
@@ -227,7 +224,7 @@ class Membership(RendezvousHandler):
     @property
     def outside(self) -> bool:
         """Whether a job runs in which this node has had no part yet: how it fares is not the job's affair."""
-        return self.round is None and self._job.add("rounds", 0) > 0
+        return not self._takes_part and self._job.add("rounds", 0) > 0
 
     def agree_on(self, verdict: Verdict) -> Verdict:
         """The first verdict of a node that takes part holds for all nodes."""
@@ -246,7 +243,7 @@ class Membership(RendezvousHandler):
 
     def leave(self, wait_s: float, stop: Callable[[], bool]) -> bool:
         """This node's last word; wait for those of its round, until ``stop()``. Whether others may listen."""
-        if self._round_store is None or self.round is None or self._beats is None:
+        if not self._takes_part:
             return self._limits.max_nodes > 1
         self._round_store.set(f"left/{self.round.node}", "")
         until = time.monotonic() + wait_s
@@ -258,7 +255,6 @@ class Membership(RendezvousHandler):
     # -- inner --------------------------------------------------------------------------------------------------------
     def _awaited(self, key: str, until: float, node: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Whether there is ``key``, which ``node`` of this round is to set, at the moment ``until`` or before."""
-        assert self._round_store is not None and self._beats is not None
         while not self._round_store.check([key]):
             if time.monotonic() > until or node in self._beats.silent or stop():
                 return False
@@ -301,7 +297,6 @@ class Membership(RendezvousHandler):
 
     def _checkpoints(self) -> int:
         """How many checkpoints this round has saved; what a rank of this node has noted is passed on."""
-        assert self._round_store is not None
         try:
             with open(self._note, encoding="utf-8") as file:
                 newest = f"{os.fstat(file.fileno()).st_mtime_ns} {file.read()}"
