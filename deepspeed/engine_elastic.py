@@ -75,7 +75,7 @@ class Alarm:
             changes.append(Borrowed(f"signal {number}", value=self._heard, read=read, write=write))
         for change in changes:
             self._way_back.callback(change.give_back)
-        os.register_at_fork(after_in_child=_forget(weakref.ref(self)))
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         threading.Thread(target=self._watch, name="emergency-save", daemon=True).start()
 
     def _heard(self, number: int, frame: object) -> None:
@@ -131,13 +131,10 @@ def _wakeup() -> int:
     return file
 
 
-def _forget(alarm: "weakref.ref[Alarm]") -> Callable[[], None]:
-    def forget() -> None:
-        known = alarm()
-        if known is not None and signal.getsignal(SIGNALS[0]) == known._heard:
-            known.forget()
-
-    return forget
+def _forget(alarm: "weakref.ref[Alarm]") -> None:
+    known = alarm()
+    if known is not None and signal.getsignal(SIGNALS[0]) == known._heard:
+        known.forget()
 
 
 class SaveKeeper:

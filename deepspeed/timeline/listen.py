@@ -354,11 +354,7 @@ class _Watched(Transfer):
         if again or listener._beside:
             self._transfer.wait()
             return
-        begin = listener._mark()
-        try:
-            self._transfer.wait()
-        finally:
-            listener.step.add(WAITS, self._what, begin, listener._mark())
+        listener._timed(WAITS, self._what, self._transfer.wait)
 
     def done(self) -> bool:
         return self._transfer.done()

@@ -101,7 +101,7 @@ class Observer:
         self._unusual = AnomalyWatch(anomalies.window) if watches else None
         if settings.run:
             self._record(file, settings)
-        self._at_exit = _ending(weakref.ref(self))
+        self._at_exit = functools.partial(_script_ends, weakref.ref(self))
         atexit.register(self._at_exit)
         self._open_window()
 
@@ -351,14 +351,10 @@ def _version_of(folder: Any, name: str) -> tuple[int, int] | None:
     return None
 
 
-def _ending(observer: "weakref.ref[Observer]") -> Callable[[], None]:
-    """The end of a script that leaves its engine to the interpreter."""
-
-    def end() -> None:
-        if (known := observer()) is not None:
-            known.close(script_ends=True)
-
-    return end
+def _script_ends(observer: "weakref.ref[Observer]") -> None:
+    """It leaves its engine to the interpreter."""
+    if (known := observer()) is not None:
+        known.close(script_ends=True)
 
 
 def start_facts(engine: Any) -> dict[str, Any]:
