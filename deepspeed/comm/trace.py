@@ -4,6 +4,7 @@ Bandwidths follow the convention of nccl-tests: algorithm bandwidth is message b
 larger of a call's two sides; bus bandwidth multiplies by the share of it that crosses links.
 """
 
+import itertools
 import sys
 import time
 from collections import defaultdict
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.collectives import require_group
-from deepspeed.comm.hang.stacks import unit_of
+from deepspeed.comm.hang.stacks import outwards, unit_of
 from deepspeed.device import get_accelerator
 from deepspeed.errors import nearest_hint
 from deepspeed.observe.log import logger, rank
@@ -163,14 +164,10 @@ def _against(calls: list[float], fastest: list[float]) -> dict[str, Any]:
 
 def _unit_and_caller() -> str:
     """The unit that a collective of an engine is for, where it is for one, and who asked for it."""
-    frame: Any = sys._getframe(1)
-    for _ in range(_DEEP):
-        if frame is None:
-            break
+    for frame in itertools.islice(outwards(sys._getframe(1)), _DEEP):
         names, file = frame.f_code.co_varnames, frame.f_code.co_filename
         if ("unit" in names or file.endswith("unit.py")) and (title := unit_of(frame)):
             return f"{_caller()}, unit {title}"
-        frame = frame.f_back
     return _caller()
 
 
