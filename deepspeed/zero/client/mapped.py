@@ -238,12 +238,14 @@ def values_from_files(
     values = torch.empty(numel, dtype=unit.params[0].dtype, device=device)
     ranges = {(0, numel)}
     if unit.movable:
-        ranges = {unit.range_of(kind) for kind in (StateKind.PARAM, StateKind.OPTIM) if _has(unit, kind)}
+        kinds = (StateKind.PARAM,) if unit.plan.optim is None else (StateKind.PARAM, StateKind.OPTIM)
+        ranges = {unit.range_of(kind) for kind in kinds}
     elif numel % group.size == 0:
         ranges = {(group.index * numel // group.size, (group.index + 1) * numel // group.size)}
     with torch.no_grad():
         for lo, hi in ranges:
-            _zero_gaps(unit, values, lo, hi)
+            for start, stop in unit.layout.gaps:
+                values[max(lo, start) : max(lo, min(hi, stop))].zero_()
             for part, segment in zip(parts, segments, strict=True):
                 assert part is not None
                 read_segment(part, segment, values, lo=lo, hi=hi)
@@ -256,15 +258,6 @@ def values_from_files(
         expose(param, torch.empty(0, dtype=param.dtype, device=device))
         param.grad = None
     return values
-
-
-def _has(unit: Unit, kind: StateKind) -> bool:
-    return kind is StateKind.PARAM or unit.plan.optim is not None
-
-
-def _zero_gaps(unit: Unit, values: torch.Tensor, lo: int, hi: int) -> None:
-    for start, stop in unit.layout.gaps:
-        values[max(lo, start) : max(lo, min(hi, stop))].zero_()
 
 
 def read_segment(part: FilePart, segment: Segment, flat: torch.Tensor, *, lo: int, hi: int, base: int = 0) -> None:
