@@ -23,7 +23,10 @@ class PartitionedTensor:
             start, length = self.partition[self.rank], widths(self.partition)[self.rank]
             self.local_data = tensor.detach().reshape(-1).narrow(0, start, length).clone()
         else:
-            self.orig_size, self.local_data = self._size_in(partition_meta), tensor
+            dims, *rest = partition_meta.tolist()
+            if rest[dims] != self.num_parts:
+                raise ValueError(f"the tensor was cut into {rest[dims]} parts, the group has {self.num_parts} ranks")
+            self.orig_size, self.local_data = rest[:dims], tensor
 
     @classmethod
     def from_meta(cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None) -> Any:
@@ -34,12 +37,6 @@ class PartitionedTensor:
     def partition(self) -> list[int]:
         """Where the parts begin, and behind the last one the end."""
         return bounds(torch.Size(self.orig_size).numel(), self.num_parts)
-
-    def _size_in(self, meta: torch.Tensor) -> list[int]:
-        dims, *rest = meta.tolist()
-        if rest[dims] != self.num_parts:
-            raise ValueError(f"the tensor was cut into {rest[dims]} parts, the group has {self.num_parts} ranks")
-        return rest[:dims]
 
     full_size = answers("orig_size", "The whole tensor's shape.")
     local_size = answers("local_data.shape", "The shape of this rank's part.")

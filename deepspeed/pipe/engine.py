@@ -277,7 +277,8 @@ class PipelineEngine(DeepSpeedEngine):
                 if source is None:
                     raise UsageError("no data: pass data_iter, or training_data to initialize, or set_dataiterator()")
                 for _ in range(count):
-                    one = self._micro_batch(next(source))
+                    item = next(source)
+                    one = self.module.micro_batch(item if self._batch_fn is None else self._batch_fn(item))
                     kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
                     inputs.append(_checksum(one.inputs) if self.mesh.tp.size > 1 else 0)
                     labels.append(_checksum(one.labels))
@@ -315,10 +316,6 @@ class PipelineEngine(DeepSpeedEngine):
         device = "cpu" if self.mesh.talk.backend in ("gloo", "none") else self.device
         values: list[Any] = sum_in_place(torch.tensor(numbers, dtype=dtype, device=device), self.mesh.talk).tolist()
         return values
-
-    def _micro_batch(self, item: Any) -> Micro:
-        item = self._batch_fn(item) if self._batch_fn is not None else item
-        return self.module.micro_batch(item)
 
     def _compare(self, everyone: list[tuple[int, _Read | None]], count: int) -> list[str]:
         """The kinds of this rank's micro-batches. Raises on all ranks where some read less, or other data."""
