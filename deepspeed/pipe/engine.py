@@ -178,8 +178,8 @@ class PipelineEngine(DeepSpeedEngine):
     def _pass(self, order: Program, batch: list[Micro], kinds: list[str], **wanted: Any) -> PassResult:
         """Run the schedule on this rank, with every parameter whole. ``wanted``: options of ``Pass``."""
         self._links.begin(order, kinds)
-        collect = self.runtime.gradients.collect
-        one = Pass(order, self._links, self, batch, harvest=collect, alarm=self._lose, **wanted)
+        compute, collect = self._compute, self.runtime.gradients.collect
+        one = Pass(order, self._links, self.module, batch, compute=compute, harvest=collect, alarm=self._lose, **wanted)
         self._in_engine_backward = True
         try:
             with contextlib.ExitStack() as whole:
@@ -246,22 +246,12 @@ class PipelineEngine(DeepSpeedEngine):
             outcome.fault = None if leave_note(self.mesh, "") else fault  # where the one that has not come tells why
         self.runtime.lose(fault or PipelineError("another rank has lost what this one needs"))
 
-    # -- what Pass asks of the model (run.Chunks) -----------------------------------------------------------------
-    def compute(self, chunk: int, value: Any, batch: Micro) -> Any:
+    def _compute(self, chunk: int, value: Any, batch: Micro) -> Any:
         cast: Any = contextlib.nullcontext()
         if self.torch_autocast_enabled():
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
         with cast:
             return self.module.run_chunk(chunk, value, batch)
-
-    def loss(self, output: Any, batch: Micro) -> torch.Tensor:
-        return self.module.loss(output, batch)
-
-    def params(self, chunk: int) -> list[torch.nn.Parameter]:
-        return self.module.params_of(chunk)
-
-    def place(self, chunk: int, *, backward: bool) -> str:
-        return self.module.place(chunk, backward=backward)
 
     # -- data -----------------------------------------------------------------------------------------------------
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Micro], list[str]]:

@@ -11,31 +11,15 @@ ended.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.links import BrokenLinkError, Links, Signature, unpack
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Action, Message, Micro, Program
 from deepspeed.pipe.torch_pipelining import split_backward
-
-
-class Chunks(Protocol):
-    """The model, as far as it is on this rank."""
-
-    def compute(self, chunk: int, value: Any, batch: Micro) -> Any:
-        """The chunk's output for the value from the chunk before, or for the batch's inputs."""
-
-    def loss(self, output: Any, batch: Micro) -> torch.Tensor:
-        """The scalar loss of the last chunk's output."""
-
-    def params(self, chunk: int) -> list[nn.Parameter]:
-        """The chunk's parameters."""
-
-    def place(self, chunk: int, *, backward: bool) -> str:
-        """Which layer runs, or in a backward which layers."""
 
 
 @dataclass
@@ -61,7 +45,8 @@ class PassResult:
 
 
 class Pass:
-    """A batch on one rank. ``scale``: what each loss is multiplied by for the backward; None: there is none.
+    """A batch on one rank. ``compute`` gives the output of a chunk for what the chunk before has made, or the batch's
+    inputs. ``scale``: what each loss is multiplied by for the backward; None: there is none.
 
     ``harvest`` is called after weight gradients were written without a hook of theirs, ``alarm`` where the batch is
     lost.
@@ -71,16 +56,17 @@ class Pass:
         self,
         order: Program,
         links: Links,
-        chunks: Chunks,
+        module: PipelineModule,
         batch: Sequence[Micro],
         *,
+        compute: Callable[[int, Any, Micro], Any],
         scale: float | None = None,
         with_loss: bool = True,
         with_outputs: bool = False,
         harvest: Callable[[], object] = lambda: None,
         alarm: Callable[[PassResult], object] = lambda _: None,
     ) -> None:
-        self._order, self._links, self._chunks, self._batch = order, links, chunks, batch
+        self._order, self._links, self._module, self._batch, self._compute = order, links, module, batch, compute
         self._scale, self._with_loss, self._with_outputs, self._harvest = scale, with_loss, with_outputs, harvest
         self._alarm = alarm
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -118,7 +104,7 @@ class Pass:
     def _located(self, error: Exception, action: Action) -> Exception:
         what = {"F": "forward", "W": "weight gradients"}.get(action.op, "backward")
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-        place = self._chunks.place(action.chunk, backward=action.op != "F")
+        place = self._module.place(action.chunk, backward=action.op != "F")
         fault = PipelineError(f"{what} of micro-batch {action.micro} at {place}: {text}")
         fault.__cause__ = error
         return fault
@@ -169,7 +155,7 @@ class Pass:
                 if trains and part is not None and part.grad and tensor is not None:
                     leaves.append(tensor.requires_grad_())
             value = tensors[0] if shape.single else tuple(tensors)
-        output = self._chunks.compute(chunk, value, batch)
+        output = self._compute(chunk, value, batch)
         if chunk + 1 < self._order.chunks:
             shape, tensors = unpack(output)
             if trains:
@@ -180,7 +166,7 @@ class Pass:
         if self._with_outputs:
             self.outcome.outputs[micro] = output
         if self._with_loss:
-            loss = self._chunks.loss(output, batch)
+            loss = self._module.loss(output, batch)
             self.outcome.losses[micro] = loss.detach()
             if self._scale is not None:
                 self._kept[chunk, micro] = _Kept(leaves, [loss * self._scale] if loss.requires_grad else [])
@@ -210,7 +196,7 @@ class Pass:
         kept, grads = self._kept[action.chunk, action.micro], self._arriving(action)
         outputs, kept.outputs = kept.outputs, []
         if outputs and kept.inputs:
-            kept.second = split_backward(outputs, grads, kept.inputs, self._chunks.params(action.chunk))
+            kept.second = split_backward(outputs, grads, kept.inputs, self._module.params_of(action.chunk))
         elif outputs:  # nobody waits for anything: all of it is work for later
             kept.second = lambda: torch.autograd.backward(outputs, grads)
         self._leaving(action, kept)
