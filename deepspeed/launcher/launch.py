@@ -47,15 +47,18 @@ def make_job(options: argparse.Namespace) -> Job:
     )
 
 
-def _run(options: argparse.Namespace) -> int:
-    job = make_job(options)
-    # Needs torch; a wrong command line is refused at once.
+def run_here(job: Job, node_rank: int, *, runner: str = "") -> int:
+    """``run_node`` of a job of that kind. It needs torch; a wrong command line is refused at once."""
     if job.elastic is not None:
         from deepspeed.launcher.elastic.agent import run_elastic_node as run_node  # noqa: PLC0415
     else:
         from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415
 
-    status = run_node(job, options.node_rank, runner=options.from_runner)
+    return run_node(job, node_rank, runner=runner)
+
+
+def _run(options: argparse.Namespace) -> int:
+    status = run_here(make_job(options), options.node_rank, runner=options.from_runner)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # everything is closed; taking torch down in order would cost up to a second more

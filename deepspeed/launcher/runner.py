@@ -28,6 +28,7 @@ from deepspeed.launcher.hostfile import (
     read_environment_files,
 )
 from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, encode_world, job_of, parse_line
+from deepspeed.launcher.launch import run_here
 from deepspeed.launcher.machine import is_this_machine, local_devices, own_address
 from deepspeed.launcher.resources import Location, find_place, master_address
 from deepspeed.launcher.runners import RUNNERS, describe, prepare
@@ -223,14 +224,7 @@ def _run_here(job: Job, node_rank: int, options: argparse.Namespace, *, on_cpu: 
     if on_cpu:
         ranks = len(job.world[job.hosts[node_rank]])
         logger.info("no accelerator is used; starting %d rank%s on the CPU", ranks, "" if ranks == 1 else "s")
-    # Needs torch; a wrong command line is refused at once.
-    if job.elastic is not None:
-        from deepspeed.launcher.elastic.agent import run_elastic_node  # noqa: PLC0415
-
-        return run_elastic_node(job, node_rank)
-    from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415
-
-    return run_node(job, node_rank)
+    return run_here(job, node_rank)
 
 
 def _run_elsewhere(job: Job, options: argparse.Namespace) -> int:
