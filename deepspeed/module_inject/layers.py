@@ -27,19 +27,18 @@ class GatherReplacedLayerParams:
 
     def __init__(self, params: Any, module: nn.Module | None = None, enabled: bool = True) -> None:
         self._params = [params] if isinstance(params, nn.Parameter) else list(params)
-        self._layer = module if isinstance(module, TensorParallelLayer) else None
+        self._layer = module if enabled and isinstance(module, TensorParallelLayer) else None
         self._gathered = GatheredParameters(self._params, enabled=enabled)
-        self._enabled = enabled
 
     def __enter__(self) -> None:
         self._gathered.__enter__()
-        if self._layer is not None and self._enabled:
+        if self._layer is not None:
             self._layer.gather_params(self._params)
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._layer is not None and self._enabled:
+        if self._layer is not None:
             self._layer.cut_now()
         self._gathered.__exit__(kind, raised, trace)
 

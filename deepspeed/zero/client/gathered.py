@@ -67,10 +67,9 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, torch.Tensor):
             params = [cast(nn.Parameter, params)]
-        sharded = [p for p in params if isinstance(p, nn.Parameter) and _is_cut(p)] if enabled else []
+        ours = dict.fromkeys(p for p in params if isinstance(p, nn.Parameter) and _is_cut(p)) if enabled else ()
         # In one order on all ranks: clients pass sets, too.
-        ours = [p for p in dict.fromkeys(sharded) if getattr(p, "_ds_unit", None) is not None]
-        self._params = sorted(ours, key=lambda p: (p._ds_unit.index, p._ds_position))  # type: ignore[attr-defined]
+        self._params = sorted(ours, key=lambda p: (p._ds_unit.index, p._ds_position))
         self._modifier, self._layers_whole = modifier_rank, layers_whole
         self._units: list[Unit] = []
         self._pinned = ExitStack()
@@ -244,7 +243,7 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def _is_cut(param: nn.Parameter) -> bool:
     """Whether it belongs to a model that is more than this rank has at rest."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
-    return hasattr(param, "ds_id") or (unit is not None and unit.mesh.tp.size > 1)
+    return unit is not None and (hasattr(param, "ds_id") or unit.mesh.tp.size > 1)
 
 
 def bit_sums(flat: torch.Tensor) -> torch.Tensor:
