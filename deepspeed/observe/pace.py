@@ -23,6 +23,11 @@ class PaceSpread(NamedTuple):
     median: float
     p95: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "PaceSpread":
+        """Zeros of none."""
+        return cls(statistics.median(values), tail(values)) if values else cls(0.0, 0.0)
+
 
 class Pace:
     """The last ``most`` steps of one rank: own work and waits, in milliseconds."""
@@ -40,17 +45,8 @@ class Pace:
         """How many of them are known."""
         return len(self._work)
 
-    @property
-    def work(self) -> PaceSpread:
-        return _spread([*self._work])
-
-    @property
-    def wait(self) -> PaceSpread:
-        return _spread([*self._wait])
-
-
-def _spread(values: Sequence[float]) -> PaceSpread:
-    return PaceSpread(statistics.median(values), tail(values)) if values else PaceSpread(0.0, 0.0)
+    work = property(lambda self: PaceSpread.of(self._work))
+    wait = property(lambda self: PaceSpread.of(self._wait))
 
 
 @dataclass(frozen=True)

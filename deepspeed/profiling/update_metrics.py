@@ -74,7 +74,11 @@ class UpdateMetrics:
             return
         scale = engine.loss_scale() if engine.fp16_enabled() else None
         values = {"lr": next(iter(engine.get_lr()), None), "loss_scale": scale, "train_loss": loss}
-        values |= self._norms(engine, norm) | self._rates(engine) | _memory(engine) | self._communication(engine)
+        if norm is not None:
+            values["grad_norm"] = norm
+            if engine.was_step_applied():
+                values["grad_norm_clipped"] = clipped_norm(norm, engine.gradient_clipping())
+        values |= self._rates(engine) | _memory(engine) | self._communication(engine)
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent_ms.items() if time > 0}
         known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
         self._monitor.write_events([(name, value, engine.global_samples) for name, value in known.items()])
@@ -96,14 +100,6 @@ class UpdateMetrics:
             return {}
         times = newest.summary()
         return {"communication_ms": times["communication_ms"], "exposed_communication_ms": times["wait_ms"]}
-
-    def _norms(self, engine: Any, norm: float | None) -> dict[str, float]:
-        if norm is None:
-            return {}
-        before = {"grad_norm": norm}
-        if engine.was_step_applied():
-            before["grad_norm_clipped"] = clipped_norm(norm, engine.gradient_clipping())
-        return before
 
     def _rates(self, engine: Any) -> dict[str, float]:
         now = time.perf_counter()

@@ -279,7 +279,6 @@ def get_model_profile(
                 call(*args, **(kwargs or {}))
             profiler.start_profile(ignore_modules)
             call(*args, **(kwargs or {}))
-        profiler.stop_profile()
     finally:
         profiler.stop_profile()
         model.train(training)
