@@ -376,7 +376,8 @@ class Planner:
         inside = [path for path, m in tables if m.num_embeddings == words]
         rows = [path for path in inside if path.rpartition(".")[2] in _EMBEDDINGS] or inside[:1]
         tied = [path for path in inside if self.modules[path].weight is self.modules[heads[0]].weight]
-        plain = all(self._is_plain(path) for path in rows)
+        chosen: Any = [self.modules[path] for path in rows]
+        plain = not any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in chosen)
         alone = any(
             m.weight is self.modules[heads[0]].weight
             for path, m in self.modules.items()
@@ -388,7 +389,3 @@ class Planner:
         local = bool(self.wanted.vocab_parallel_lm_head)
         yield from ((path, Split("column", whole=not local, local=local)) for path in heads)
         yield from ((path, Split("vocab")) for path in rows)
-
-    def _is_plain(self, path: str) -> bool:
-        module: Any = self.modules[path]
-        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
