@@ -120,10 +120,6 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, keeping only the inputs until backward.
 
@@ -153,7 +149,8 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         result = torch_checkpoint.checkpoint(replayed, *args, use_reentrant=reentrant)
     wait()
     if _settings.profile:
-        logger.info("checkpointed forward of %s: %.3f ms", _name(function), (time.perf_counter() - start) * 1e3)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        logger.info("checkpointed forward of %s: %.3f ms", name, (time.perf_counter() - start) * 1e3)
     return result
 
 

@@ -81,7 +81,7 @@ class FlopsProfiler:
         place = self._counter.place
         with contextlib.ExitStack() as undone:
             for name, module in self._listened(everywhere=count):
-                undone.callback(self._listen(place, name, module, time=time))
+                self._listen(undone, place, name, module, time=time)
             if count and "torch._dynamo" in sys.modules:
                 undone.enter_context(torch.compiler.set_stance("force_eager"))
             if count:
@@ -111,8 +111,10 @@ class FlopsProfiler:
 
         return end
 
-    def _listen(self, place: Whereabouts, name: str, module: nn.Module, *, time: bool) -> Any:
-        """Follow the forward of ``module``; returns what ends that."""
+    def _listen(
+        self, undone: contextlib.ExitStack, place: Whereabouts, name: str, module: nn.Module, *, time: bool
+    ) -> None:
+        """Follow the forward of ``module`` until ``undone`` closes."""
         latency, ends = self._latencies.setdefault(name, _Latency([])), list[Any]()
 
         def before(*_: Any) -> None:
@@ -127,16 +129,8 @@ class FlopsProfiler:
             place.leave(name)
 
         # Inside of the engine's hooks, which gather before and release after: waiting for that is no latency.
-        handles = [
-            module.register_forward_pre_hook(before),
-            module.register_forward_hook(after, prepend=True, always_call=True),
-        ]
-
-        def forget() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return forget
+        undone.callback(module.register_forward_pre_hook(before).remove)
+        undone.callback(module.register_forward_hook(after, prepend=True, always_call=True).remove)
 
     def stop_profile(self) -> None:
         """Stop listening; the figures stay. Waits for the device."""
