@@ -42,13 +42,6 @@ def _refusal(backend: str) -> str:
     return f"PyTorch {torch.__version__} has no {_SYMMETRIC}.{absent[0]}" if absent else ""
 
 
-def _zero_cta() -> Any:
-    nccl: Any = dist.ProcessGroupNCCL  # torch's stubs do not know its policies
-    options = nccl.Options()
-    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-    return options
-
-
 def _settled(why: str, group: AxisGroup, *, among: object = None) -> bool:
     """Whether no member has a reason against it, nor what they are ``among`` differs; the first logs it. Collective."""
     reasons, homes = zip(*gather_objects((why, among), group), strict=True)
@@ -64,7 +57,12 @@ def window_options(group: AxisGroup) -> Any:
     """What a communicator over the ranks of ``group`` has to be made with for gathers by copy engines; None where there
     are none, for a reason in the log. Collective.
     """
-    return _zero_cta() if _settled(_refusal(group.backend), group, among=socket.gethostname()) else None
+    if not _settled(_refusal(group.backend), group, among=socket.gethostname()):
+        return None
+    nccl: Any = dist.ProcessGroupNCCL  # torch's stubs do not know its policies
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    return options
 
 
 class Window:

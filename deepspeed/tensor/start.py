@@ -52,14 +52,10 @@ def configured(model: nn.Module, source: Any, ways: Ways, ranks: int) -> tuple[D
     Raises DeepSpeedConfigError where configuration, ``tp_model_init`` and mpu do not agree.
     """
     recorded: Recorded | None = getattr(model, "ds_tensor_parallel", None) or _distributed(model)
-    if ways.tp > 1 or recorded is None:
-        cfg = load_config(source, world_size=ranks, ways=1 if ways.tp > 1 else None)
-    else:
-        if ranks % recorded.size:
-            raise DeepSpeedConfigError(
-                f"{recorded.size} tensor-parallel ranks do not divide {ranks} ranks; use a divisor"
-            )
-        cfg = load_config(source, world_size=ranks, ways=recorded.size)
+    known = 1 if ways.tp > 1 else None if recorded is None else recorded.size
+    if known is not None and ranks % known:
+        raise DeepSpeedConfigError(f"{known} tensor-parallel ranks do not divide {ranks} ranks; use a divisor")
+    cfg = load_config(source, world_size=ranks, ways=known)
     size = cfg.tensor_parallel.autotp_size
     others = {"mpu": ways.tp if ways.tp > 1 else None, "tp_model_init": recorded and recorded.size}
     for who, other in others.items():
