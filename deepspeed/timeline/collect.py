@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.wire import Wire
+from deepspeed.comm.point_to_point import Wire
 from deepspeed.observe.tracefile import TraceFile, lanes
 from deepspeed.timeline.spans import COLLECTIVES, ROWS, TIERS, MarkClock, StepSpans
 

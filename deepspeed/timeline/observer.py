@@ -17,7 +17,7 @@ import torch
 
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.hang.watch import own_store
-from deepspeed.comm.wire import clock_offset
+from deepspeed.comm.point_to_point import clock_offset
 from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.anomaly import AnomalyWatch

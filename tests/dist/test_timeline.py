@@ -25,7 +25,7 @@ from torch import nn
 from deepspeed.checkpoint.format import folders
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.hang import watch as hang
-from deepspeed.comm.wire import Wire, clock_offset
+from deepspeed.comm.point_to_point import Wire, clock_offset
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import read_run
