@@ -73,7 +73,9 @@ class ParameterReallocation:
             most = _round_bytes(max_bytes)
             self._sides = Side(source, "source", self._rank), Side(target, "target", self._rank)
             sides = [side.inventory() for side in self._sides]
-            self._refuse_shared()
+            one, two = ({id(t): n for n, t in side.open()[0].items()} for side in self._sides)
+            if shared := [n for key, n in one.items() if key in two]:
+                raise UsageError(f"{shared[0]} is one object in source and target; make the target a model of its own")
         except Exception as error:  # whatever it is, the others wait for the answer
             fault = error
         self._agree(fault, "cannot be planned")
@@ -95,11 +97,6 @@ class ParameterReallocation:
         self._sends = [self._messages(one, sends=True) for one in rounds]
         self._takes = [self._messages(one, sends=False) for one in rounds]
         self._copies = [t for t in self.plan.copies if t.target == self._rank]
-
-    def _refuse_shared(self) -> None:
-        one, two = ({id(t): n for n, t in side.open()[0].items()} for side in self._sides)
-        if shared := [n for key, n in one.items() if key in two]:
-            raise UsageError(f"{shared[0]} is one object in source and target; make the target a model of its own")
 
     def _messages(self, transfers: Iterable[tuple[RegionTransfer, int]], *, sends: bool) -> list[_Message]:
         """Those of this rank in one round; in each the widest elements come first, so that all are aligned."""

@@ -96,9 +96,8 @@ class ModuleTree:
             if not edited:
                 continue
             if self._runtime.delayed is not None and not first:
-                self._versions.update(
-                    zip(unit.params, now, strict=True)
-                )  # refused once: what is said to use works then
+                # refused once: what is said to use works then
+                self._versions.update(zip(unit.params, now, strict=True))
                 raise UsageError(
                     f"parameter {unit.layout.segments[edited[0]].name!r} was written in place under delayed_update "
                     "or zenflow, whose masters are ahead of it: use engine.load_module_state_dict or "
