@@ -8,6 +8,7 @@ arguments that say no more than how many tokens, and how they are drawn. Shorter
 import inspect
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -71,6 +72,12 @@ def _named(inner: Callable[..., Any], call: GenerateCall) -> dict[str, Any] | No
     return {**bound.arguments, **bound.arguments.get("kwargs", {})}
 
 
+def _asked(named: dict[str, Any], settings: Sequence[Any], name: str) -> Any:
+    """What an argument says, else the first of ``settings`` that does."""
+    values = (named.get(name), *(getattr(one, name, None) for one in settings))
+    return next((value for value in values if value is not None), None)
+
+
 def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall) -> tuple[int, int]:
     """Tokens of the prompt that a call of ``generate`` is given, and most tokens with what it makes; as far as the
     arguments, or the ``generation_config`` that they or the model have, say; else transformers' 20 new ones.
@@ -86,12 +93,7 @@ def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall)
     prompt = tensors[0].shape[min(1, tensors[0].dim() - 1)] if tensors else 0
     receiver: Any = getattr(inner, "__self__", module)
     defaults: Any = getattr(receiver, "generation_config", None)
-    sources = (named.get("generation_config"), defaults)
-
-    def asked(name: str) -> int | None:
-        values = (named.get(name), *(getattr(source, name, None) for source in sources))
-        return next((value for value in values if value is not None), None)
-
+    asked = partial(_asked, named, (named.get("generation_config"), defaults))
     new, most = asked("max_new_tokens"), asked("max_length")
     if new is None and most is None and hasattr(defaults, "_get_default_generation_params"):
         # transformers' limit where nobody gives one; called max_length, it is of new tokens
@@ -156,10 +158,7 @@ def one_batch(module: nn.Module, generate: Callable[..., Any], calls: Sequence[G
     if not all(_different(one) <= _BATCHED | _WITHOUT_EFFECT for one in settings):
         return None
 
-    def asked(name: str) -> Any:
-        values = (named.get(name), *(getattr(one, name, None) for one in settings))
-        return next((value for value in values if value is not None), None)
-
+    asked = partial(_asked, named, settings)
     end, fill = asked("eos_token_id"), asked("pad_token_id")
     ends = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
     fill = ends[0] if fill is None and ends else fill
