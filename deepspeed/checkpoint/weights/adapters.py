@@ -66,28 +66,21 @@ def merged_parcels(module: nn.Module, names: Mapping[str, torch.Tensor], aliases
             f"stream_weights(merge_adapters=True): {type(module).__name__} has no layer with an adapter that can be "
             "merged (PEFT's LoRA and its kin); pass the PEFT model to deepspeed.initialize, or leave merge_adapters out"
         )
-    inside: dict[str, list[str]] = {}
-    home: dict[str, str] = {}
-    for name in names:
-        path = next((p for p in _paths(name) if p in layers), None)
-        if path is not None:
-            inside.setdefault(path, []).append(name)
-            home[name] = path
+    home = {name: next((p for p in _paths(name) if p in layers), "") for name in (*names, *aliases)}
     for alias, name in aliases.items():
-        path = next((p for p in _paths(alias) if p in layers), "")
-        if path and home.get(name) != path:
+        if home[alias] and home.get(name) != home[alias]:
             raise UsageError(
                 f"stream_weights(merge_adapters=True): {alias} is tied to {name}, so an adapter on one of them makes "
                 "them differ; untie them before deepspeed.initialize, or leave the adapter away from tied layers"
             )
     parcels = {}
     for name in names:
-        path = home.get(name, "")
+        path = home[name]
         if not path:
             parcels[name] = Parcel((name,), lambda tensors: {_plain(n): t for n, t in tensors.items()})
         elif path not in parcels:
             unpack = _Chosen(path, layers[path]) if _wraps(layers[path]) else _Merging(path, layers[path])
-            parcels[path] = Parcel(tuple(inside[path]), unpack)
+            parcels[path] = Parcel(tuple(n for n in names if home[n] == path), unpack)
     return list(parcels.values())
 
 
@@ -185,11 +178,6 @@ def fused_adapters(module: nn.Module) -> Iterator[int]:
         yield sum(_fuse(layer, back) for _, layer in list(_outermost(module, "", lambda m: _merges(m) or _fuses(m))))
 
 
-def _restore(layer: nn.Module, attributes: dict[str, Any]) -> None:
-    vars(layer).clear()
-    vars(layer).update(attributes)
-
-
 def _fuses(module: nn.Module) -> bool:
     return hasattr(module, "fuse_lora_weight") and hasattr(module, "unfuse_lora_weight")
 
@@ -210,7 +198,8 @@ def _fuse(layer: Any, back: contextlib.ExitStack) -> bool:
             except (NotImplementedError, ValueError):
                 return False
         if not tuners:
-            undo.callback(_restore, layer, {**vars(layer)})  # exact also where the client has fused it before
+            undo.callback(vars(layer).update, {**vars(layer)})  # exact also where the client has fused it before
+            undo.callback(vars(layer).clear)
             layer.fuse_lora_weight()
         back.push(undo.pop_all())
     return True
