@@ -128,16 +128,15 @@ def _different(reports: Sequence[RankReport]) -> str:
 def explain(reports: Sequence[RankReport], limit_s: float) -> str:
     """Why the job stands still: a sentence, a line for each rank or several that are alike, the first error last."""
     ordered = sorted(reports, key=lambda r: (_ORDER.index(r.state), r.rank))
-    alike: dict[str, list[RankReport]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report in ordered:
         behind = _behind(report, [r for r in ordered if r is not report])
-        alike[_words(report, many=True) + behind].append(report)
+        alike[_words(report, many=True), behind].append(report)
     lines = [f"the job stands still: no rank has come further for {limit_s:g} s (hang_timeout)"]
     if different := _different(ordered):
         lines.append(f"  {different}")
-    for group in alike.values():
+    for (_, behind), group in alike.items():
         first = group[0]
-        behind = _behind(first, [r for r in ordered if r is not first])
         subject = _ranks([r.rank for r in group])
         process = f" (pid {first.pid} on {first.host})" if len(group) == 1 and first.pid else ""
         lines.append(f"  {subject}{process} {_words(first, len(group) > 1)}{behind}")

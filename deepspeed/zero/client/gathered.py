@@ -1,9 +1,8 @@
 """Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
 
-import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -268,14 +267,10 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     register_external_parameter(module, parameter)
 
 
-@contextlib.contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+def unwrap_model_for_generation(model: Any) -> AbstractContextManager[nn.Module]:
     """``engine.unsharded()``; a ``model`` that is no engine is handed back as it is."""
-    if getattr(model, "_offload", None) is None:
-        yield model
-        return
-    with model.unsharded() as module:
-        yield module
+    unsharded = model.unsharded() if getattr(model, "_offload", None) is not None else nullcontext(model)
+    return cast(AbstractContextManager[nn.Module], unsharded)
 
 
 def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
