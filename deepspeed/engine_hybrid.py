@@ -108,7 +108,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._check_between_passes("generate")
         self._settle_together()
         if self._in_parts is not None:
-            output = self._shared_layers(self._in_parts, GenerateCall(args, kwargs), fault)
+            call = GenerateCall(args, kwargs)
+            try:
+                output = self._in_turn(self._in_parts, call, self._prepared(self._in_parts, call, fault))
+            finally:
+                if not self._options.pin_parameters:
+                    self._in_parts.drop()
         else:
             self._agree(fault)
             self.runtime.catch_up()
@@ -129,13 +134,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return output
 
     # -- with ranks that share layers -----------------------------------------------------------------------------
-    def _shared_layers(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> Any:
-        try:
-            return self._in_turn(parts, call, self._prepared(parts, call, fault))
-        finally:
-            if not self._options.pin_parameters:
-                parts.drop()
-
     @torch.inference_mode(mode=False)  # what is made here lasts, and is written to again
     def _prepared(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> bytes:
         """Let the parts have the weights as they are now; ``call`` as it goes to other ranks."""
