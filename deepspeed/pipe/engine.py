@@ -186,7 +186,7 @@ class PipelineEngine(DeepSpeedEngine):
                 try:
                     whole.enter_context(self.runtime.one_pass())
                 except Exception as error:  # ranks of this stage hear it from ZeRO; the other stages wait for messages
-                    one.fail(error)
+                    one.outcome.fault = error
                     self.runtime.fail(error, in_forward=False)
                 return one.run()
         except BaseException as error:

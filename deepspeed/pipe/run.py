@@ -74,10 +74,6 @@ class Pass:
         self._local: dict[Message, tuple[Signature, list[torch.Tensor | None]]] = {}
         self.outcome = PassResult()
 
-    def fail(self, error: Exception) -> None:
-        """This rank cannot compute anything of the batch."""
-        self.outcome.fault = error
-
     def run(self) -> PassResult:
         """Execute this rank's program. Raises BrokenLinkError where a neighbour has died."""
         lost = self.outcome.fault is not None

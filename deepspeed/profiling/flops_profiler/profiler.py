@@ -37,10 +37,6 @@ class _Latency:
     spans: list[tuple[Any, Any]]
     seconds: float = 0.0
 
-    def add_up(self) -> None:
-        self.seconds += sum(start.elapsed_time(end) for start, end in self.spans) / 1e3
-        self.spans.clear()
-
 
 class FlopsProfiler:
     """Counts and times what ``model`` does between ``start_profile`` and ``stop_profile``.
@@ -140,7 +136,8 @@ class FlopsProfiler:
         self._running.close()
         get_accelerator().synchronize()
         for latency in (self._duration, *self._latencies.values()):
-            latency.add_up()
+            latency.seconds += sum(start.elapsed_time(end) for start, end in latency.spans) / 1e3
+            latency.spans.clear()
 
     def end_profile(self) -> None:
         """Stop, and forget the figures."""
