@@ -66,7 +66,7 @@ class NodeAgent(SimpleElasticAgent):
         membership.set_ranks = lambda ranks: setattr(spec, "local_world_size", ranks)
         self._ranks: Ranks | None = None
         self.guard, self._tells = guard, tells
-        self.received: list[tuple[int, bool]] = []  # signal, and whether the ranks get no time
+        self.received: list[int] = []  # after a second one the ranks get no time
         self.verdict: Verdict | None = None
         self._starting = False
 
@@ -168,9 +168,9 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     # -- inner --------------------------------------------------------------------------------------------------------
-    def interrupt(self, number: int, immediate: bool = False) -> None:  # noqa: FBT001, FBT002 - a value of an event
+    def interrupt(self, number: int) -> None:
         """This process was told to end; safe in a signal handler. Raises SignalException while it waits for others."""
-        self.received.append((number, immediate or len(self.received) > 0))
+        self.received.append(number)
         if self._starting:
             raise SignalException(f"signal {number}", signal.Signals(number))
         if self._tells and len(self.received) == 1:
@@ -182,9 +182,9 @@ class NodeAgent(SimpleElasticAgent):
         """Pass a received signal on, give the ranks their time, and leave. Raises SignalException then."""
         if not self.received:
             return
-        number, immediate = self.received[0]
+        number = self.received[0]
         self.verdict = interrupted(number)
-        if self._ranks is not None and not immediate:
+        if self._ranks is not None:
             self._ranks.signal(number)
             self._ask(number)
             self._wait(self._ranks, self._job.signal_grace, signals=2)
@@ -251,7 +251,7 @@ class NodeAgent(SimpleElasticAgent):
         try:
             result = self.run()
         except SignalException:
-            number = self.received[0][0] if self.received else signal.SIGTERM
+            number = self.received[0] if self.received else signal.SIGTERM
             verdict = self.verdict = self.verdict or interrupted(number)
         except RendezvousClosedError:
             return self._verdict_elsewhere()
