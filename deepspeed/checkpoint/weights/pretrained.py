@@ -28,23 +28,19 @@ def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
     revert: Callable[..., Tensors] | None = None
     if hasattr(module, "base_model_prefix"):  # a model of transformers, which is imported then
         revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
-    if revert is None:
-        return [Parcel((name,)) for name in kept], empty
-    try:
-        each = {name: revert(module, {name: values}) for name, values in empty.items()}
-        apart = {name for made in each.values() for name in made} == set(revert(module, empty))
-    except Exception as error:  # whatever a conversion makes of tensors without values
-        apart = False
-        log_dist(f"save_pretrained: {error}", level=logging.DEBUG)
-    if not apart:
+    if revert is not None:
+        try:
+            each = [revert(module, {name: values}) for name, values in empty.items()]
+            made = {name: values for tensors in each for name, values in tensors.items()}
+            if made.keys() == set(revert(module, empty)):
+                return [Parcel((name,), partial(revert, module)) for name in kept], made
+        except Exception as error:  # whatever a conversion makes of tensors without values
+            log_dist(f"save_pretrained: {error}", level=logging.DEBUG)
         log_dist(
             f"save_pretrained: weights of {type(module).__name__} are written as the model has them, not as its files "
             "had them, which would take several at a time; from_pretrained reads both"
         )
-        return [Parcel((name,)) for name in kept], empty
-    return [Parcel((name,), partial(revert, module)) for name in kept], {
-        n: t for m in each.values() for n, t in m.items()
-    }
+    return [Parcel((name,)) for name in kept], empty
 
 
 def write_pretrained(
