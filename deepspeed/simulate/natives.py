@@ -165,7 +165,7 @@ class _Pages:
 class _Transfers:
     """In the place of the engines of file IO: bytes take their time on the drive and go nowhere."""
 
-    name = "simulated"
+    name, holds = "simulated", 0
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
