@@ -150,9 +150,9 @@ def test_ctrl_c_in_what_an_update_calls_of_the_programs_comes_behind_the_update(
 def test_ctrl_c_inside_the_engine_ends_a_sleep_of_the_programs() -> None:
     engine = _engine(0)
     engine(torch.randn(2, 4))
-    _within()["wait"](0.02)
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        _within()["wait"](0.0)
         time.sleep(30)
     assert time.monotonic() - begun < 20
     engine.destroy()
@@ -249,20 +249,20 @@ def test_a_handler_of_the_programs_own_that_calls_the_engines_hears_ctrl_c_once(
 
 
 def test_ctrl_c_is_heard_once_where_the_program_replaces_the_handler_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(interrupts, "_PAUSE_S", 0.4)
     engine, placed = _engine(0), signal.getsignal(signal.SIGINT)
     for between in (signal.SIG_IGN, signal.default_int_handler):
         engine(torch.randn(2, 4))
         placed = signal.getsignal(signal.SIGINT)
-        _within()["wait"](0.001)
+        _within()["wait"](0.0)
         signal.signal(signal.SIGINT, between)
-        time.sleep(0.15)
+        time.sleep(0.7)
         with pytest.raises(KeyboardInterrupt):
             if between is signal.SIG_IGN:
                 signal.signal(signal.SIGINT, placed)
                 time.sleep(30)
             engine(torch.randn(2, 4))
-        time.sleep(0.15)
+        time.sleep(0.7)
         engine(torch.randn(2, 4))
         with pytest.raises(KeyboardInterrupt):  # and so is the next one
             os.kill(os.getpid(), signal.SIGINT)
@@ -279,8 +279,8 @@ def test_a_handler_that_is_put_back_after_the_engines_end_loses_no_ctrl_c() -> N
     with pytest.raises(KeyboardInterrupt):
         _within()["wait"](0.01)
     second(torch.randn(2, 4))
-    _within()["wait"](0.001)
     with pytest.raises(KeyboardInterrupt):
+        _within()["wait"](0.0)
         time.sleep(30)
     second.destroy()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
