@@ -97,6 +97,17 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         items[0].patterns = tuple(sorted(stale))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """A test of Ctrl-C that lets one out has failed, and the session goes on."""
+    try:
+        return (yield)
+    except KeyboardInterrupt as error:
+        if pyfuncitem.get_closest_marker("ctrl_c") is None:
+            raise
+        raise AssertionError("Ctrl-C came where none was expected") from error
+
+
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays to the end: no later collection of garbage looks through it."""
     gc.collect()

@@ -18,6 +18,7 @@ from deepspeed.comm import interrupts
 from deepspeed.errors import UsageError
 from deepspeed.zero import runtime as engines_own
 
+pytestmark = pytest.mark.ctrl_c
 STEPS = 4
 # What waits here counts as the runtime's, as the name of its file says so.
 WITHIN = """
