@@ -178,8 +178,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _pass(self, order: Program, batch: list[Micro], kinds: list[str], **wanted: Any) -> PassResult:
         """Run the schedule on this rank, with every parameter whole. ``wanted``: options of ``Pass``."""
         self._links.begin(order, kinds)
-        compute, collect = self._compute, self.runtime.gradients.collect
-        one = Pass(order, self._links, self.module, batch, compute=compute, harvest=collect, alarm=self._lose, **wanted)
+        one = Pass(order, self._links, self.module, batch, compute=self._compute, alarm=self._lose, **wanted)
         self._in_engine_backward = True
         try:
             with contextlib.ExitStack() as whole:

@@ -48,8 +48,7 @@ class Pass:
     """A batch on one rank. ``compute`` gives the output of a chunk for what the chunk before has made, or the batch's
     inputs. ``scale``: what each loss is multiplied by for the backward; None: there is none.
 
-    ``harvest`` is called after weight gradients were written without a hook of theirs, ``alarm`` where the batch is
-    lost.
+    ``alarm`` is called where the batch is lost.
     """
 
     def __init__(
@@ -63,12 +62,10 @@ class Pass:
         scale: float | None = None,
         with_loss: bool = True,
         with_outputs: bool = False,
-        harvest: Callable[[], object] = lambda: None,
         alarm: Callable[[PassResult], object] = lambda _: None,
     ) -> None:
         self._order, self._links, self._module, self._batch, self._compute = order, links, module, batch, compute
-        self._scale, self._with_loss, self._with_outputs, self._harvest = scale, with_loss, with_outputs, harvest
-        self._alarm = alarm
+        self._scale, self._with_loss, self._with_outputs, self._alarm = scale, with_loss, with_outputs, alarm
         self._kept: dict[tuple[int, int], _Kept] = {}
         # Between two chunks of this rank: activations, and gradients, by the chunk that made them.
         self._local: dict[Message, tuple[Signature, list[torch.Tensor | None]]] = {}
@@ -201,4 +198,3 @@ class Pass:
         kept = self._kept.pop((action.chunk, action.micro))
         if kept.second is not None:
             kept.second()
-            self._harvest()

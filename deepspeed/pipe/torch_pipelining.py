@@ -1,21 +1,22 @@
-"""The one adapter on ``torch.distributed.pipelining``: the programs of its schedules, and the backward in two halves.
+"""The programs of the schedules of ``torch.distributed.pipelining``, and the backward in two halves that some want.
 
-Taken from torch are the order in which a schedule's class lets ranks run their chunks, and the split of a backward.
-Its executor is not used: it wants the shapes of a batch beforehand, and a rank that fails leaves the others waiting.
-Private torch names: ``_ComputationType`` values and ``sub_actions`` in a schedule's ``pipeline_order``,
-``_backward.stage_backward_input`` and ``stage_backward_weight``. ``tests/pure/test_pipe_orders.py`` fails where a new
-torch has others.
+Taken from torch is the order in which a schedule's class lets ranks run their chunks. Its executor is not used: it
+wants the shapes of a batch beforehand, and a rank that fails leaves the others waiting. Nor is its split of a backward:
+torch before 2.13 counts a weight that is used at two depths twice. Private torch names: ``_ComputationType`` values and
+``sub_actions`` in a schedule's ``pipeline_order``. ``tests/pure/test_pipe_orders.py`` fails where a new torch has
+others.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from deepspeed.errors import PipelineError
 from deepspeed.observe.log import log_dist_once
@@ -85,64 +86,85 @@ def split_backward(
 ) -> Callable[[], None]:
     """The first half: gradients of ``inputs`` (into their ``.grad``) now; the second, when the result is called.
 
-    The second half adds to the parameters' ``.grad`` without any hook of theirs. torch walks from the weights up to the
-    ways between inputs and outputs, so an output that depends on no input would give its weights nothing: the backward
-    of such outputs belongs to the second half as a whole.
+    The first half notes the gradients that arrive at *boundary* nodes: those between outputs and inputs that a weight's
+    way to the outputs meets first. The second half goes from there to the weights (Qi et al. 2023, section 4). Weights
+    with boundary nodes in common are one group. A group whose nodes lie above each other passes what is between them
+    again; each node replaces what arrives then by what it noted, which has that in it. An output that depends on no
+    input has no such nodes: its whole backward belongs to the second half.
     """
-    torch_backward = import_module(f"{_TORCH}._backward")
-    # It detaches the outputs in place, which no view allows, and which an input that is passed on must not suffer.
-    roots = [out.clone() if out._is_view() or out.is_leaf else out for out in outputs]
-    grads = [torch.ones_like(root) for root in roots] if grads is None else grads
-    leaves = {get_gradient_edge(leaf).node for leaf in inputs}
-    near, far = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
-    for root, grad in zip(roots, grads, strict=True):
-        (near if _reaches(root, leaves) else far).append((root, grad))
-    weights = [p for p in params if p.requires_grad]
+    grads = [torch.ones_like(out) for out in outputs] if grads is None else grads
+    roots = [get_gradient_edge(out).node for out in outputs]
+    users = _users(roots)
+    between = _above([get_gradient_edge(leaf).node for leaf in inputs], users)
+    groups = _groups([p for p in params if p.requires_grad], users, between)
+    noted: dict[Node, tuple[torch.Tensor | None, ...]] = {}
+    hooks = [node.register_prehook(partial(noted.__setitem__, node)) for _, nodes in groups for node in nodes]
+    pairs = list(zip(outputs, grads, strict=True))
+    far = [pair for pair, root in zip(pairs, roots, strict=True) if root not in between]
+    near = [pair for pair, root in zip(pairs, roots, strict=True) if root in between]
     try:
-        _, groups = torch_backward.stage_backward_input(
-            [r for r, _ in near], [g for _, g in near], inputs, iter(weights)
-        )
-    except RuntimeError as error:
-        raise error.__cause__ or error from None  # torch wraps whatever comes from inside
-
-    groups = _disjoint(groups)
+        _run(near, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
     def second() -> None:
-        torch_backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
-        if far:
-            torch.autograd.backward([r for r, _ in far], [g for _, g in far])
+        for weights, nodes in groups:
+            arrived = {node: noted.pop(node) for node in nodes}
+            edges = [(GradientEdge(n, i), g) for n, gs in arrived.items() for i, g in enumerate(gs) if g is not None]
+            again = [n.register_prehook(lambda _, gs=gs: gs) for n, gs in arrived.items() if len(arrived) > 1]
+            try:
+                _run(edges, weights)
+            finally:
+                for hook in again:
+                    hook.remove()
+        _run(far)
 
     return second
 
 
-def _disjoint(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that have parameters or nodes in common, as one.
-
-    torch (2.13) joins such groups as it goes through a set, and sometimes forgets that it has: a weight that is used at
-    two depths then gets its gradient twice.
-    """
-    apart: list[dict[str, Any]] = []
-    for group in groups:
-        captured = {n: g for n, g in zip(group["intermediates"], group.get("grads", ()), strict=False) if g is not None}
-        params = set(group["params"])
-        for other in [o for o in apart if params & o["params"] or captured.keys() & o["captured"].keys()]:
-            apart.remove(other)
-            params |= other["params"]
-            captured |= other["captured"]
-        apart.append({"params": params, "captured": captured})
-    used = [(group["params"], group["captured"]) for group in apart if group["captured"]]
-    return [{"params": p, "intermediates": list(c), "grads": list(c.values())} for p, c in used]
+def _run(starts: Sequence[tuple[Any, torch.Tensor]], inputs: _Tensors | None = None) -> None:
+    """A backward from ``starts`` (tensors or edges, each with its gradient) to ``inputs``, or to all leaves."""
+    if starts:
+        places, grads = zip(*starts, strict=True)
+        torch.autograd.backward(places, grads, retain_graph=inputs is not None, inputs=inputs)
 
 
-def _reaches(root: torch.Tensor, leaves: set[Any]) -> bool:
-    """Whether a gradient of ``root`` would come to one of ``leaves`` (nodes of the graph)."""
-    seen: set[Any] = set()
-    todo: list[Any] = [get_gradient_edge(root).node]
+def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Every node below ``roots``, with the nodes that hand it gradients."""
+    users: dict[Node, list[Node]] = {root: [] for root in roots}
+    todo = list(users)
     while todo:
         node = todo.pop()
-        if node in leaves:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo.extend(before for before, _ in node.next_functions)
-    return False
+        for below in [below for below, _ in node.next_functions if below is not None]:
+            if below not in users:
+                todo.append(below)
+            users.setdefault(below, []).append(node)
+    return users
+
+
+def _above(starts: Sequence[Node], users: dict[Node, list[Node]], stop: Container[Node] = ()) -> dict[Node, None]:
+    """``starts`` and all nodes above them, but none above one in ``stop``."""
+    seen: dict[Node, None] = {}
+    todo = [node for node in starts if node in users]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen[node] = None
+            todo.extend(() if node in stop else users[node])
+    return seen
+
+
+def _groups(
+    weights: list[nn.Parameter], users: dict[Node, list[Node]], between: dict[Node, None]
+) -> list[tuple[list[nn.Parameter], dict[Node, None]]]:
+    """Weights that have boundary nodes in common, and these."""
+    groups: list[tuple[list[nn.Parameter], dict[Node, None]]] = []
+    for weight in weights:
+        above = _above([get_gradient_edge(weight).node], users, between)
+        group, nodes = [weight], {node: None for node in above if node in between}
+        apart = [one for one in groups if not nodes.keys() & one[1].keys()]
+        for other, met in (one for one in groups if nodes.keys() & one[1].keys()):
+            group, nodes = other + group, met | nodes
+        groups = [*apart, (group, nodes)] if nodes else apart
+    return groups

@@ -1,8 +1,11 @@
 """Schedules of pipelines: every rank can execute its program, waits as its paper says, and keeps as little."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.orders import COSTS, Action, Program, bubble, by_chunks, check, homes_of, most_alive, timeline
@@ -117,8 +120,8 @@ class _Beside(nn.Module):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_backward_in_two_halves_loses_and_doubles_no_gradient(seed: int) -> None:
-    """Also of weights that reach the outputs on ways of their own or are used at two depths (which torch alone counts
-    twice every other time), and where an output is a view or an input.
+    """Also of weights that reach the outputs on ways of their own or are used at two depths, and where an output is a
+    view or an input.
     """
     torch.manual_seed(seed)
     model, x = _Beside(), torch.randn(3, 4, requires_grad=True)
@@ -133,3 +136,55 @@ def test_a_backward_in_two_halves_loses_and_doubles_no_gradient(seed: int) -> No
     second()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, expected[name])
+
+
+class _TwoDepths(nn.Module):
+    """A norm before attention and before the MLP, and a layer inside that is called twice."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.norm, self.mix, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 9), nn.Linear(9, 6)
+        self.calls, self.scale = calls, nn.Parameter(torch.rand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.calls):
+            x = x + torch.tanh(self.mix(self.norm(x))) * self.scale.cos()
+            x = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.scale
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_weight_at_several_depths_of_a_stage_gets_its_gradient_once(calls: int, order: int) -> None:
+    """On every torch: before 2.13 torch's own split counts what flows from one use down to the next twice."""
+    torch.manual_seed(calls)
+    model, x, grad = _TwoDepths(calls), torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
+    for _ in range(2):  # micro-batches: the second adds
+        model(x).backward(grad)
+    expected, wanted = {n: p.grad.clone() for n, p in model.named_parameters()}, x.grad.clone()
+    for param in (*model.parameters(), x):
+        param.grad = None
+    halves = [split_backward([model(x)], [grad], [x], list(model.parameters())[::order]) for _ in range(2)]
+    torch.testing.assert_close(x.grad, wanted)
+    for second in halves:
+        second()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name])
+
+
+class _Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_neither_half_of_a_backward_does_the_work_of_the_other() -> None:
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5))), torch.randn(3, 4, requires_grad=True)
+    out = model(x)
+    with _Products() as first:
+        second = split_backward([out], [torch.ones(3, 4)], [x], list(model.parameters()))
+    with _Products() as later:
+        second()
+    assert (first.count, later.count) == (5, 5)
