@@ -1,6 +1,7 @@
 """A model as a list of layers, of which each rank builds those of its pipeline stage only."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 from deepspeed.activation.checkpointing import non_reentrant_checkpoint
 from deepspeed.attrs import answers, recursive_getattr
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
+from deepspeed.comm.point_to_point import receive_object, send_object
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import NotYetError, PipelineError, UsageError
 from deepspeed.mesh.groups import Mesh, plain_mesh, with_group
@@ -23,7 +25,7 @@ from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.hooks import tensors_in
-from deepspeed.zero.param import local_of
+from deepspeed.zero.param import is_composed, local_of
 from deepspeed.zero.partition import UnitFacts
 
 
@@ -123,14 +125,26 @@ class PipelineModule(nn.Module):
         self.falling: AxisGroup | None = None  # for messages to a lower stage, where the two directions need two groups
         self._on_stages: list[tuple[nn.Parameter, Any]] = []
         self._now = 0
+        self._as_built: dict[str, tuple[int, str]] = {}
+        self.boundaries: list[int] = []
+        self.homes: tuple[int, ...] = ()
         self.recut(chunks_per_stage, chunk_style)
 
     # -- the cut --------------------------------------------------------------------------------------------------
     def recut(self, chunks_per_stage: int, chunk_style: str, *, method: str | None = None, seeds: bool = False) -> None:
-        """Deal the layers out anew, by another ``method``, with ``seeds`` for each; and build those of this rank."""
+        """Deal the layers out anew, by another ``method``, and build those of this rank; layers that were built keep
+        their values on whatever rank they come to be, but with ``seeds``, by which all are built again.
+        """
         parts = self.num_stages * chunks_per_stage
         if seeds:
+            if any(gather_objects(_samples(self) != self._as_built, self._world)):
+                raise UsageError(
+                    "pipeline.seed_layers builds the layers again, but weights were set since PipelineModule has built "
+                    "them: pass seed_layers=True to PipelineModule, or set the weights behind initialize"
+                )
             self._seeding, self.seed_layers = (torch.manual_seed, 1234), True
+        holders = {} if seeds else self._holders()
+        self._built = {name: m for name, m in self.named_modules(remove_duplicate=False) if name in holders}
         if method is not None:
             self._method, self._weights, self._counts = method, None, None
             self._weights = self._measure() if method == "profile" else None
@@ -147,9 +161,13 @@ class PipelineModule(nn.Module):
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self._check_sharing()
         self._build()
-        for rank, some in enumerate(gather_objects(any(True for _ in self.parameters()), self._world)):
-            if not some:
-                raise UsageError(f"{self.title(rank)} has no parameters; use fewer stages or another partition_method")
+        none = "has no parameters; use fewer stages or another partition_method"
+        fault = None if any(True for _ in self.parameters()) else none
+        fault = fault if self._world.alike else self._carry(holders) or fault
+        self._built, self._as_built = {}, _samples(self)
+        for rank, why in enumerate(gather_objects(fault, self._world)):
+            if why is not None:
+                raise UsageError(f"{self.title(rank)} {why}")
 
     def _build(self) -> None:
         suspended = shutdown_init_context()  # its broadcasts want the same layers on all ranks
@@ -171,16 +189,43 @@ class PipelineModule(nn.Module):
             seed_fn(base + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in self.tied_modules:
-                self.tied_modules[spec.key] = spec.build()
+                self.tied_modules[spec.key] = self._built_or_new(f"tied_modules.{spec.key}", spec)
                 for path in spec.tied_weight_attr:
                     recursive_getattr(self.tied_modules[spec.key], path)
             layer: Any = self.tied_modules[spec.key]
             return partial(spec.forward_fn, layer) if spec.forward_fn is not None else layer
-        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        layer = self._built_or_new(str(index), spec) if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, nn.Module):
             self.add_module(str(index), layer)
         call: Callable[[Any], Any] = layer
         return call
+
+    def _built_or_new(self, name: str, spec: LayerSpec) -> nn.Module:
+        return self._built[name] if name in self._built else spec.build()
+
+    def _carry(self, holders: dict[str, tuple[int, ...]]) -> str | None:
+        """Give layers that come to another rank what they have on the first of ``holders``; why not, if they differ."""
+        fault = None
+        for name, ranks in self._holders().items():
+            source = holders.get(name, ranks)[0]
+            for rank in [rank for rank in ranks if rank not in holders.get(name, ranks)]:
+                if source == self.rank_of_pipe:
+                    values = [(n, t.detach().clone().cpu(), t.requires_grad) for n, t in _values(self._built[name])]
+                    send_object(values, self._grid.stage_to_global(rank), self._world).wait()
+                elif rank == self.rank_of_pipe:
+                    values = receive_object(self._grid.stage_to_global(source), self._world)
+                    mine = dict(_values(self.get_submodule(name)))
+                    if {n: v.shape for n, v, _ in values} != {n: t.shape for n, t in mine.items()}:
+                        fault = (
+                            f"builds {name!r} with other parameters or buffers than it has on pipeline stage {source}, "
+                            "from where the configuration takes it: change its structure behind initialize, or pass "
+                            "chunks_per_stage=, chunk_style= and partition_method= to PipelineModule"
+                        )
+                        continue
+                    for n, value, trained in values:
+                        mine[n].data = value.to(mine[n].device)  # also of another dtype
+                        mine[n].requires_grad_(trained)
+        return fault
 
     def _layer_homes(self) -> Iterator[tuple[int, int]]:
         for chunk, home in enumerate(self.homes):
@@ -288,13 +333,19 @@ class PipelineModule(nn.Module):
         return Micro(*item)
 
     # -- what others ask ------------------------------------------------------------------------------------------
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """Name of each module -> the pipeline ranks that hold it."""
+        holders: dict[str, set[int]] = {}
+        for index, home in self._layer_homes():
+            spec = self._specs[index]
+            if isinstance(spec, (LayerSpec, nn.Module)):
+                name = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
+                holders.setdefault(name, set()).add(home)
+        return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
         """Prefix of the parameters' names -> the pipeline ranks that hold them, of what several hold."""
-        homes: dict[str, set[int]] = {}
-        for index, home in self._layer_homes():
-            if isinstance(spec := self._specs[index], TiedLayerSpec):
-                homes.setdefault(f"tied_modules.{spec.key}.", set()).add(home)
-        return {prefix: tuple(sorted(ranks)) for prefix, ranks in homes.items() if len(ranks) > 1}
+        return {f"{name}.": ranks for name, ranks in self._holders().items() if len(ranks) > 1}
 
     def describe(self, rank: int) -> str:
         """The layers of a pipeline rank, for people."""
@@ -372,6 +423,18 @@ class DualPipeVModule(PipelineModule):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, chunks_per_stage=2, chunk_style="v")
+
+
+def _values(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers with their names, but those without values here or made of other tensors."""
+    for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+        if not (tensor.is_meta or is_composed(tensor) or hasattr(tensor, "_ds_unit")):
+            yield name, tensor
+
+
+def _samples(layer: nn.Module) -> dict[str, tuple[int, str]]:
+    """What shows, for each tensor, whether it has been written to; of writes through ``.data`` some elements show."""
+    return {n: (t._version, repr(t.detach().flatten()[:: t.numel() // 64 + 1].tolist())) for n, t in _values(layer)}
 
 
 def measure_layers(layers: Sequence[Any], sample: Any, *, repeats: int = 3) -> list[float]:

@@ -284,3 +284,94 @@ def _memory() -> tuple[int, int]:
 def test_a_stage_holds_its_layers_only(pool2: RankPool) -> None:
     for mine, whole in pool2.run(_memory):
         assert mine <= 0.6 * whole
+
+
+def _load(module: PipelineModule, values: dict[str, Tensor]) -> None:
+    here = {name for name, _ in module.named_parameters()}
+    module.load_state_dict({name: value for name, value in values.items() if name in here}, strict=False)
+
+
+def _set(module: PipelineModule, values: dict[str, Tensor]) -> None:
+    for name, param in module.named_parameters():
+        param.data.copy_(values[name])
+
+
+class _Noted(pipes.Block):
+    """With a buffer that is saved and one that is not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+_ANEW = {
+    "chunks": {"schedule": "interleaved", "chunks_per_stage": 2},
+    "v": {"schedule": "zbv"},
+    "partition": {"partition": "type:_Noted|Embed"},
+}
+
+
+def _before(how: str, pipeline: dict[str, Any]) -> Any:
+    first, last = pipes.layers(0)
+    other = pipes.Plain([first, *(LayerSpec(_Noted, 50 + i) for i in range(5)), last])
+    for param in other.parameters():
+        param.data.mul_(1.25)
+    specs = [first, *(LayerSpec(_Noted, 10 + i) for i in range(5)), last]
+    module = PipelineModule(specs, num_stages=2, loss_fn=pipes.cross_entropy)
+    (_load if how == "load" else _set)(module, dict(other.named_parameters()))
+    for name, buffer in module.named_buffers():
+        buffer.add_(int(name.split(".")[0]))
+    for name, param in module.named_parameters():
+        param.requires_grad_("norm.bias" not in name)
+    engine = pipes.start(module, pipes.config(1, 4, pipeline=pipeline))
+    values = full_parameters(module)
+    wanted = dict(other.named_parameters())
+    same = all(torch.equal(values[name], wanted[name]) for name in values)
+    buffers = [bool((b == int(n.split(".")[0])).all()) for n, b in module.named_buffers()]
+    frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
+    frozen ^= {n for n, _ in module.named_parameters() if "norm.bias" in n}
+    losses = [float(engine.train_batch(pipes.batches(0, micros=4))) for _ in range(2)]
+    engine.destroy()
+    return same, all(buffers), frozen, losses[0] - _loss(other)
+
+
+def _loss(model: pipes.Plain) -> float:
+    pairs = [pipes.micro_batch(0, micro, 0) for micro in range(4)]
+    with torch.no_grad():
+        return sum(float(pipes.cross_entropy(model(tokens), labels)) for tokens, labels in pairs) / 4
+
+
+@pytest.mark.parametrize("how", ["load", "data"])
+@pytest.mark.parametrize("cut", _ANEW)
+def test_weights_set_before_initialize_are_there_when_the_configuration_cuts_anew(
+    pool2: RankPool, how: str, cut: str
+) -> None:
+    """Tied layers, buffers and frozen parameters too; what is set is what trains."""
+    for same, buffers, frozen, gap in pool2.run(_before, how, _ANEW[cut]):
+        assert same and buffers and not frozen and gap == pytest.approx(0.0, abs=1e-6)
+
+
+def _cannot() -> tuple[list[str], set[torch.dtype], bool]:
+    found = []
+    module = _module()
+    for param in module.parameters():
+        param.data.add_(0.5)
+    found.append(outcome(lambda: pipes.start(module, pipes.config(1, 4, pipeline={"seed_layers": True}))))
+    module = _module()
+    if dist.get_rank() == 0:
+        getattr(module, "3").register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    found.append(outcome(lambda: pipes.start(module, pipes.config(1, 4, pipeline=_ANEW["chunks"]))))
+    module = _module().to(torch.bfloat16)
+    module.recut(2, "loop")
+    dtypes = {p.dtype for p in module.parameters()}
+    fresh = _module()
+    fresh.recut(1, "loop", seeds=True)
+    return found, dtypes, fresh.seed_layers
+
+
+def test_what_cannot_be_kept_is_refused_on_all_ranks_and_a_dtype_is_kept(pool2: RankPool) -> None:
+    _, (found, _, _) = both = pool2.run(_cannot)
+    assert both[0] == both[1] == (found, {torch.bfloat16}, True)
+    assert "UsageError" in found[0] and "pass seed_layers=True to PipelineModule" in found[0]
+    assert "builds '3' with other parameters or buffers than it has on pipeline stage 0" in found[1]
