@@ -7,7 +7,7 @@ Everything else asks ``get_accelerator()``: CUDA/ROCm, other backends of ``torch
 import contextlib
 import copy
 import functools
-import importlib
+import importlib.util
 import os
 import random
 import sys
@@ -116,7 +116,7 @@ class Accelerator:
     _chosen: "Accelerator | None" = None
 
     def __init__(self, name: str) -> None:
-        self._name, self._is_cpu = name, name == "cpu"
+        self._name, self._is_cpu, self._compile_backend = name, name == "cpu", "inductor"
 
     def __repr__(self) -> str:
         return f"Accelerator({self._name!r})"
@@ -128,7 +128,8 @@ class Accelerator:
         lambda self: bool(self._module.is_available()), "True when this kind of device can be used here."
     )
     # whether work is finished when the call returns: no streams are needed, and host clocks are right
-    is_synchronized_device = answers("_is_cpu")
+    is_synchronized_device, use_host_timers = map(answers, ["_is_cpu"] * 2)
+    resolves_data_dependency, handles_memory_backpressure = map(answers, ["_is_cpu"] * 2)
     # nccl, gloo, ...; a module that torch does not know may say itself
     communication_backend_name = answers(
         lambda self: _BACKENDS.get(self._name) or getattr(self._module, "communication_backend", "gloo")
@@ -164,6 +165,8 @@ class Accelerator:
     HalfTensor, BFloat16Tensor = map(_tensor_of, (torch.float16, torch.bfloat16))
 
     # random numbers
+    random = answers(lambda self: torch.random)
+
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """Generator of device ``device_index``."""
         if hasattr(self._module, "init"):  # the list of generators is empty until the device is initialised
@@ -204,6 +207,9 @@ class Accelerator:
     memory_reserved = _forwarded("memory_reserved", 0, on_cpu=hostmem.rss_bytes)
     max_memory_reserved = _forwarded("max_memory_reserved", 0, on_cpu=hostmem.peak_rss_bytes)
     reset_peak_memory_stats = _forwarded("reset_peak_memory_stats", on_cpu=hostmem.reset_peak_rss)
+    # older names of the same
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+    reset_max_memory_allocated, reset_max_memory_cached = reset_peak_memory_stats, reset_peak_memory_stats
     memory_stats = _forwarded(
         "memory_stats", lambda *_: {}, on_cpu=_process_stats, text="The allocator's own counters, by name; in bytes."
     )
@@ -245,8 +251,21 @@ class Accelerator:
         """Write the ids into ``current_env`` under every variable of ``visible_devices_envs``."""
         current_env |= dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids)))
 
+    # calls that may wait until the device is initialised, mixed precision, Triton
+    lazy_call = _forwarded("_lazy_call", lambda callback: callback())
+    amp = answers(lambda self: getattr(self._module, "amp", None))
+    is_triton_supported = answers(lambda self: not self._is_cpu and importlib.util.find_spec("triton") is not None)
+
     # compilation, profiler ranges and graph capture
-    get_compile_backend = answers(lambda self: "inductor")
+    get_compile_backend = answers("_compile_backend")
+
+    def set_compile_backend(self, backend: str) -> None:
+        """What ``get_compile_backend`` answers from now on; ValueError for a name that torch.compile does not know."""
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"torch.compile has no backend {backend!r}; it has {', '.join(known)}")
+        self._compile_backend = backend
+
     range_push, range_pop = _forwarded("nvtx.range_push"), _forwarded("nvtx.range_pop")
     create_graph = _forwarded("CUDAGraph")  # None where there are none
 
@@ -262,6 +281,10 @@ class Accelerator:
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """Copy of ``tensor`` in page-locked memory; the tensor itself on the CPU, where pinning buys nothing."""
         return tensor if self._is_cpu or not self.is_available() else tensor.pin_memory()
+
+    def unpin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy of ``tensor`` in ordinary memory where it is page-locked, else the tensor itself."""
+        return tensor.clone() if self.is_pinned(tensor) else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True when ``tensor`` is page-locked."""
@@ -283,7 +306,14 @@ class Accelerator:
         """End what ``lock_memory`` began; no work of the device may use the memory any more."""
         self._module.cudart().cudaHostUnregister(address)
 
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on this kind of device."""
+        return tensor.device.type == self._name
+
     # kernels; by name, because builders are above the device layer
+    op_builder_dir = answers(lambda self: "deepspeed.ops.op_builder")
+    build_extension = answers(lambda self: importlib.import_module("torch.utils.cpp_extension").BuildExtension)
+
     def create_op_builder(self, class_name: str) -> Any:
         """Instance of ``get_op_builder``'s class."""
         builder = self.get_op_builder(class_name)
@@ -291,7 +321,7 @@ class Accelerator:
 
     def get_op_builder(self, class_name: str) -> Any:
         """Class of the kernel builder of that name; None where there is no such class."""
-        return getattr(importlib.import_module("deepspeed.ops.op_builder"), class_name, None)
+        return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
 
 @functools.cache

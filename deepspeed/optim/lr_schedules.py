@@ -190,18 +190,22 @@ class OneCycle(LRSchedule):
 
     def _write(self, iteration: int) -> None:
         super()._write(iteration)
+        self._write_momentum(self._momenta(iteration))
+
+    def _momenta(self, iteration: int) -> list[float]:
         place, decay = self._place(iteration, self.decay_mom_rate)
         pairs = zip(self.min_moms, self.max_moms, strict=True)
-        self._write_momentum([(high - (high - low) * place) * decay for low, high in pairs])
+        return [(high - (high - low) * place) * decay for low, high in pairs]
 
     def _write_momentum(self, momenta: list[float]) -> None:
         if self.cycle_momentum:
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
                 group["betas"] = (momentum, *group["betas"][1:])
 
-    def get_mom(self) -> list[float]:
-        """First beta of each group as it is now; empty when momentum is not cycled."""
-        return [group["betas"][0] for group in self.optimizer.param_groups] if self.cycle_momentum else []
+    def get_mom(self) -> list[tuple[float, ...]]:
+        """The betas of each group at the present iteration, by the formula; empty when momentum is not cycled."""
+        pairs = zip(self._momenta(self.last_batch_iteration), self.optimizer.param_groups, strict=True)
+        return [(momentum, *group["betas"][1:]) for momentum, group in pairs] if self.cycle_momentum else []
 
     def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
         """From 0 (ends of the cycle) to 1 (top); and 1, or ``1 + rate * d / size`` at ``d`` iterations behind it."""
@@ -212,8 +216,8 @@ class OneCycle(LRSchedule):
             place = batch % total
             climbing = place <= self.first_size
             count, length = self.stairs[not climbing], self.first_size if climbing else total - self.first_size
-            done = (place if climbing else total - place) / length
-            return math.floor(done * count) / count, 1.0
+            # whole numbers until here: 0.29 * 100 is below 29
+            return math.floor((place if climbing else total - place) * count / length) / count, 1.0
         x = 1 + batch / total - math.floor(1 + batch / total)
         top = self.first_size / total
         return x / top if x <= top else (x - 1) / (top - 1), 1.0

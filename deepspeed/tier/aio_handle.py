@@ -107,13 +107,14 @@ def _end(engine: AioEngine, pending: deque[Iterator[None]], locked: dict[int, Te
 class aio_handle(AbstractContextManager["aio_handle"]):
     """Reads and writes of whole tensors, from and to byte ``file_offset`` of a file; one thread uses it.
 
-    A buffer is contiguous; one on a device travels through host memory. A file is a name or an open descriptor, which
-    stays open. The ``sync`` calls return 1, the ``async`` ones 0, with :meth:`wait` to follow before the buffer is
-    touched. A failure raises: an OSError that names the file, or FileMismatchError where the file has too few bytes.
-    Nothing depends on alignment, but bytes travel fastest where address, offset and length are multiples of
-    ``get_alignment()``. ``read`` and ``write`` move whole files (from ``file_offset`` on, parts) and return 0;
-    ``pread`` and ``pwrite`` move parts, and go on after they returned with ``async_op``. ``validate`` reads everything
-    a second time, by ordinary means, and raises FileMismatchError where that gives other bytes.
+    A buffer is contiguous; one on a device travels through host memory. A file is a name (``filename``) or an open
+    descriptor (there, or as ``fd``), which stays open. The ``sync`` calls return 1, the ``async`` ones 0, with
+    :meth:`wait` to follow before the buffer is touched. A failure raises: an OSError that names the file, or
+    FileMismatchError where the file has too few bytes. Nothing depends on alignment, but bytes travel fastest where
+    address, offset and length are multiples of ``get_alignment()``. ``read`` and ``write`` move whole files (from
+    ``file_offset`` on, parts) and return 0; ``pread`` and ``pwrite`` move parts, and go on after they returned with
+    ``async_op``. ``validate`` reads everything a second time, by ordinary means, and raises FileMismatchError where
+    that gives other bytes.
 
     ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and
     ``overlap_events`` are kept and returned only: requests are submitted together, and as room comes free. Close it, or
@@ -141,15 +142,27 @@ class aio_handle(AbstractContextManager["aio_handle"]):
     get_intra_op_parallelism = get_thread_count = answers("_settings.threads")
     get_alignment = answers("_settings.alignment")
 
-    def _go(self, buffer: Tensor, filename: Name, file_offset: int = 0, *, later: bool = False, **how: bool) -> int:
+    def _go(
+        self,
+        buffer: Tensor,
+        filename: Name | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+        later: bool = False,
+        **how: bool,
+    ) -> int:
+        name = fd if filename is None else filename
+        if name is None or (filename is not None and fd is not None):
+            raise TypeError("reads and writes take one of filename and fd")
         if not self._last.alive:
-            raise ValueError(f"this aio_handle is closed: {filename}")
+            raise ValueError(f"this aio_handle is closed: {name}")
         buffer = buffer.detach()
         if not buffer.is_contiguous():
             kind = f"strides {buffer.stride()} for shape {tuple(buffer.shape)}"
-            raise ValueError(f"file IO takes contiguous tensors, not {kind}: {filename}")
+            raise ValueError(f"file IO takes contiguous tensors, not {kind}: {name}")
         self._settle(keep=_MOST_OPEN - 1)
-        operation = _operation(self._engine, buffer, filename, file_offset, **{"whole": False, "validate": False} | how)
+        operation = _operation(self._engine, buffer, name, file_offset, **{"whole": False, "validate": False} | how)
         next(operation)
         if later:
             self._pending.append(operation)

@@ -168,6 +168,29 @@ def test_a_descriptor(made: aio_handle, tmp_path: Path) -> None:
         made.sync_pwrite(torch.ones(10), fd)
 
 
+def test_a_descriptor_by_its_keyword(made: aio_handle, folder: Path) -> None:
+    """As clients write a tensor in pieces; the descriptor stays open, and theirs."""
+    values = torch.arange(4096, dtype=torch.float32)
+    out = torch.empty_like(values)
+    fd = os.open(folder / "data", os.O_CREAT | os.O_RDWR)
+    try:
+        for start in (2048, 0):
+            piece = values[start : start + 2048]
+            assert made.async_pwrite(buffer=piece, fd=fd, file_offset=piece.storage_offset() * 4) == 0
+        assert made.wait() == 2
+        assert made.async_pread(buffer=out[:2048], fd=fd) == made.async_pread(out[2048:], fd=fd, file_offset=8192) == 0
+        assert made.wait() == 2 and torch.equal(out, values)
+        assert made.sync_pread(buffer=out[:16], fd=fd, file_offset=8192) == 1 and torch.equal(
+            out[:16], values[2048:2064]
+        )
+        assert os.fstat(fd).st_size == values.nbytes
+        for both in ({}, {"filename": str(folder / "data"), "fd": fd}):
+            with pytest.raises(TypeError, match="one of filename and fd"):
+                made.async_pwrite(buffer=values, **both)
+    finally:
+        os.close(fd)
+
+
 def test_failures_name_the_file(made: aio_handle, tmp_path: Path) -> None:
     before = open_files()
     for call in (made.sync_pread, made.async_pread):

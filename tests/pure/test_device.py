@@ -133,6 +133,63 @@ def test_random_state_round_trip(cpu: Accelerator) -> None:
     assert cpu.default_generator(0) is torch.default_generator
 
 
+# interface of accelerators: name, arguments and the answer on the CPU
+_ON_THE_CPU = [
+    ("random", (), torch.random),
+    ("use_host_timers", (), True),
+    ("resolves_data_dependency", (), True),
+    ("handles_memory_backpressure", (), True),
+    ("lazy_call", (lambda: "called",), "called"),
+    ("amp", (), torch.cpu.amp),
+    ("is_triton_supported", (), False),
+    ("on_accelerator", (torch.ones(1),), True),
+    ("on_accelerator", (torch.ones(1, device="meta"),), False),
+    ("op_builder_dir", (), "deepspeed.ops.op_builder"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "answer"), _ON_THE_CPU)
+def test_each_member_that_clients_call_answers_on_the_cpu(
+    cpu: Accelerator, name: str, arguments: tuple[object, ...], answer: object
+) -> None:
+    assert getattr(cpu, name)(*arguments) == answer
+
+
+def test_older_names_of_memory_counters_count_the_same(cpu: Accelerator) -> None:
+    assert cpu.memory_cached() == pytest.approx(cpu.memory_reserved(), rel=0.1)
+    cpu.reset_max_memory_allocated()
+    cpu.reset_max_memory_cached()
+    assert cpu.max_memory_cached() == pytest.approx(cpu.max_memory_reserved(), rel=0.1)
+
+
+def test_random_forks_the_state(cpu: Accelerator) -> None:
+    cpu.manual_seed(3)
+    first = torch.rand(2)
+    cpu.manual_seed(3)
+    with cpu.random().fork_rng(devices=[]):
+        torch.rand(5)
+    assert torch.equal(first, torch.rand(2))
+
+
+def test_unpinned_memory_is_ordinary_memory(cpu: Accelerator) -> None:
+    values = torch.arange(4)
+    assert cpu.unpin_memory(cpu.pin_memory(values)) is values and not cpu.is_pinned(values)
+
+
+def test_the_compile_backend_can_be_chosen() -> None:
+    accelerator = Accelerator("cpu")
+    assert accelerator.get_compile_backend() == "inductor"
+    accelerator.set_compile_backend("eager")
+    assert accelerator.get_compile_backend() == "eager"
+    with pytest.raises(ValueError, match="no backend 'eagre'"):
+        accelerator.set_compile_backend("eagre")
+    assert accelerator.get_compile_backend() == "eager"
+
+
+def test_extensions_are_built_by_torch(cpu: Accelerator) -> None:
+    assert cpu.build_extension() is torch.utils.cpp_extension.BuildExtension
+
+
 def test_seeding_reaches_numpy_where_it_is_loaded_and_needs_none(
     cpu: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,12 +63,13 @@ def test_one_cycle_climbs_falls_and_decays():
         decay_step_size=2,
         decay_mom_rate=0.25,
     )
-    assert opt.param_groups[0]["betas"] == (0.8, 0.999) and schedule.get_mom() == [0.8]
+    assert opt.param_groups[0]["betas"] == (0.8, 0.999) and schedule.get_mom() == [(0.9, 0.999)]
     rates, momenta = [], []
     for _ in range(16):
         rates.append(opt.param_groups[0]["lr"])
         schedule.step()
-        momenta.append(schedule.get_mom()[0])
+        assert schedule.get_mom() == [opt.param_groups[0]["betas"]]
+        momenta.append(schedule.get_mom()[0][0])
     up = [0.1 + 0.4 * k / 4 for k in range(5)]
     down = [0.5 - 0.4 * k / 8 for k in range(1, 8)]
     # i = 11 is the last of the cycle: back at the minimum; i = 12 is one step into the decay
@@ -95,7 +96,7 @@ def test_settings_are_attributes_that_clients_read_and_change():
 def test_one_cycle_without_decay_stays():
     schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=2)
     assert trace(schedule, 8) == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1])
-    assert schedule.get_mom() == [0.9]
+    assert schedule.get_mom() == [(0.9, 0.999)]
 
 
 @pytest.mark.parametrize("counts", [(2, 4), (2, None), (0, 2)])
@@ -106,6 +107,42 @@ def test_one_cycle_stairs(counts):
     up = [0, 0, 0.5, 0.5, 1]
     down = [0.75, 0.5, 0.25] if counts[1] == 4 else [0.5, 0.5, 0.0]
     assert trace(schedule, 8) == pytest.approx([*up, *down])
+
+
+def one_cycle_formula(i, first, second, stairs):
+    """Place in the cycle, 0 to 1, as it is published: ``stairs`` of both halves."""
+    total, done = first + second, i + 1
+    if i >= total:
+        return 0.0
+    if any(stairs):
+        place = done % total
+        if place <= first:
+            return place * stairs[0] // first / stairs[0]
+        return (total - place) * stairs[1] // second / stairs[1]
+    x = done / total - done // total
+    return x * total / first if x * total <= first else (1 - x) * total / second
+
+
+@pytest.mark.parametrize("stairs", [(0, 0), (3, 5), (100, 7)])
+@pytest.mark.parametrize(("first", "second"), [(100, 7), (3, 10), (10, 0), (100, 100)])
+def test_one_cycle_with_halves_of_other_lengths_and_stairs(first, second, stairs):
+    """Also with none at all of the second; stairs are whole numbers, whatever a quotient of them is in floats."""
+    counts = {"cycle_first_stair_count": stairs[0], "cycle_second_stair_count": stairs[1]}
+    schedule = OneCycle(
+        adam(), 0.1, 0.5, cycle_first_step_size=first, cycle_second_step_size=second, decay_mom_rate=0.0, **counts
+    )
+    places = [one_cycle_formula(i, first, second, stairs) for i in range(-1, 2 * (first + second))]
+    assert trace(schedule, len(places)) == pytest.approx([0.1 + 0.4 * place for place in places])
+    assert schedule.get_mom() == [(0.9, 0.999)]
+
+
+def test_momenta_of_one_cycle_are_pairs_of_each_group():
+    opt = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "betas": (0.5, 0.6)})
+    schedule = OneCycle(opt, 0.1, 0.5, cycle_first_step_size=4, cycle_min_mom=[0.1, 0.2], cycle_max_mom=[0.5, 0.6])
+    for _ in range(2):
+        schedule.step()
+    assert schedule.get_mom() == [pytest.approx((0.3, 0.999)), pytest.approx((0.4, 0.6))]
 
 
 def test_one_cycle_without_betas(log):
