@@ -23,7 +23,6 @@ INSTEAD = {
     "runtime.torch_autocast": "autocast belongs to the engine: the block torch_autocast",
     "runtime.zenflow": "the block zero_optimization.zenflow updates chosen columns at once and the rest later",
     "sequence": "tensor_parallel.sequence_parallel_norms keeps parts of the sequence between layers",
-    "utils.comms_logging": "deepspeed.comm.configure(enabled=True) and deepspeed.comm.log_summary(return_dict=True)",
 }
 
 

@@ -6,7 +6,7 @@ from torch.distributed import ReduceOp
 
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.init import init_distributed, mpi_discovery
-from deepspeed.comm.trace import LOG_CALLS
+from deepspeed.comm.trace import LOG as comms_logger, LOG_CALLS
 from deepspeed.errors import pending_class
 
 if TYPE_CHECKING:
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 TorchBackend = pending_class("deepspeed.comm.TorchBackend", "The calls are functions of deepspeed.comm.")
 globals().update(CALLS | LOG_CALLS)
-__all__ = [*CALLS, *LOG_CALLS, "ReduceOp", "init_distributed", "mpi_discovery"]
+__all__ = [*CALLS, *LOG_CALLS, "ReduceOp", "comms_logger", "init_distributed", "mpi_discovery"]

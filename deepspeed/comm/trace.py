@@ -52,6 +52,14 @@ class CommsLog:
         self._latencies_ms: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._ranks: dict[tuple[str, int], list[int]] = defaultdict(list)  # in the group of each call
 
+    def start_profiling_comms(self) -> None:
+        """Record every call from now on."""
+        self.enabled, self.prof_all = True, True
+
+    def stop_profiling_comms(self) -> None:
+        """Record no more than calls that ask for it, and ``prof_ops``."""
+        self.prof_all = False
+
     def wants(self, op: str, prof: bool) -> bool:
         """True when a call of ``op`` is to be timed."""
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
@@ -92,6 +100,10 @@ class CommsLog:
         """Recorded calls of ``op``, of all ops by default."""
         names = self.ops() if op is None else [op]
         return sum(len(calls) for name in names for calls in self._latencies_ms.get(name, {}).values())
+
+    def get_operation_summary(self, op_name: str) -> dict[int, dict[str, Any]]:
+        """The part of ``summary`` about one op, by message bytes; empty where none is recorded."""
+        return self.summary(dist.get_world_size() if dist.is_initialized() else 1).get(op_name, {})
 
     def rows(self, row: Callable[[str, int, list[float]], dict[str, Any]]) -> Rows:
         """``row`` of every op and message size, in order, after the size and the count."""

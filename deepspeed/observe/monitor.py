@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
@@ -166,3 +167,17 @@ class MonitorMaster:
                 end()
             except Exception as error:
                 warning_once(f"{name} cannot end ({_in_words(error)}): it may lack its last values")
+
+
+def _alone(name: str, block: str) -> type[MonitorMaster]:
+    """The class ``name``: the writer of one block of the configuration, whose keys it has as attributes."""
+
+    def build(self: MonitorMaster, config: Any) -> None:
+        vars(self).update(vars(config))
+        MonitorMaster.__init__(self, SimpleNamespace(**{block: config}))
+
+    return type(name, (MonitorMaster,), {"__init__": build, "__module__": __name__})
+
+
+csvMonitor, TensorBoardMonitor = _alone("csvMonitor", "csv_monitor"), _alone("TensorBoardMonitor", "tensorboard")
+WandbMonitor, CometMonitor = _alone("WandbMonitor", "wandb"), _alone("CometMonitor", "comet")

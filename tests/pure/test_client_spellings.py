@@ -13,12 +13,15 @@ from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.errors import DeepSpeedError, NotYetError
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config, get_bfloat16_config
 from deepspeed.runtime.utils import clip_grad_norm_, get_global_norm, prefix_sum_inc
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+from deepspeed.utils.comms_logging import CommsLogger
 
 
 def _load(**keys: Any) -> Any:
@@ -196,6 +199,70 @@ def test_the_blocks_of_monitors_make_a_monitor(tmp_path: Any) -> None:
     assert config.monitor_config.model_dump()["csv_monitor"]["job_name"] == "run"
     assert config.flops_profiler_config.model_dump()["profile_step"] == 1
     assert not deepspeed.DeepSpeedConfig({"train_batch_size": 1}).monitor_config.enabled
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "block", "keys"),
+    [
+        ("csv_monitor", "csvMonitor", "csv_monitor", {"output_path": "logs", "job_name": "mine"}),
+        ("tensorboard", "TensorBoardMonitor", "tensorboard", {"output_path": "logs", "job_name": "mine"}),
+        ("wandb", "WandbMonitor", "wandb", {"group": "g", "team": "t", "project": "p"}),
+        ("comet", "CometMonitor", "comet", {"workspace": "w", "project": "p"}),
+    ],
+)
+def test_each_monitor_is_made_of_its_own_block(module: str, name: str, block: str, keys: dict[str, str]) -> None:
+    """Whose keys it has as attributes; switched off it needs no package and writes nothing."""
+    kind = getattr(importlib.import_module(f"deepspeed.monitor.{module}"), name)
+    for given in ({}, keys):
+        config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, block: {"enabled": False} | given})
+        monitor = kind(getattr(config.monitor_config, block))
+        assert not monitor.enabled and isinstance(monitor, MonitorMaster)
+        defaults = getattr(DeepSpeedMonitorConfig(), block)
+        assert {key: getattr(monitor, key) for key in keys} == {
+            key: given.get(key, getattr(defaults, key)) for key in keys
+        }
+        monitor.write_events([("Train/loss", 0.5, 3)])
+
+
+def test_a_csv_monitor_writes_alone(tmp_path: Any) -> None:
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    monitor = csvMonitor(deepspeed.DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": block}).csv_monitor)
+    monitor.write_events([("Train/loss", 0.5, 3), ("Train/loss", 0.25, 4)])
+    assert monitor.enabled and monitor.output_path == str(tmp_path)
+    assert (tmp_path / "run/Train_loss.csv").read_text() == "step,loss\n3,0.5\n4,0.25\n"
+
+
+def test_the_log_of_collectives_can_be_started_stopped_and_asked() -> None:
+    log = CommsLogger()
+    assert log.get_operation_summary("all_reduce") == {}
+    log.start_profiling_comms()
+    assert log.enabled and log.wants("all_reduce", prof=False)
+    for latency in (1.0, 3.0):
+        log.record("all_reduce", 1024, latency, ranks=2)
+    row = log.get_operation_summary("all_reduce")[1024]
+    assert (row["count"], row["total_latency_ms"], row["avg_latency_ms"]) == (2, 4.0, 2.0)
+    log.stop_profiling_comms()
+    assert not log.wants("all_reduce", prof=False) and log.count() == 2
+
+
+def test_deepspeed_comm_writes_to_a_log_that_clients_hold() -> None:
+    engine = _engine()
+    log = deepspeed.comm.comms_logger
+    assert isinstance(log, CommsLogger)
+    log.start_profiling_comms()
+    try:
+        deepspeed.comm.all_reduce(torch.ones(256))
+        log.stop_profiling_comms()
+        deepspeed.comm.all_reduce(torch.ones(256))
+        assert log.get_operation_summary("all_reduce")[1024]["count"] == 1
+        assert (
+            log.get_operation_summary("all_reduce")
+            == deepspeed.comm.log_summary(return_dict=True)["summary"]["all_reduce"]
+        )
+    finally:
+        deepspeed.comm.configure(enabled=False, prof_all=True)
+        deepspeed.comm.reset_log()
+        engine.destroy()
 
 
 def test_the_dtype_between_ranks_can_be_asked_and_is_settled() -> None:

@@ -212,11 +212,11 @@ class CometConfig(AutoBlock):
 class MonitorConfig(AutoBlock):
     """The blocks of all monitors together, as programs hand them to a ``MonitorMaster``; no block of a file."""
 
-    tensorboard: TensorBoardConfig
-    wandb: WandbConfig
-    csv_monitor: CsvMonitorConfig
-    comet: CometConfig
-    prometheus: PrometheusConfig
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    comet: CometConfig = CometConfig()
+    prometheus: PrometheusConfig = PrometheusConfig()
 
     @property
     def enabled(self) -> bool:

@@ -1,0 +1,1 @@
+from deepspeed.config.model.blocks import MonitorConfig as DeepSpeedMonitorConfig

@@ -1,0 +1,1 @@
+from deepspeed.observe.monitor import WandbMonitor

@@ -1,0 +1,1 @@
+from deepspeed.comm.trace import CommsLog as CommsLogger
