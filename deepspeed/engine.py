@@ -300,7 +300,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on their rank, under every plan; the next backward outside, or the step, reduces."""
+        """Inside, gradients stay on their rank, under every plan; the next backward outside, or the step, reduces.
+
+        Where they are whole (stage 0) ``param.grad`` shows them after each backward, as under torch's DDP.
+        """
         if self._syncing_off:
             raise UsageError("no_sync() cannot be nested")
         self._syncing_off = self.runtime.gradients.hold = True

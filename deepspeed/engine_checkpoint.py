@@ -112,6 +112,7 @@ class EngineCheckpoint:
         gradients = self.runtime.gradients
         self.runtime.catch_up()
         self._parts.hooks.take_edits()
+        shown = gradients.showing
         gradients.withdraw()
         gradients.land_all()
         gradients.collect()
@@ -130,7 +131,8 @@ class EngineCheckpoint:
         folder = Path(save_dir).absolute()  # a background save must not follow the process elsewhere
         order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
         self._saver.save(order, content, behind=config.in_background)
-        gradients.show()
+        if shown:
+            gradients.show()
         return True
 
     def follow_data(self) -> None:

@@ -62,7 +62,8 @@ class Gradients:
         self.hold = False
         # Many backwards run as one pass, and after it all that they have summed is reduced at once.
         self._passing = self._reuses = False
-        # By (unit, position) the place in the sum to which autograd itself adds further gradients in such a pass.
+        # By (unit, position) the place in the sum that ``.grad`` is: in such a pass, where autograd itself adds further
+        # gradients to it, and after a backward without reduction.
         self.adding: dict[tuple[int, int], torch.Tensor] = {}
         # Finite/non-finite probes of each reduced partial, of what, on the device: read only when a step overflows.
         self._probes: list[tuple[Unit, str, torch.Tensor]] = []
@@ -100,7 +101,8 @@ class Gradients:
                 target.mul_(factor)
         unit.note_packed(position)
         # Without a factor further gradients need no call of ours each. Of a DTensor every one is looked at.
-        if self._passing and factor == 1.0 and target.dtype is param.dtype and local_of(param) is param:
+        plain = unit.facts.before == self.scale == 1.0 and target.dtype is param.dtype and local_of(param) is param
+        if self._passing and plain:
             param.grad = target
             self.adding[unit.index, position] = target
 
@@ -123,9 +125,20 @@ class Gradients:
         shown = {self._units[index] for index, _ in self.adding}
         while self.adding:
             (index, position), place = self.adding.popitem()
-            if (grad := take_gradient(self._units[index].params[position])) is not place:
-                place.copy_(torch.zeros_like(place) if grad is None else grad)
+            _take(self._units[index].params[position], place)
+        for unit in shown:
+            if unit.facts.before != 1.0 and unit.partial is not None:
+                unit.partial.mul_(unit.facts.before)
         return shown
+
+    def _show_sum(self, unit: Unit, partial: torch.Tensor) -> None:
+        if unit.facts.before != 1.0:
+            partial.div_(unit.facts.before)
+        for position in unit.fired:
+            param = unit.params[position]
+            place = gradient_like(param, unit.view(partial, unit.layout.segments[position]))
+            self.adding[unit.index, position] = place
+            _put(param, place)
 
     def collect(self) -> bool:
         """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
@@ -154,8 +167,7 @@ class Gradients:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
         unit.settle()  # its update reads the last one
         self.before(unit)
-        if unit in self._shown:
-            self.withdraw()
+        self.withdraw()
         partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
         if self._watch:
             self._probes += _probes(unit, partial)
@@ -255,9 +267,14 @@ class Gradients:
         return 1.0 if unit in self._shown else unit.facts.after
 
     def show(self) -> None:
-        """Let ``.grad`` be a view of a reduced gradient that rests whole on the device, in the accumulation dtype."""
+        """Let ``.grad`` be a view of a gradient that is whole on the device, in the accumulation dtype: of the reduced
+        one, or without reduction of this rank's sum. Of both together there is none.
+        """
         for unit in self._units:
-            if not unit.plan.gradient_whole or not unit.grad_filled or unit in self._shown:
+            if not unit.plan.gradient_whole or unit in self._shown or (unit.partial is None) is not unit.grad_filled:
+                continue
+            if unit.partial is not None:
+                self._show_sum(unit, unit.partial)
                 continue
             self.land_all()
             assert unit.grad is not None
@@ -268,9 +285,7 @@ class Gradients:
                 self._views[unit] = unit.grad, [gradient_like(p, unit.view(unit.grad, s)) for p, s in parts]
             self._shown[unit] = self._views[unit][1]
             for param, view in zip(unit.params, self._shown[unit], strict=True):
-                if view.dtype is not param.dtype:
-                    param.grad_dtype = None  # any
-                param.grad = view
+                _put(param, view)
 
     def settle(self) -> None:
         """Wait for every reduction; what a client put in the place of a shown gradient (None too) is the gradient."""
@@ -278,21 +293,24 @@ class Gradients:
         for unit, views in self._shown.items():
             for param, view in zip(unit.params, views, strict=True):
                 if param.grad is not view:
-                    written = take_gradient(param)
-                    local_of(view).copy_(torch.zeros_like(local_of(view)) if written is None else written)
-                    param.grad = view
+                    _take(param, view)
+                    _put(param, view)
+
+    @property
+    def showing(self) -> bool:
+        """Whether some ``.grad`` is a view of a gradient."""
+        return bool(self._shown or (self.adding and not self._passing))
 
     def withdraw(self) -> None:
         """Take the shown gradients out of ``.grad``, so that nothing is added to them there; see ``settle``."""
-        if not self._shown:
+        if not self.showing:
             return  # asked at every gradient of a backward, whose reductions are under way
-        self.settle()
+        self._take_sums()
+        self.land_all()
         while self._shown:
             unit, views = self._shown.popitem()
             for param, view in zip(unit.params, views, strict=True):
-                param.grad = None
-                if view.dtype is not param.dtype:
-                    param.grad_dtype = param.dtype
+                _take(param, view)
             if unit.facts.after != 1.0 and unit.grad is not None:
                 unit.grad.div_(unit.facts.after)
 
@@ -351,6 +369,23 @@ class Gradients:
         """
         probes, self._probes = sorted(self._probes, key=lambda entry: entry[0].index), []
         return lambda: [name for _, name, probe in probes if not torch.isfinite(probe).item()]
+
+
+def _put(param: torch.nn.Parameter, view: torch.Tensor) -> None:
+    """Show ``view`` as the gradient."""
+    if view.dtype is not param.dtype:
+        param.grad_dtype = None  # any
+    param.grad = view
+
+
+def _take(param: torch.nn.Parameter, view: torch.Tensor) -> None:
+    """Take the shown ``view`` away; what a client has put in its place, None too, is written to it."""
+    unchanged = param.grad is view
+    written = take_gradient(param)
+    if not unchanged:
+        local_of(view).copy_(torch.zeros_like(local_of(view)) if written is None else written)
+    if view.dtype is not param.dtype:
+        param.grad_dtype = param.dtype
 
 
 def _is_whole_sum(unit: Unit, grad: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -388,7 +388,7 @@ class Runtime:
             self._discard_idle(self.units)
         self.second_order = False
         self._trim()
-        if self.gradients.final and not self.gradients.hold:
+        if self.gradients.final or self.gradients.hold:
             self.gradients.show()
 
     def _end_backward(self) -> None:

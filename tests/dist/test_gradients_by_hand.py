@@ -90,8 +90,9 @@ def each_rank_its_own(stage: int, way: str) -> float:
         pair.back(factor=0.5 if way == "early" else 1.0)
     rank = dist.get_rank()
     for ours, plain in pair.params():
-        assert ours.grad is None
-        ours.grad = torch.full(ours.shape, rank + 1.0)
+        extra = torch.full(ours.shape, rank + 1.0)
+        assert (ours.grad is None) == (stage > 0 or way != "no_sync" or plain.grad is None)
+        ours.grad = extra if ours.grad is None else ours.grad + extra
         plain.grad = mean_over_ranks(lambda r, p=plain: torch.full(p.shape, r + 1.0)) + (
             0 if plain.grad is None else plain.grad
         )
@@ -272,6 +273,101 @@ def shown(changes: dict[str, Any]) -> list[float]:
 def test_stage_0_shows_the_reduced_gradient(pool2: RankPool, changes: dict[str, Any], tolerance: float) -> None:
     """A view of it, in the accumulation dtype, from the last backward of the window to the step."""
     assert max(max(errors) for errors in pool2.run(shown, changes)) <= tolerance
+
+
+def saved_without_sync(folder: str) -> bool:
+    pair = Pair(0)
+    with pair.engine.no_sync():
+        pair.back()
+    before = [None if ours.grad is None else ours.grad.clone() for ours, _ in pair.params()]
+    pair.engine.save_checkpoint(folder, tag="t")
+    after = [ours.grad for ours, _ in pair.params()]
+    same = all(a is b is None or torch.equal(a, b) for a, b in zip(before, after, strict=True))  # type: ignore[arg-type]
+    pair.engine.destroy()
+    return same and any(grad is not None for grad in after)
+
+
+def test_a_save_leaves_what_no_sync_shows(pool2: RankPool, tmp_path: Path) -> None:
+    assert all(pool2.run(saved_without_sync, str(tmp_path)))
+
+
+def shown_without_sync(changes: dict[str, Any]) -> tuple[list[float], float]:
+    """``.grad`` beside that of a plain model of this rank alone, as DDP has it; and the error after the update."""
+    pair, own = Pair(0, **changes), case_named("unused").build().train()
+    kept, errors = [*trainable(own).values()], list[float]()
+    for micro in range(3):
+        with pair.engine.no_sync():  # one context after the other
+            pair.back(micro=micro)
+        pair.losses(own, micro=micro).backward()
+        scale = pair.engine.loss_scale()
+        for (ours, _), alone in zip(pair.params(), kept, strict=True):
+            assert (ours.grad is None) == (alone.grad is None), "unused parameters have none"
+            if ours.grad is not None and alone.grad is not None:
+                errors.append(scaled_error(ours.grad.float() / scale, alone.grad))
+    pair.losses(pair.engine)  # a forward in between changes nothing
+    assert any(ours.grad is not None for ours, _ in pair.params())
+    pair.back(micro=3)
+    for ours, plain in pair.params():
+        zeros = torch.zeros_like(plain)
+        found, expected = (zeros if each.grad is None else each.grad.float() for each in (ours, plain))
+        errors.append(scaled_error(found / scale, expected))
+    return errors, pair.error()
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-6),
+        ({"prescale_gradients": False, "gradient_predivide_factor": 1.5}, 1e-6),
+        ({"bf16": {"enabled": True}}, 2e-2),
+        (FP16, 2e-3),
+    ],
+    ids=["fp32", "predivided", "bf16", "fp16"],
+)
+def test_no_sync_shows_the_sum_of_this_rank(pool2: RankPool, changes: dict[str, Any], tolerance: float) -> None:
+    """Unreduced, after each of several contexts; the backward outside adds to it, and all of it is reduced once."""
+    for errors, error in pool2.run(shown_without_sync, changes):
+        assert max(errors) <= tolerance and (error <= TOLERANCE or tolerance > 1e-6)
+
+
+def edited_without_sync(way: str, changes: dict[str, Any]) -> float:
+    """The same edit of this rank's sum on the engine's parameters and, in proportion, on the plain mean."""
+    pair = Pair(0, case="plain", **changes)
+    with pair.engine.no_sync():
+        pair.back()
+        for params in zip(*pair.params(), strict=True):
+            for index, param in enumerate(params):
+                assert param.grad is not None
+                if way == "scale":
+                    param.grad.mul_(0.5)
+                elif way == "replace" and index % 2:
+                    param.grad = torch.full(param.shape, 0.1 * index)
+                elif way == "none" and index % 2:
+                    param.grad = None
+        if way == "zero":
+            pair.engine.zero_grad()
+            pair.plain.zero_grad()
+            assert all(ours.grad is None for ours, _ in pair.params())
+        if way == "again":
+            pair.back(micro=1)
+    if way in {"zero", "scale"}:
+        pair.back(micro=2)
+    elif way == "regulariser":  # its backward passes no output of a module
+        for model in (pair.engine.module, pair.plain):
+            sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    elif way == "reduced":
+        pair.engine.allreduce_gradients()
+        assert max(scaled_error(ours.grad, plain.grad) for ours, plain in pair.params()) <= 1e-6  # type: ignore[arg-type]
+    return pair.error()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
+)
+@pytest.mark.parametrize("way", ["scale", "replace", "none", "zero", "again", "regulariser", "reduced"])
+def test_edits_of_what_no_sync_shows_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
+    """In place, by another tensor, by None, with a further backward behind them, inside or outside, and at the step."""
+    assert max(pool2.run(edited_without_sync, way, changes)) <= TOLERANCE
 
 
 def edited(way: str, changes: dict[str, Any]) -> float:
