@@ -142,6 +142,8 @@ class Gradients:
 
     def collect(self) -> bool:
         """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
+        if not self._passing:
+            self._take_sums()  # what is packed goes to the same sums
         for unit in self._units:
             if unit.trainable and unit not in self._shown:
                 if unit.facts.tie and unit.grad_state is GradState.EMPTY and self.reduces_now(unit):

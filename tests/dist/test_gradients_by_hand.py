@@ -275,6 +275,23 @@ def test_stage_0_shows_the_reduced_gradient(pool2: RankPool, changes: dict[str, 
     assert max(max(errors) for errors in pool2.run(shown, changes)) <= tolerance
 
 
+def written_beside_a_shown_sum() -> float:
+    """Into parameters that no backward has reached, of a unit whose other gradients are shown."""
+    pair = Pair(0, prescale_gradients=False, gradient_predivide_factor=1.5)
+    with pair.engine.no_sync():
+        pair.back()
+    assert any(ours.grad is not None for ours, _ in pair.params())
+    for ours, plain in pair.params():
+        if ours.grad is None:
+            ours.grad, plain.grad = torch.full(ours.shape, dist.get_rank() + 1.0), torch.full(plain.shape, 1.5)
+    pair.engine.allreduce_gradients()
+    return pair.error()
+
+
+def test_what_is_written_beside_a_shown_sum_counts(pool2: RankPool) -> None:
+    assert max(pool2.run(written_beside_a_shown_sum)) <= TOLERANCE
+
+
 def saved_without_sync(folder: str) -> bool:
     pair = Pair(0)
     with pair.engine.no_sync():
