@@ -409,9 +409,10 @@ def _probes(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Te
 
 
 def _probes_of_parameters(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:
-    """The largest of each, by one launch."""
-    norms = torch._foreach_norm([unit.view(partial, s) for s in unit.layout.segments], math.inf)
-    return [(unit, s.name, norm) for s, norm in zip(unit.layout.segments, norms, strict=True)]
+    """The largest of each, by one launch; none of those without elements, whose largest torch refuses to name."""
+    segments = [segment for segment in unit.layout.segments if segment.numel]
+    norms = torch._foreach_norm([unit.view(partial, s) for s in segments], math.inf) if segments else ()
+    return [(unit, s.name, norm) for s, norm in zip(segments, norms, strict=True)]
 
 
 def reduce_over_axes(

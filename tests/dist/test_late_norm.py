@@ -121,6 +121,41 @@ def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: st
             assert rank == 0 or (behind["name"] in text and "rank 1" in text), text
 
 
+class _WithAnEmptyOne(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.none = torch.nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(torch.cat([x, self.none]))).float().square().mean()
+
+
+def _with_an_empty_one(stage: int) -> tuple[list[float], list[str]]:
+    """Losses of two updates, between which one is left out, and what is said of it."""
+    losses = []
+    torch.manual_seed(0)
+    with late(), logged() as lines:
+        engine = start(_WithAnEmptyOne(), make_config(stage, bf16={"enabled": True}))
+        for number in range(3):
+            batch = torch.ones(2, 4, dtype=torch.bfloat16) * (math.inf if number == 1 and dist.get_rank() == 1 else 1)
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    return losses[::2], _bad(lines)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_without_elements_is_finite(pool2: RankPool, stage: int) -> None:
+    """As a device looks at the gradients, parameter by parameter."""
+    for rank, ((first, last), lines) in enumerate(pool2.run(_with_an_empty_one, stage)):
+        assert 0 < last < first
+        assert len(lines) == 1 and "step 2 skipped" in lines[0], lines
+        assert rank == 0 or "none" not in lines[0], lines
+
+
 def _asked(question: str) -> tuple[object, int]:
     """An answer right after an update that was left out, and how many updates have been read for it."""
     case, now = case_named("plain"), {"bad": False}
