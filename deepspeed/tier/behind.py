@@ -40,7 +40,7 @@ class Turn(Transfer):
         accelerator, worker = get_accelerator(), self._worker
         try:
             if worker.failure is None:
-                with torch.no_grad(), accelerator.device(worker.device.index), accelerator.stream(worker.stream):
+                with torch.no_grad(), accelerator.stream(worker.stream):
                     worker.stream.wait_event(self._begin)
                     self._call().wait()
                     event = accelerator.Event()
@@ -105,7 +105,8 @@ class Worker:
 
     def _pass(self, turn: Turn) -> None:
         if self._ident is None:
-            thread = Thread(target=_take_turns, args=(self._turns,), name="deepspeed-update", daemon=True)
+            there = (self._turns, self.device.index)
+            thread = Thread(target=_take_turns, args=there, name="deepspeed-update", daemon=True)
             thread.start()
             self._ident = thread.ident
             self._close = weakref.finalize(self, _end, self._turns, thread)
@@ -166,7 +167,9 @@ def next_of(turns: Sequence[Turn]) -> Turn:
     return min(ready, key=lambda turn: turn.place) if ready else max(turns, key=lambda turn: turn.place)
 
 
-def _take_turns(turns: _Waiting) -> None:
+def _take_turns(turns: _Waiting, device: int | None) -> None:
+    if device is not None:  # to ask on a device that nobody has chosen makes a context there
+        get_accelerator().set_device(device)
     while (turn := turns.take()) is not None:
         turn.take()
         del turn  # what it keeps alive, this worker too, must not wait for the next one
