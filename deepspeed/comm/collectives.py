@@ -279,10 +279,13 @@ def is_of_backend(error: BaseException) -> bool:
 
 
 def break_off(group: AxisGroup) -> None:
-    """End all that waits for this rank over a gloo ``group``, or for others on it: for good, as its connections close.
-
-    A wait that runs out of time closes them, from any thread.
+    """End all that waits for this rank over ``group``, or for others on it: for good, from any thread. A wait on gloo
+    that runs out of time closes its connections. Of nccl the communicator is aborted: what this rank's device waits in
+    ends, and other machines see the connections go.
     """
+    if group.backend != "gloo" and group.pg is not None and group.size > 1:
+        with contextlib.suppress(RuntimeError):  # not every backend can
+            group.pg.abort()
     peers = [peer for peer in range(group.size) if peer != group.index and group.backend == "gloo"]
     for peer in peers:  # one that has ended leaves the others' connections open
         with contextlib.suppress(RuntimeError, ValueError):  # ended already

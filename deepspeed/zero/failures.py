@@ -144,7 +144,7 @@ def patience(mesh: Mesh, text: str, *, seconds: float | None = None) -> Iterator
 
 
 def break_off_all(mesh: Mesh) -> None:
-    """End every wait on the groups of ``mesh`` that a host can end, for good."""
-    for group in (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made):
-        if group is not None:
-            collectives.break_off(group)
+    """End every wait on the groups of ``mesh``, for good: first of the hosts, which go on to end their own."""
+    groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made)
+    for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo"):
+        collectives.break_off(group)
