@@ -68,6 +68,12 @@ class Mesh:
         return self.host or (self.control if self.control and self.control.size == self.job.size else self.job)
 
     @property
+    def communicators(self) -> set[Any]:
+        """The groups of several ranks whose collectives run on the device, where each holds memory."""
+        groups = (self.job, self.data, self.zero, self.tp, self.pp, *self.groups, *self.sums, *self.fetches)
+        return {group.pg for group in groups if group.size > 1 and group.backend != "gloo"}
+
+    @property
     def first(self) -> bool:
         """True on the one rank of the job that speaks for all: logs, manifests, whole weights."""
         return self.job.index == 0

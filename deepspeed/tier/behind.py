@@ -105,8 +105,8 @@ class Worker:
 
     def _pass(self, turn: Turn) -> None:
         if self._ident is None:
-            there = (self._turns, self.device.index)
-            thread = Thread(target=_take_turns, args=there, name="deepspeed-update", daemon=True)
+            given = (self._turns, self.device.index)
+            thread = Thread(target=_take_turns, args=given, name="deepspeed-update", daemon=True)
             thread.start()
             self._ident = thread.ident
             self._close = weakref.finalize(self, _end, self._turns, thread)

@@ -193,7 +193,10 @@ def _fitted(
     limits, present = limits_of(plan.offload, ranks), limits_present(ranks)
     if not limits.host and any(_offload_tiers(s.row) - {Tier.DEVICE} for s in sizes):
         limits = replace(present, device=limits.device, device_used=limits.device_used)
-    fitted = fit(plan, sizes, [group.size for group in mesh.groups], widths, limits, shared=shared)
+    meshes = [mesh, *(spec.facts.mesh for spec in specs if spec.facts is not None)]
+    count = 0 if shared else len(set().union(*(m.communicators for m in meshes)))
+    ways = [group.size for group in mesh.groups]
+    fitted = fit(plan, sizes, ways, widths, limits, shared=shared, communicators=count)
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted

@@ -198,6 +198,7 @@ def test_planned_bytes_are_what_a_rank_holds(planned: dict[str, Any], reality: l
     code, out, err = planned[name]
     assert code == 0, err
     facts = json.loads(out)
+    assert facts["bytes"].pop("communicators: 1, assumed")["device"]  # the CPU has none
     for what in STATES:
         known = {tier: n for tier, n in facts["bytes"][what].items() if n}
         by_rank = [ours[name][0][what] for ours in reality]
@@ -224,3 +225,4 @@ def test_the_table_says_who_trains_and_the_limit_is_a_gate(planned: dict[str, An
     code, out, _ = planned["none"]
     total = sum(p.numel() for p in Tower().parameters())
     assert code == 0 and f"{total:,} of {total:,} parameters are trained" in out and "LoRA" not in out
+    assert "communicators: 1, assumed" in out  # all ranks in one group

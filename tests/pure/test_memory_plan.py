@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.memory.fit import (
     Fitted,
     Limits,
@@ -226,6 +228,34 @@ def test_on_a_machine_without_accelerator_everything_is_host_memory() -> None:
     landing = 3 * (N // 2) * 4  # gradients that a device holds until they are copied to the host
     assert shared.device == 0 and shared.host == apart.host + apart.device - landing and shared.drive == apart.drive
     assert apart.device and apart.host and apart.drive
+
+
+def test_every_communicator_of_a_device_is_counted_there() -> None:
+    """By an amount that is assumed; of it nothing can move."""
+    plan = plan_of({"stage": 3}, 8)
+    units = sizes(plan, 800, 800)
+    options = {"prefetch": plan.prefetch_numel, "shared": False}
+    alone, found = (memory_plan(units, (8,), plan.offload, Widths(), communicators=n, **options) for n in (0, 3))
+    assert [line for line in found.lines if line not in alone.lines] == [Line("communicators: 3, assumed", 1200 << 20)]
+    assert found.device - alone.device == 1200 << 20 and "communicators: 3, assumed" in found.table()
+    limits = Limits(device=1 << 30)
+    assert fit(plan, units, (8,), Widths(), limits, shared=False, communicators=2).memory.device > 800 << 20
+    with pytest.raises(DeepSpeedConfigError, match=r"(?s)memory.device_limit is 1,024 MiB.*communicators: 3, assumed"):
+        fit(plan, units, (8,), Widths(), limits, shared=False, communicators=3)
+
+
+def test_communicators_are_groups_of_several_ranks_on_the_device_each_once() -> None:
+    def group(name: str, backend: str, ranks: int = 8) -> AxisGroup:
+        return AxisGroup(name, ranks, 0, tuple(range(ranks)), backend)  # type: ignore[arg-type]
+
+    world, host = group("world", "nccl"), group("host", "gloo")
+    plain = Mesh((world,), world, world, world, host, host=host, made=(host,))
+    assert plain.communicators == {"world"}
+    cut = replace(plain, groups=(group("dp", "nccl", 4),), tp=group("tp", "nccl", 2), pp=group("pp", "nccl", 1))
+    assert cut.communicators == {"world", "dp", "tp"}
+    more = replace(plain, reducing=group("reductions", "nccl"), fetching=group("gathers", "nccl"))
+    assert more.communicators == {"world", "reductions", "gathers"}
+    assert not Mesh((host,), host, host, host, host).communicators
 
 
 def test_the_table_is_for_people() -> None:

@@ -1,8 +1,8 @@
 """What one rank's model states will hold, per tier, before any of it exists; rows that keep within limits. Pure.
 
-Counted are parameters, gradients and optimizer state at rest, units gathered at once, and the buffers between memory
-and drives. Not counted are activations, the model's inputs, and what the process held before. The widths are those of
-mixed-precision training (Rajbhandari et al. 2020).
+Counted are parameters, gradients and optimizer state at rest, units gathered at once, the buffers between memory and
+drives, and communicators of the device. Not counted are activations, the model's inputs, and what the process held
+before. The widths are those of mixed-precision training (Rajbhandari et al. 2020).
 """
 
 from collections import Counter, defaultdict
@@ -16,6 +16,7 @@ from deepspeed.zero.layout import round_up
 from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
 _PAGE = 4096  # what a state in host memory beside a device is rounded up to, as ``tier.arena`` does
+_COMMUNICATOR = 400 << 20  # taken to be the device memory of one of NCCL's: 300 to 500 MiB with its own settings
 _SPARE = 8  # of the memory there is, one part in so many is left to activations, inputs and the interpreter
 
 
@@ -93,7 +94,7 @@ class MemoryPlan:
 
 def memory_plan(
     units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
-    shared: bool, window: bool = False,
+    shared: bool, window: bool = False, communicators: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead; ``window``: all into one."""
     table: Counter[tuple[str, Tier]] = Counter()
@@ -147,6 +148,7 @@ def memory_plan(
     table["optimizer state on a visit", Tier.DEVICE] = InFlight.VISITS * visits
     table["new optimizer state", Tier.HOST] = offload.early and (4 + widths.slots) * _beside(units, ways)
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
+    table[f"communicators: {communicators}, assumed", Tier.DEVICE] = communicators * _COMMUNICATOR
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
 
@@ -285,8 +287,9 @@ class Fitted:
 
 
 def fit(
-    plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool
-) -> Fitted:
+    plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool,
+    communicators: int = 0,
+) -> Fitted:  # fmt: skip
     """The rows of ``units``, with gradients on the drive where host memory has no room for them.
 
     Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as
@@ -296,8 +299,8 @@ def fit(
 
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
-        options = {"shared": shared, "window": plan.copy_engines}
-        return memory_plan(sized, ways, offload, widths, prefetch=plan.prefetch_numel, **options)
+        options, ahead = {"shared": shared, "window": plan.copy_engines}, plan.prefetch_numel
+        return memory_plan(sized, ways, offload, widths, prefetch=ahead, communicators=communicators, **options)
 
     # Rows that need ever less host memory, without another word in the configuration.
     offload, rows = plan.offload, [gradients_on_drive(unit.row) for unit in units]
