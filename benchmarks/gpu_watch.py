@@ -3,6 +3,7 @@
 import collections
 import json
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,17 +24,35 @@ def union(spans: Iterable[Span]) -> float:
 
 
 def waits(step: Callable[[], None]) -> dict[str, Any]:
-    """How often one step waits for the device, and where, as torch warns of it."""
+    """How often one step waits for the device, and where: what torch warns of, and waits for events beside it."""
     import torch
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            step()
+            events = waits_for_events(step, torch.cuda.Event)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return waits_of([(w.filename, w.lineno, str(w.message)) for w in seen])
+    return waits_of([(w.filename, w.lineno, str(w.message)) for w in seen] + events)
+
+
+def waits_for_events(step: Callable[[], None], kind: Any) -> list[tuple[str, int, str]]:
+    """Each wait of the host for an event of ``kind`` that had not come, in any thread: file, line, what it was."""
+    seen: list[tuple[str, int, str]] = []
+
+    def synchronize(event: Any) -> None:
+        if not event.query():
+            caller = sys._getframe(1)
+            seen.append((caller.f_code.co_filename, caller.f_lineno, "synchronizes with an event"))
+        real(event)
+
+    real, kind.synchronize = kind.synchronize, synchronize
+    try:
+        step()
+    finally:
+        kind.synchronize = real
+    return seen
 
 
 def waits_of(warned: list[tuple[str, int, str]]) -> dict[str, Any]:

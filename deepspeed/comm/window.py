@@ -86,7 +86,8 @@ class Window:
 
         def meet() -> None:
             assert memory is not None and group.pg is not None
-            dist.barrier(group=group.pg)  # the first collective makes the communicator, which registers
+            # The first collective makes the communicator, which registers; a barrier would choose a device by itself.
+            dist.all_reduce(torch.zeros(1, device=device), group=group.pg)
             importlib.import_module(_SYMMETRIC).rendezvous(memory, group.pg.group_name)
 
         if all(_settled(_failure(step), group) for step in (allocate, meet)):

@@ -248,7 +248,7 @@ def _update_tiles(
             written = tiles.step(views, factor, spare=spare, worker=runtime.worker)
     except Exception as error:
         failure = error
-    failed = collectives.failures(failure, runtime.mesh.job)
+    failed = collectives.failures(failure, runtime.mesh.talk)
     runtime.known = failure
     if failure is not None:
         raise failure

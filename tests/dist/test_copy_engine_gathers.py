@@ -123,6 +123,18 @@ def test_what_comes_through_the_window_is_what_comes_otherwise(pool2: RankPool, 
         assert by_engines["closed"] and by_engines["lines"] == []
 
 
+def _without_a_barrier() -> bool:
+    barrier = mock.Mock(side_effect=RuntimeError("a barrier takes the device of this rank's number"))
+    with standing_in(StandIn()), mock.patch.object(dist, "barrier", barrier):
+        trained = _train(asked=True)
+    return trained["through"] > 0 and not trained["lines"]
+
+
+def test_the_communicator_is_made_on_the_device_of_the_window(pool2: RankPool) -> None:
+    """A barrier of nccl would choose one by the rank's number, which may be another rank's."""
+    assert pool2.run(_without_a_barrier) == [True, True]
+
+
 def _left_out(rank_that_refuses: int) -> dict[str, Any]:
     refuses = "no fabric handles" if dist.get_rank() == rank_that_refuses else ""
     with standing_in(StandIn(refuses)):

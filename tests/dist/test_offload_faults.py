@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from deepspeed.comm import collectives
 from deepspeed.tier import drive
 from deepspeed.tier.aio import TransferError
 from deepspeed.verify.models import Case
@@ -294,3 +295,24 @@ def gradient_write_fails(folder: str, *, late: bool) -> list[str]:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_gradient_that_cannot_be_written(pool1: RankPool, tmp_path: Path, late: bool) -> None:  # noqa: FBT001
     check(pool1.run(gradient_write_fails, str(tmp_path), late=late))
+
+
+def objects_of_a_step(folder: str) -> list[str]:
+    """Over which groups the ranks tell each other of a step's tiles."""
+    engine, groups = engine_for("both nvme", folder), []
+    plain = collectives.gather_objects
+
+    def gather(value: object, group: Any) -> list[Any]:
+        groups.append("job" if group is engine.mesh.job else group.backend)
+        return plain(value, group)
+
+    train_step(engine, CASES["wide"](), 0)
+    with patch.object(collectives, "gather_objects", gather):
+        train_step(engine, CASES["wide"](), 1)
+    engine.destroy()
+    return groups
+
+
+def test_ranks_tell_of_their_tiles_on_the_host(pool2: RankPool, tmp_path: Path) -> None:
+    """On the group of the job two collectives of nccl, each waited for, would carry what is a few bytes mostly."""
+    assert pool2.run(objects_of_a_step, str(tmp_path)) == [["gloo"]] * 2

@@ -431,8 +431,10 @@ def test_gradients_can_be_lent_within_a_window(on_device: dict[Any, Any]) -> Non
 @pytest.mark.parametrize("remote", ["cpu", "nvme"])
 def test_a_model_is_born_in_host_memory_or_on_a_drive(remote: str, tmp_path: Path) -> None:
     results = []
+    # at the rate of the other tests this model's loss grows, and roundings alone make the weights differ
+    slow = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "eps": 1e-4, "weight_decay": 0.1}}}
     for where, name in ((None, "none"), (remote, f"both {remote}")):
-        cfg = config(3, "bf16", places(tmp_path)[name])
+        cfg = config(3, "bf16", places(tmp_path)[name], **slow)
         torch.manual_seed(1)
         synchronize()
         before = get_accelerator().memory_allocated()
@@ -449,6 +451,7 @@ def test_a_model_is_born_in_host_memory_or_on_a_drive(remote: str, tmp_path: Pat
                 assert where == "nvme" or unit.shard.is_pinned(), unit.name
             assert get_accelerator().memory_allocated() - before < MIB // 2  # what moves is 1 MiB
         results.append(run(cfg, model))
+        assert results[-1][0][-1] < results[-1][0][0]
     assert difference(results[0][1], results[1][1]) <= TOLERANCE["bf16"]
 
 

@@ -30,7 +30,10 @@ def test_every_command_is_expected_to_fit_and_together_they_run_every_case() -> 
     run: list[str] = []
     for parts, cases in table.COMMANDS.values():
         rows = table.plan(parts.split(), list(cases), predicted)
-        assert sum(seconds for *_, seconds in rows) <= table.COMMAND_S, table.plan_text(rows, table.COMMAND_S)
+        minutes = module("gpu").parse([]).minutes  # what it stops after
+        assert sum(seconds for *_, seconds in rows) <= 60 * minutes < table.COMMAND_S, table.plan_text(
+            rows, table.COMMAND_S
+        )
         run += [name for _, name, _ in rows if name]
     assert sorted(run) == sorted(table.CASES)
     assert {part for parts, _ in table.COMMANDS.values() for part in parts.split()} == set(table.PARTS)
@@ -61,7 +64,7 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     args = gpu.parse(["--command", "2"])
     assert (args.parts, args.cases) == (["train"], list(table.MORE))
     dry = gpu.parse(["--dry"])
-    assert (dry.parts, dry.on, dry.quick) == (["checks", "train"], "cpu", True)
+    assert (dry.parts, dry.on, dry.quick) == (["kernels", "checks", "train"], "cpu", True)
     with pytest.raises(SystemExit):
         gpu.parse(["--command", "1", "--cases", "zero3"])
     assert "leave --parts and --cases out" in capsys.readouterr().err
@@ -75,6 +78,40 @@ def test_configurations_are_taken(name: str) -> None:
     parsed = load_config(table.config(table.CASES[name], "/drive", 8, 1 << 33), world_size=1)
     assert parsed.gradient_accumulation_steps == table.CASES[name].accumulation
     assert parsed.zero.stage == 3 and (name != "nvme" or parsed.zero.offload_param.nvme_path == "/drive")
+
+
+def test_the_kernels_part_runs_with_its_own_arguments() -> None:
+    gpu = module("gpu")
+    found = gpu.kernels(gpu.parse(["--case", "kernels", "--on", "cpu", "--numel", f"{1 << 20}", "--rounds", "1"]))
+    assert found["elements"] == 1 << 20 and not found["native_kernel"]
+    assert all(found[f"{name}_gbs"] > 0 for name in ("copy", "ours", "torch"))
+    assert "| FusedAdam |" in gpu.kernel_table(found)
+
+
+def test_waits_for_events_count_where_the_event_had_not_come() -> None:
+    watch = module("gpu_watch")
+
+    class Event:
+        waited = 0
+
+        def __init__(self, *, come: bool) -> None:
+            self.come = come
+
+        def query(self) -> bool:
+            return self.come
+
+        def synchronize(self) -> None:
+            Event.waited += 1
+
+    def step() -> None:
+        Event(come=True).synchronize()
+        Event(come=False).synchronize()
+
+    before = Event.synchronize
+    ((file, line, text),) = watch.waits_for_events(step, Event)
+    assert file == __file__ and line == step.__code__.co_firstlineno + 2
+    assert Event.synchronize is before and Event.waited == 2
+    assert watch.waits_of([(file, line, text)])["waits_per_step"] == 1
 
 
 def test_overlap_and_waits_are_read_from_what_torch_says() -> None:
