@@ -106,7 +106,9 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str, options: Any = N
     has, which may differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
     """
     ranks, kind, label = list(axis.ranks), dist.Backend(backend), c10d.GroupName(f"{name}/{axis.ranks[0]}")
-    store, limit = c10d._get_default_store(), c10d._get_default_timeout(kind)
+    store, limit, world = c10d._get_default_store(), c10d._get_default_timeout(kind), c10d._get_default_group()
+    # Were its device known, torch would split the job's communicator, which is a call of all its ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
         sizes = (axis.size, axis.index, ranks)
         pg, _ = c10d._new_process_group_helper(*sizes, kind, store, label, backend_options=options, timeout=limit)
@@ -117,6 +119,8 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str, options: Any = N
             "interface that leads to the others; GLOO_SOCKET_IFNAME is "
             f"{os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
         ) from error
+    finally:
+        world.bound_device_id = bound
     c10d._world.pg_group_ranks[pg] = {rank: position for position, rank in enumerate(ranks)}
     return AxisGroup(pg, axis.size, axis.index, axis.ranks, backend)
 

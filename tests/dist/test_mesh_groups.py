@@ -7,15 +7,17 @@ import random
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.init import take_turns
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import build_mesh, destroy_mesh
+from deepspeed.mesh.groups import build_mesh, destroy_mesh, group_over
 from deepspeed.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -100,3 +102,41 @@ def _policies() -> tuple[set[int], set[int], int]:
 def test_gloos_threads_wait_for_their_turn_on_a_processor_where_the_machine_allows_it(pool2: RankPool) -> None:
     ours = os.SCHED_OTHER
     assert pool2.run(_policies) == [({ours}, {os.SCHED_BATCH}, ours)] * 2
+
+
+class _Nccl(dist.ProcessGroupGloo):
+    """Stands in for torch's class: notes what a communicator would be split from, and talks over gloo."""
+
+    Options = SimpleNamespace
+    split_from: list[object] = []
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        super().__init__(store, rank, size, timeout=options._timeout)
+        self.split_from.append(getattr(options, "split_from", None))
+
+
+def _made_of_one_rank() -> tuple[list[object], str]:
+    """What rank 0's own group of a job with a bound device is split from, and the device bound afterwards."""
+    if dist.get_rank() == 0:
+        world = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda", 0)
+        job = SimpleNamespace(supports_splitting=True)
+        try:
+            with (
+                mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=job),
+                mock.patch.object(c10d, "is_nccl_available", return_value=True),
+                mock.patch.object(c10d, "ProcessGroupNCCL", _Nccl, create=True),
+                mock.patch.object(dist, "get_backend", return_value="nccl"),
+            ):
+                group = group_over(world, (0,))
+            bound = str(world.bound_device_id)
+        finally:
+            world.bound_device_id = None
+        dist.destroy_process_group(group)
+        return _Nccl.split_from, bound
+    return [], ""
+
+
+def test_a_group_of_some_ranks_is_no_split_of_a_job_that_is_bound_to_its_device(pool2: RankPool) -> None:
+    """A split is a call of all ranks of the job, and the ranks outside of the group make none."""
+    assert pool2.run(_made_of_one_rank)[0] == ([None], "cuda:0")

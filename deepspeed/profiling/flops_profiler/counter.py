@@ -18,20 +18,27 @@ FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _aten = torch.ops.aten
 
 
+def _repeated(query: Any, *heads: Any) -> tuple[Any, ...]:
+    """The shapes of keys and values with a head for each of the query's, as grouped attention multiplies them; torch
+    before 2.13 counts no other.
+    """
+    return tuple((shape[0], query[1], *shape[2:]) for shape in heads)
+
+
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    return int(sdpa_flop_count(query, *_repeated(query, key, value)))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+    return int(sdpa_backward_flop_count(grad, query, *_repeated(query, key, value)))
 
 
-# Kernels of attention that torch's own table leaves out: those of CPUs and of devices that bring their own.
+# torch's own table leaves out the last two: those of CPUs and of devices that bring their own.
+_KERNELS = "flash_attention efficient_attention cudnn_attention flash_attention_for_cpu fused_attention_overrideable"
 _FORMULAS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten._scaled_dot_product_fused_attention_overrideable: _attention,
-    _aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
+    getattr(_aten, f"_scaled_dot_product_{kernel}{end}"): formula
+    for kernel in _KERNELS.split()
+    for end, formula in (("", _attention), ("_backward", _attention_backward))
 }
 
 
