@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,22 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
                 return
 
 
+@contextlib.contextmanager
+def naming_threads(backend: str) -> Iterator[None]:
+    """Let gloo's threads that are started inside have gloo's name: before torch 2.13 they have that of who starts them."""
+    comm, name = Path("/proc/thread-self/comm"), b""
+    with contextlib.suppress(OSError):
+        if backend == "gloo":
+            name = comm.read_bytes()
+            comm.write_bytes(_GLOO_THREADS)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if name:
+                comm.write_bytes(name)
+
+
 def take_turns(policy: int = getattr(os, "SCHED_BATCH", 0)) -> None:
     """Let gloo's threads wait for their turn on a busy processor, as batch programs do, instead of taking it from
     whoever wakes them. That is mostly a rank in the middle of a send, with a lock that they would then spin on.
@@ -118,7 +135,8 @@ def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str
     # Nobody to meet: an in-process store needs no port, so parallel single-process jobs cannot collide.
     store = dist.HashStore() if init_method is None and ranks.port is None else None
     method = None if store is not None else init_method or "env://"
-    dist.init_process_group(backend, method, timeout, ranks.world_size, ranks.rank, store)
+    with naming_threads(backend):
+        dist.init_process_group(backend, method, timeout, ranks.world_size, ranks.rank, store)
 
 
 def _leave_at_exit(limit_s: float = 20.0) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
-from deepspeed.comm.init import take_turns
+from deepspeed.comm.init import naming_threads, take_turns
 from deepspeed.comm.window import Window, window_options
 from deepspeed.errors import UsageError
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
@@ -111,7 +111,8 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str, options: Any = N
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         sizes = (axis.size, axis.index, ranks)
-        pg, _ = c10d._new_process_group_helper(*sizes, kind, store, label, backend_options=options, timeout=limit)
+        with naming_threads(backend):
+            pg, _ = c10d._new_process_group_helper(*sizes, kind, store, label, backend_options=options, timeout=limit)
     except RuntimeError as error:
         raise UsageError(
             f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If the "

@@ -176,12 +176,6 @@ for _name, _value in _CONSTANTS.items():
 
 
 def install() -> None:
-    """Register the device with torch, once for the process; UsageError where this torch cannot have it."""
-    if hasattr(torch, NAME):
-        return
-    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-    if setup is None:
-        raise UsageError(
-            f"torch {torch.__version__} has no devices written in Python, which the simulator needs; use torch 2.13"
-        )
-    setup(NAME, backend_module=MODULE)
+    """Register the device with torch, once for the process."""
+    if not hasattr(torch, NAME):
+        backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=MODULE)

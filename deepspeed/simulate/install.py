@@ -1,6 +1,6 @@
 """Everything of torch that has to be another thing while a program is recorded, put there and taken back.
 
-Private names of torch 2.13 that the simulator stands on, here and in its neighbours:
+Private names of torch that the simulator stands on, here and in its neighbours:
 ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (device.py), ``torch._subclasses`` (fake
 tensors), ``torch._C._distributed_c10d.FakeWork`` and ``torch.distributed._tools.fake_collectives`` (record.py),
 ``torch._C._set_only_lift_cpu_tensors``, ``Tensor._make_subclass``, ``UntypedStorage._cdata``,
@@ -88,7 +88,7 @@ def recording(
 
     ``keep``: the timeline keeps every span. Starts torch.distributed with peers that do not exist, and ends it;
     ``store``: one that the other ranks' processes share.
-    Raises UsageError where torch lacks what it takes, or a process group exists already.
+    Raises UsageError where a process group exists already.
     """
     if dist.is_initialized():
         raise UsageError("a simulation starts its own process group; run it in a process that has none")

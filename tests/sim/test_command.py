@@ -9,7 +9,6 @@ import pytest
 
 from deepspeed.simulate import cli
 from tests.harness.commands import Ended, run_all
-from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
 
 MODEL = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
 CONFIG = {

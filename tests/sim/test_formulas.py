@@ -15,7 +15,7 @@ from deepspeed.simulate import run
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.events import Event, Launch
 from deepspeed.simulate.models import Shape, decoder_subject
-from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
+from tests.sim.test_matrix import ROOT
 
 SHAPE = Shape(
     width=128, blocks=3, heads=4, inner=320, vocabulary=500, positions=64, key_heads=2, gated=True, head=48

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from deepspeed.simulate.events import Event
@@ -23,9 +22,6 @@ from tests.sim.oracle import Conflicts, waits_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 550  # of a machine that is busy with much else
-pytestmark = pytest.mark.skipif(
-    torch.__version__.split("+")[0] < "2.13", reason="the simulated device needs devices written in Python (torch 2.13)"
-)
 
 PUBLISHED = "event.synchronize: tier/store.py wait"
 UPDATE = "end of an update: tier/behind.py wait"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim import mutants
-from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
+from tests.sim.test_matrix import ROOT
 from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 
 LIMIT_S = 1500

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.harness.commands import Ended, run_all
-from tests.sim.test_matrix import pytestmark  # noqa: F401 - the same torch is needed
 
 RANKS, SEQUENCE, VOCABULARY, HEAD = 8, 4096, 32_000, 128
 LIMIT_S = 550  # of a machine that is busy with much else

@@ -14,7 +14,6 @@ from deepspeed.simulate.costs import MESSAGES
 from deepspeed.simulate.pipeline.run import PipelineOutcome, simulate_pipeline
 from deepspeed.verify.ranks import RankPool
 from tests.sim.pipelines import LAYERS, ROW, WEIGHT, equal_parts, job, without_waits
-from tests.sim.test_matrix import pytestmark  # noqa: F401 - the same torch is needed
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev")
 CLOSE = 0.05

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.sim.planted import NOT_IN_BRUTE_FORCE, PROGRAMS
-from tests.sim.test_matrix import LIMIT_S, ROOT, pytestmark  # noqa: F401 - the same torch is needed
+from tests.sim.test_matrix import LIMIT_S, ROOT
 
 
 @pytest.fixture(scope="module")

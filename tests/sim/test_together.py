@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from deepspeed.verify.ranks import RankFailure, RankPool
-from tests.sim.test_matrix import pytestmark  # noqa: F401 - the same torch is needed
 from tests.sim.together import HABIT, STEPS, rank_of
 
 SURPRISES = ["skips a block", "another order", "one more evaluation", "raises and tries again"]
