@@ -70,7 +70,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device)
         if self._tokens is not None:
             lasting.callback(self._tokens.listen(module, inside_backward))
-        self._gas = config.gradient_accumulation_steps
+        self._gas = self._next_gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
         self._offload = DeepSpeedZeRoOffload(module, parts.hooks)
@@ -93,6 +93,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
+        self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
         self._destroyed = self._over_limit = self.is_compiled = False
         self._forced_boundary: bool | None = None
@@ -204,6 +205,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:
+            self._window_begin = self.micro_steps  # first, as what follows an update may save
             self._after_update()
 
     def update(self) -> None:
@@ -232,6 +234,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._backwards, self._updated = 0, True
         if self._tokens is not None:
             self._tokens.end_window(result.weight / (self.mesh.job.size * self._gas))
+        self._gas = self._next_gas
         self.global_steps += 1
         self.global_samples += samples
         self._result = result
@@ -290,7 +293,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
     def is_gradient_accumulation_boundary(self) -> bool:
         """True while the current micro-batch is the last of its window (or as forced)."""
         forced = self._forced_boundary if self._managed else True
-        return (self.micro_steps + 1) % self._gas == 0 if forced is None else forced
+        return self.micro_steps + 1 - self._window_begin >= self._gas if forced is None else forced
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Force the answer of ``is_gradient_accumulation_boundary`` until called again."""
@@ -335,13 +338,18 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     # -- state the client reads and writes ------------------------------------------------------------------------
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps so that the global batch is ``train_batch_size`` samples."""
+        """Change the accumulation steps so that the global batch is ``train_batch_size`` samples.
+
+        A new window begins with it. One under way keeps its length and divisor; the next one has the new length.
+        """
         ranks = self.mesh.data.size
         if train_batch_size < 1 or train_batch_size % (self._micro * ranks):
             raise ValueError(
                 f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x {ranks} ranks"
             )
-        self._gas = train_batch_size // (self._micro * ranks)
+        self._next_gas = train_batch_size // (self._micro * ranks)
+        if self._backwards == 0:
+            self._gas, self._window_begin = self._next_gas, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         self._micro = micro_batch_size
@@ -444,7 +452,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if not after.window:
             self._forget_window()
             if self._managed:
-                self.micro_steps -= self.micro_steps % self._gas
+                self.micro_steps = self._window_begin
 
     def _forget_window(self) -> None:
         self._backwards = 0

@@ -174,7 +174,8 @@ class EngineCheckpoint:
         """What ``content_of`` is given."""
         schedule, norm = self.lr_scheduler, self.get_global_grad_norm()
         counters = {name: getattr(self, name) for name in COUNTERS}
-        window = {"backwards": self._backwards, "window": self._gas, **({"tokens": tokens} if tokens else {})}
+        window = {"backwards": self._backwards, "window": self._gas, "window_begin": self._window_begin}
+        window |= {"tokens": tokens} if tokens else {}
         cuts = {name: axis.size for name, axis in (("pp", self.mesh.pp), ("tp", self.mesh.tp)) if axis.size > 1}
         last = {"norm": norm if norm is None else float(norm).hex(), "gradient_after": self.runtime.after}
         return {
@@ -321,6 +322,7 @@ class EngineCheckpoint:
             self._tokens.restore(tokens, window=window)
         done, length = int(engine.get("backwards") or 0) if window else 0, int(engine.get("window") or self._gas)
         factor = 1.0
+        self._window_begin = int(engine.get("window_begin", self.micro_steps - self.micro_steps % length))
         if self._managed and (not window or length != self._gas):
             fits = min(done, self._gas - 1)
             if fits < done:
@@ -328,7 +330,7 @@ class EngineCheckpoint:
                     "the window of %d micro-batches has room for %d of the %d that were saved", self._gas, fits, done
                 )
             factor = 1.0 if tokens else length / self._gas * (fits / done if done else 1.0)
-            self.micro_steps += fits - self.micro_steps % self._gas
+            self._window_begin = self.micro_steps - fits
             done = fits
         if done:
             factor *= float(engine["gradient_after"]) / self.runtime.after

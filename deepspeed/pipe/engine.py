@@ -122,14 +122,11 @@ class PipelineEngine(DeepSpeedEngine):
         with self._clock("backward"):
             self.runtime.flush()
         self._backwards = self._gas
+        self.micro_steps += self._gas - 1
         if self.update_metrics.wanted:
             self._losses.append(loss)
         super().step()
         return loss
-
-    def _after_update(self) -> None:
-        self.micro_steps += self._gas - 1  # first, as what follows an update may save
-        super()._after_update()
 
     def eval_batch(
         self,

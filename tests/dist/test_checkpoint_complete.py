@@ -346,6 +346,29 @@ def test_windows_stay_whole_when_their_length_changes(
         assert found[:2] == (left, counted) and found[2] < 1e-6, found
 
 
+def saved_behind_a_change(folder: str) -> list[int]:
+    """Windows of three, then of two, saved in the middle of the first of these; the updates after each micro-batch."""
+    case, steps = case_named("plain"), list[int]()
+    engine = start(case.build(), make_config(2, gradient_accumulation_steps=3))
+    for number in range(6):
+        if number == 3:
+            engine.set_train_batch_size(2 * engine.train_micro_batch_size_per_gpu() * engine.world_size)
+        if number == 4:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = start(case.build(), make_config(2, gradient_accumulation_steps=2))
+            engine.load_checkpoint(folder)
+        engine.backward(case.seeded_loss(engine, here(number))[0])
+        engine.step()
+        steps.append(engine.global_steps)
+    engine.destroy()
+    return steps
+
+
+def test_a_window_goes_on_where_it_was_after_its_length_had_changed(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(saved_behind_a_change, str(tmp_path)) == [[0, 0, 1, 1, 2, 2]] * 2
+
+
 def custom(folder: str, stage: int) -> tuple[list[str], bool]:
     """A load function of the client gets the whole state dict, once on every rank."""
     engine = saved(folder, stage)

@@ -375,7 +375,7 @@ _STEPS = (
     Mutant(
         "E1",
         "deepspeed/engine.py",
-        "self.micro_steps -= self.micro_steps % self._gas",
+        "self.micro_steps = self._window_begin",
         "pass",
         ("tests/dist/test_invariant_i8_errors.py::test_invariant_i8_inside_an_accumulation_window[1-backward]",),
         "a failed backward begins the accumulation window anew",
