@@ -167,11 +167,23 @@ class ModuleHooks:
         self.backward_handles: list[Any] = []
         self.install()
 
-    def install(self) -> None:
-        """Register every hook (idempotent)."""
-        self.remove()
-        units = self._runtime.units
-        self._compiled = self._compiled or any(map(_is_compiled, self._modules))
+    def install(self, *, compiled: bool = False) -> None:
+        """Register every hook (idempotent); ``compiled``: some forward is. After an error all is as it was."""
+        units, known = self._runtime.units, self._compiled
+        old = self.forward_handles, self.backward_handles
+        self.forward_handles, self.backward_handles = [], []
+        self._compiled = known or compiled or any(map(_is_compiled, self._modules))
+        try:
+            self._register(units)
+        except BaseException:
+            old, (self.forward_handles, self.backward_handles) = (self.forward_handles, self.backward_handles), old
+            self._compiled = known
+            raise
+        finally:
+            for handle in (*old[0], *old[1]):
+                handle.remove()
+
+    def _register(self, units: list[Unit]) -> None:
         for module, indices in self._touches.items():
             movable = [units[i] for i in indices if units[i].movable]
             late = [units[i] for i in indices if self._late(units[i])]
@@ -182,15 +194,22 @@ class ModuleHooks:
                 self._hook_module(module, movable)
         if self._model not in self._touches:
             self._hook_module(self._model, [])
-        hold = self.backward_handles.append
         for unit in units:
             for position, param in enumerate(unit.params if unit.trainable else ()):
                 ready = functools.partial(self._gradient_ready, unit, position)
-                hold(param.register_post_accumulate_grad_hook(ready))
-                if unit.plan.gradient_whole:  # before autograd, or who else asked for it, adds it to what is shown
-                    hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
+                self._hook_parameter(param, ready, shown=unit.plan.gradient_whole)
         for param in self._outside:
-            hold(param.register_post_accumulate_grad_hook(_drop_gradient))
+            self._hook_parameter(param, _drop_gradient)
+
+    def _hook_parameter(self, param: nn.Parameter, ready: Callable[[Any], None], *, shown: bool = False) -> None:
+        """Register ``ready`` for its gradient, which may be ``shown``. What was frozen since may be trained again."""
+        trained, param.requires_grad = param.requires_grad, True  # without, torch takes no hooks
+        try:
+            self.backward_handles.append(param.register_post_accumulate_grad_hook(ready))
+            if shown:  # before autograd, or who else asked for it, adds it to that
+                self.backward_handles.append(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
+        finally:
+            param.requires_grad = trained
 
     def take_edits(self, *, unseen: bool = False) -> None:
         """Masters follow what was written into whole parameters in place, ``unseen``: through ``data``, too."""
@@ -214,20 +233,19 @@ class ModuleHooks:
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
         """Inside, no hook is there; afterwards each has its place among the client's again."""
-        before = [*self.forward_handles, *self.backward_handles]
-        orders = {id(hooks): (hooks, [*hooks]) for hooks in (handle.hooks_dict_ref() for handle in before) if hooks}
-        self.remove()
+        handles = [*self.forward_handles, *self.backward_handles]
+        places = [(handle.id, handle.hooks_dict_ref() or {}) for handle in handles]
+        before = [(hooks, {**hooks}) for hooks in {id(hooks): hooks for _, hooks in places}.values()]
+        for number, hooks in places:
+            hooks.pop(number, None)
         try:
             yield
         finally:
-            self.install()
-            after = [*self.forward_handles, *self.backward_handles]
-            number = {old.id: new.id for old, new in zip(before, after, strict=False)}
-            for hooks, order in orders.values() if len(after) == len(before) else ():
-                order = [number.get(each, each) for each in order]
-                for each in (*order, *(other for other in [*hooks] if other not in order)):
-                    if each in hooks:
-                        hooks[each] = hooks.pop(each)  # autograd goes by the dict's own order, not move_to_end()'s
+            ours = {handle.id for handle in [*self.forward_handles, *self.backward_handles]}
+            for hooks, those in before:
+                now = {**hooks}
+                hooks.clear()
+                hooks.update({key: hook for key, hook in those.items() if key in ours or key in now} | now)
 
     def compile(self, compiler: Callable[[Any], Any]) -> Callable[[], None]:
         """Pass every forward without hooks inside through ``compiler``; returns what brings back what was there."""
@@ -243,22 +261,12 @@ class ModuleHooks:
                 for child in module.children():
                     visit(child)
             elif module in self._roots or not single:
-                before[module] = vars(module).get("forward")
                 forward: Any = module.forward
                 method = getattr(forward, "__self__", None) is module and isinstance(forward, MethodType)
                 # A method: a copy of the module calls it for itself, not for this module.
                 made[module] = MethodType(compiler(forward.__func__), module) if method else compiler(forward)
+                before[module] = vars(module).get("forward")
                 module.forward = made[module]
-
-        visit(self._model)
-        if not before and self._runtime.mesh.first:
-            logger.warning(
-                "nothing of %s is compiled: its parameters are sharded one module at a time, as it repeats no block in "
-                "a ModuleList; mark larger modules by deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize",
-                type(self._model).__name__,
-            )
-        self._compiled = True
-        self.install()
 
         def undo() -> None:
             for module, forward in before.items():
@@ -267,6 +275,18 @@ class ModuleHooks:
                     if forward is not None:
                         module.forward = forward
 
+        try:
+            visit(self._model)
+            self.install(compiled=True)
+        except BaseException:
+            undo()
+            raise
+        if not before and self._runtime.mesh.first:
+            logger.warning(
+                "nothing of %s is compiled: its parameters are sharded one module at a time, as it repeats no block in "
+                "a ModuleList; mark larger modules by deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize",
+                type(self._model).__name__,
+            )
         return undo
 
     def _hook_module(self, module: nn.Module, units: list[Unit]) -> None:

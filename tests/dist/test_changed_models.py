@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -256,6 +257,80 @@ def frozen(stage: int, place: str) -> tuple[float, bool, list[str]]:
 def test_what_is_frozen_stands_still_and_the_rest_trains_on(pool2: RankPool, stage: int, place: str) -> None:
     for error, still, wrong in pool2.run(frozen, stage, place):
         assert error < 1e-6 and still and wrong == []
+
+
+def frozen_beside(door: str, stage: int) -> tuple[float, int, bool]:
+    """Frozen before a door that takes hooks away and brings them back, and trained again behind it.
+
+    The error at the end, gradients that were left in ``.grad`` meanwhile, and whether hooks are as many as before.
+    """
+    engine, plain, left = engine_of(stage, "device"), Plain(), 0
+    hooks = engine._parts.hooks
+    count = len(hooks.backward_handles)
+    for number in range(5):
+        if number in (1, 3):
+            for model in (engine.module, plain.model):
+                for name, param in model.named_parameters():
+                    if "layers.0" in name:
+                        param.requires_grad_(number == 3)
+        if number in (1, 2) and door == "unsharded":
+            with engine.unsharded():
+                assert not any(hook in m._forward_pre_hooks for m in engine.module.modules() for hook in _ids(hooks))
+        if number in (1, 2) and door == "compile":
+            engine.compile(backend="eager")
+        step(engine, number)
+        plain.step(number)
+        left += sum(p.grad is not None for p in engine.module.parameters())
+    same = len(hooks.backward_handles) == count and all(h.id in h.hooks_dict_ref() for h in hooks.backward_handles)
+    error = error_of(engine, plain)
+    engine.destroy()
+    return error, left, same
+
+
+def _ids(hooks: Any) -> list[int]:
+    return [handle.id for handle in hooks.forward_handles]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("door", ["unsharded", "compile"])
+def test_what_is_frozen_before_a_door_keeps_its_hooks(pool2: RankPool, door: str, stage: int) -> None:
+    for error, left, same in pool2.run(frozen_beside, door, stage):
+        assert error < 1e-6 and left == 0 and same
+
+
+def broken_install(door: str, stage: int) -> tuple[str, float]:
+    """An error while hooks are installed, in the middle of them; what it says, and the error of training after it."""
+    engine, plain = engine_of(stage, "device"), Plain()
+    hooks, forwards = engine._parts.hooks, {m: vars(m).get("forward") for m in engine.module.modules()}
+    step(engine, 0)
+    plain.step(0)
+    seen = [(h.id, [*h.hooks_dict_ref()]) for h in [*hooks.forward_handles, *hooks.backward_handles]]
+    count, real = 0, hooks._hook_parameter
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise RuntimeError("no more hooks")
+        real(*args, **kwargs)
+
+    with mock.patch.object(hooks, "_hook_parameter", failing):
+        said = outcome(hooks.install if door == "install" else lambda: engine.compile(backend="eager"))
+    assert seen == [(h.id, [*h.hooks_dict_ref()]) for h in [*hooks.forward_handles, *hooks.backward_handles]]
+    assert all(vars(m).get("forward") is forward for m, forward in forwards.items())
+    for number in (1, 2):
+        step(engine, number)
+        plain.step(number)
+    error = error_of(engine, plain)
+    engine.destroy()
+    return said, error
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("door", ["install", "compile"])
+def test_an_error_while_hooks_are_installed_leaves_those_of_before(pool2: RankPool, door: str, stage: int) -> None:
+    for said, error in pool2.run(broken_install, door, stage):
+        assert "no more hooks" in said and error < 1e-6
 
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
