@@ -153,7 +153,9 @@ def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """State per group, if filled at construction (torch's Adagrad). OptimizerConfigError after steps."""
+    """State per group, if filled at construction (torch's Adagrad): of what is as large as a parameter one element, or
+    none of a group without any. OptimizerConfigError after steps.
+    """
     if not optimizer.state:
         return {}
     steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
@@ -163,14 +165,24 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
             f"the {type(optimizer).__name__} passed to initialize() has already taken steps (it holds state for "
             f"{len(optimizer.state)} tensors); pass a fresh optimizer, or load its state through the engine"
         )
-    return {i: optimizer.state[group["params"][0]] for i, group in enumerate(optimizer.param_groups) if group["params"]}
+    initial: dict[int, dict[str, Any]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        if group["params"]:
+            param = max(group["params"], key=lambda p: p.numel() * (p.dim() > 0))
+            initial[index] = {
+                k: v.reshape(-1)[:1]
+                if isinstance(v, torch.Tensor) and k != "step" and (v.dim() or not param.dim())
+                else v
+                for k, v in optimizer.state[param].items()
+            }
+    return initial
 
 
 def _like(value: Any, param: nn.Parameter) -> Any:
-    """An initial slot for ``param``: scalars are copied, constant tensors are spread over its shape."""
+    """An initial slot for ``param``: scalars are copied, of a constant tensor the first element fills its shape."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return copied(value)
-    return torch.full_like(param, value.reshape(-1)[0].item(), requires_grad=False)
+    return torch.full_like(param, value.sum().item(), requires_grad=False)
 
 
 def run_step(

@@ -232,3 +232,33 @@ def test_refusals_are_sentences(pool2: RankPool) -> None:
     for told in pool2.run(refusals):
         assert all(told.values()), told
         assert "AdamW" in told["unknown"] and "gradient_clipping" in told["max_grad_norm"], told
+
+
+# The parameters of each group of an optimizer that fills its state at construction, by what they begin with.
+FIRST: dict[str, list[list[str]]] = {
+    "0-dimensional": [["scale", "empty", "*"]],
+    "empty": [["empty", "scale", "*"]],
+    "alone": [["scale"], ["empty"], ["*"]],
+}
+
+
+def filled(first: str, stage: int) -> tuple[float, str]:
+    """Parameter error of a client's Adagrad, whose groups begin with odd shapes."""
+    case = case_named("odd_shapes")
+
+    def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        rest = [p for n, p in named.items() if n not in ("scale", "empty")]
+        groups = [[p for n in names for p in (rest if n == "*" else [named[n]])] for names in FIRST[first]]
+        return torch.optim.Adagrad([{"params": g} for g in groups], lr=1e-2, eps=1e-2, initial_accumulator_value=0.1)
+
+    expected = plain_train(case, adagrad, steps=STEPS)
+    model = case.build()
+    return trained_error(start(model, plain_config(stage, optimizer=None), optimizer=adagrad(model)), case, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("first", FIRST)
+def test_state_filled_at_construction_is_that_of_any_shape(pool2: RankPool, first: str, stage: int) -> None:
+    for error, where in pool2.run(filled, first, stage):
+        assert error <= TOLERANCE, f"{where} differs by {error}"
