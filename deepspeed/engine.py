@@ -18,7 +18,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine_checkpoint import EngineCheckpoint
-from deepspeed.engine_reports import PHASES, EngineReports
+from deepspeed.engine_reports import PHASES, EngineReports, StepCalls
 from deepspeed.engine_weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
@@ -92,6 +92,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
                 optimizer.host_cores = self.runtime.plan.offload.host_cores
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self._start_hearing()
+        self._step_calls = StepCalls()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
@@ -135,6 +136,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self.module.training:
             self.tput_timer.start()
             self.update_metrics.note_inputs(inputs, kwargs)
+            self._step_calls.forward()
         tokens = self._tokens if self.module.training and torch.is_grad_enabled() and not inside_backward() else None
         noted = 0 if tokens is None else tokens.noted
         cast: Any = contextlib.nullcontext()
@@ -190,6 +192,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
         self._updated = False
+        if self._managed and self._forced_boundary is None:
+            self._step_calls.step(self._gas)
         if boundary := self.is_gradient_accumulation_boundary():
             with self._clock("step"):
                 self.update()
@@ -232,6 +236,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
         self._backwards, self._updated = 0, True
+        self._step_calls.restart()
         if self._tokens is not None:
             self._tokens.end_window(result.weight / (self.mesh.job.size * self._gas))
         self._gas = self._next_gas
@@ -239,7 +244,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.global_samples += samples
         self._result = result
         self._unheard.append(result)
-        self._hear(wait=False)
+        self._hear_or_end(0 if self._scaler.dynamic else config.anomalies.nonfinite_updates)
         self._scaler.update(self._scaler.dynamic and result.overflow)
         self._watch_memory()
 
@@ -260,6 +265,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """A backward has begun, through the engine or not; the latter is scaled here."""
         self._check_here()
         self._backwards += 1
+        if self._managed and self._forced_boundary is None:
+            self._step_calls.backward(self._gas, local=self._syncing_off)
         gradients = self.runtime.gradients
         gradients.scale = 1.0
         if self.runtime.early is not None:
@@ -456,6 +463,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def _forget_window(self) -> None:
         self._backwards = 0
+        self._step_calls.restart()
         if self._tokens is not None:
             self._tokens.forget()
 

@@ -6,6 +6,7 @@ Switched off, the measurements synchronise and time nothing.
 import contextlib
 import functools
 import importlib
+import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.attrs import answers
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.comm.group_getters import GETTERS
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
@@ -38,6 +40,47 @@ PHASES = ("forward", "backward", "step")
 def _heard(name: str) -> Any:
     """A property for what updates came to, of which all are heard first."""
     return property(lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value))
+
+
+class StepCalls:
+    """Warn once where ``step`` is not called as the engine counts, by the order of calls between two of them."""
+
+    _warned = _forward = False
+    _alike = 0  # calls in a row that came only after a whole window
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has come since the last call."""
+        self._backwards = self._pairs = self._outside = 0  # all; after a forward each; and of these outside no_sync
+
+    def forward(self) -> None:
+        self._forward |= torch.is_grad_enabled()
+
+    def backward(self, length: int, *, local: bool) -> None:
+        """A backward has begun, in a window of ``length`` calls of ``step``; ``local``: inside no_sync."""
+        self._backwards, self._pairs = self._backwards + 1, self._pairs + self._forward
+        self._outside += self._forward and not local
+        self._forward = False
+        # Several losses of a micro-batch are legal, and so is a sum by hand of many micro-batches.
+        if self._outside >= (max(4 * length, 32) if length > 1 else 512):
+            self._warn(f"{self._outside} micro-batches have come without engine.step(): nothing is updated")
+
+    def step(self, length: int) -> None:
+        self._alike = self._alike + 1 if length > 1 and self._pairs == self._backwards == length else 0
+        if self._alike >= length > 1:
+            self._warn(
+                f"engine.step() comes after every {length} micro-batches only, and as gradient_accumulation_steps is "
+                f"{length} the engine updates at every {length}th call, after {length * length} micro-batches"
+            )
+        self.restart()
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            advice = "Call it after every backward(), or see set_gradient_accumulation_boundary()"
+            log_dist(f"{text}. {advice}", level=logging.WARNING)
+        self._warned = True
 
 
 class EngineReports:
@@ -166,14 +209,29 @@ class EngineReports:
         self._result = StepResult()  # of the last update
         self._unheard: list[StepResult] = []  # what the device has decided, and the program not read yet
         self._overflowed = self._updated = False
-        self._skipped = 0
+        self._skipped = self._bad_row = 0  # in all, and in a row up to the last update
+        self._culprit = ""  # of the first in that row, as far as this rank knows
 
     def _hear(self, *, wait: bool = True) -> "EngineReports":
         """Take note of what updates came to; not ``wait``: as far as that is known."""
         while self._unheard and (wait or self._unheard[0].known()):
-            self._overflowed = self._unheard.pop(0).overflow
+            result = self._unheard.pop(0)
+            self._overflowed = result.overflow
             self._skipped += self._overflowed
+            self._bad_row = self._bad_row + 1 if self._overflowed else 0
+            self._culprit = result.culprit if self._bad_row == 1 else self._culprit
         return self
+
+    def _hear_or_end(self, limit: int) -> None:
+        """Take note of what is known; UsageError on all ranks after ``limit`` skipped updates in a row (0: never)."""
+        self._hear(wait=0 < limit <= self._bad_row + len(self._unheard))
+        if 0 < limit <= self._bad_row:
+            name = next(filter(None, gather_objects(self._culprit, self.mesh.job)), "an unknown parameter")
+            raise UsageError(
+                f"{self._bad_row} updates in a row were skipped (anomalies.nonfinite_updates; 0: never an end), as "
+                f"gradients were not finite: the first was that of {name}, at step {self.global_steps - limit + 1}. "
+                "Lower the learning rate, set gradient_clipping, or check the data and the loss for inf/nan"
+            )
 
     skipped_steps = _heard("_skipped")  # updates that were left out, as a gradient was not finite
     overflowed = _heard("_overflowed")  # whether the last one was

@@ -35,8 +35,11 @@ _Failure = Exception | None
 class StepResult:
     """What an update has come to. ``norm``: unscaled, before clipping, inf on overflow, None if not computed;
     ``overflow``: nothing was updated. Both wait for the device where it has not said so yet: see ``known``.
-    ``weight``: of the micro-batches of all ranks, where they have one.
+    ``weight``: of the micro-batches of all ranks, where they have one. ``culprit``: a parameter that has caused the
+    overflow, as far as this rank knows.
     """
+
+    culprit = ""
 
     def __init__(self, norm: float | None = None, *, overflow: bool = False, weight: float = 0.0) -> None:
         self._norm, self._overflow, self.weight = norm, overflow, weight
@@ -54,7 +57,7 @@ class LateResult(StepResult):
     ``report`` is called when this is found; ``sums`` and ``factor`` as for ``norm_of``.
     """
 
-    def __init__(self, sums: torch.Tensor, factor: float, *, skips: bool, report: Callable[[], None]) -> None:
+    def __init__(self, sums: torch.Tensor, factor: float, *, skips: bool, report: Callable[[], str]) -> None:
         super().__init__()
         self._factor, self._skips, self._report = factor, skips, report
         self._sums = torch.empty_like(sums, device="cpu", pin_memory=sums.device.type != "cpu")
@@ -70,7 +73,7 @@ class LateResult(StepResult):
             self._overflow = self._skips and not math.isfinite(self._norm)
             if self._overflow:
                 self._norm = math.inf
-                self._report()
+                self.culprit = self._report()
 
     @property
     def norm(self) -> float | None:
@@ -119,9 +122,10 @@ def take_step(
             if not math.isfinite(norm) and skip_nonfinite:
                 if runtime.delayed is not None:
                     runtime.delayed.left_out()
-                report_nonfinite(runtime, units)
+                result = StepResult(math.inf, overflow=True, weight=of_all)
+                result.culprit = report_nonfinite(runtime, units)
                 runtime.gradients.clear(collected=True)
-                return StepResult(math.inf, overflow=True, weight=of_all)
+                return result
             result = StepResult(norm, weight=of_all)
             if clip > 0:
                 factor /= max(1.0, (norm + 1e-6) / clip)
@@ -298,25 +302,29 @@ def global_norm(runtime: Runtime, sums: torch.Tensor, failure: Exception | None)
     return norm, weight
 
 
-def _late_report(runtime: Runtime) -> Callable[[], None]:
+def _late_report(runtime: Runtime) -> Callable[[], str]:
     """Logs, when it is called, that this update was left out: a rank whose own backward was the cause says of what
-    parameter. Local, as ranks may hear of it at different times.
+    parameter, and returns that. Local, as ranks may hear of it at different times.
     """
     step, mesh, culprits = runtime.steps, runtime.mesh, runtime.gradients.evidence()
 
-    def report() -> None:
-        if names := culprits():
+    def report() -> str:
+        names = culprits()
+        if names:
             text = "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %d"
             logger.warning(text, step, names[0], mesh.job.ranks[mesh.job.index])
         elif mesh.first:
             text = "step %d skipped: its gradients are not finite; %s"
             logger.warning(text, step, "the ranks they came from name them, unless only the sum over ranks overflowed")
+        return names[0] if names else ""
 
     return report
 
 
-def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
-    """Log the first parameter with a non-finite gradient and the ranks whose backward produced it. Collective."""
+def report_nonfinite(runtime: Runtime, units: list[Unit]) -> str:
+    """Log, and return, the first parameter with a non-finite gradient; and the ranks whose backward produced it.
+    Collective.
+    """
     first = (len(runtime.units), 0, "", "")
     for unit in units:
         with unit.values(StateKind.GRAD) as grad:
@@ -336,3 +344,4 @@ def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
             name or "an unknown parameter",
             ", ".join(culprits) or "none alone (the sum over ranks overflowed)",
         )
+    return name

@@ -349,6 +349,7 @@ def _anomaly_probes() -> dict[str, Probe]:
         "anomalies.enabled": Probe(wild, value=False, scenario="longer"),
         "anomalies.window": Probe(wild, 50, scenario="longer"),
         "anomalies.per_layer": Probe(layers, value=False),
+        "anomalies.nonfinite_updates": Probe(base(), 2, scenario="overflow"),
         "prometheus.enabled": Probe(base(prometheus={"enabled": False, "output_file": scraped}), value=True),
         "prometheus.output_file": Probe(
             base(prometheus={"enabled": True, "output_file": scraped}), f"{WORKDIR}/b.prom"

@@ -1,12 +1,15 @@
 """A non-finite gradient skips the step on every rank and the log names the parameter, the rank and the step."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from deepspeed.errors import UsageError
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
+from tests.dist.test_late_norm import late as late_norms
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, start, train_step
@@ -68,3 +71,55 @@ def test_the_log_names_parameter_rank_and_step(pool2: RankPool, stage: int, dtyp
     said = [line for line in first["lines"] if "not finite" in line]
     assert len(said) == 1
     assert first["name"] in said[0] and "rank 1" in said[0] and "step 2" in said[0], said[0]
+
+
+def skipped_on_and_on(
+    stage: int, limit: int, good: tuple[int, ...], config: dict[str, object]
+) -> tuple[str, list[str]]:
+    """Up to ten updates, with bad gradients of rank 1 in all but ``good``; where the job ends, and how."""
+    case = case_named("plain")
+    block = {"nonfinite_updates": limit}
+    engine = start(case.build(), make_config(stage, anomalies=block, **config))
+    name = "layers.1.0.weight" if "layers.1.0.weight" in dict(engine.module.named_parameters()) else None
+    name = name or [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
+    now = {"bad": False}
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        return grad * math.nan if now["bad"] and torch.distributed.get_rank() == 1 else grad
+
+    dict(engine.module.named_parameters())[name].register_hook(poison)
+    ends = list[str]()
+    for number in range(10):
+        now["bad"] = number not in good
+        try:
+            train_step(engine, case, number)
+        except UsageError as error:
+            ends.append(f"update {number}: {error}")
+            break
+    engine.destroy()
+    return name, ends
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_row_of_skipped_updates_ends_the_job_on_all_ranks(pool2: RankPool, stage: int, late: bool) -> None:  # noqa: FBT001
+    ranks = pool2.run(behind if late else skipped_on_and_on, stage, 3, (0, 3), {"bf16": {"enabled": True}})
+    assert ranks[0] == ranks[1]
+    name, ends = ranks[0]
+    assert len(ends) == 1 and ends[0].startswith("update 6: 3 updates in a row were skipped"), ends
+    assert f"{name}, at step 5" in ends[0] and "anomalies.nonfinite_updates" in ends[0], ends
+
+
+def behind(*args: Any) -> Any:
+    """``skipped_on_and_on`` where nobody waits for a norm."""
+    with late_norms():
+        return skipped_on_and_on(*args)
+
+
+@pytest.mark.parametrize(
+    ("limit", "good", "config"),
+    [(0, (), {}), (3, (0, 3, 6, 9), {}), (2, (0,), {"fp16": {"enabled": True, "initial_scale_power": 16}})],
+    ids=["off", "no row", "adaptive scale"],
+)
+def test_other_jobs_go_on(pool2: RankPool, limit: int, good: tuple[int, ...], config: dict[str, object]) -> None:
+    assert [ends for _, ends in pool2.run(skipped_on_and_on, 2, limit, good, config)] == [[], []]

@@ -184,6 +184,7 @@ class AnomaliesConfig(Block):
     )
     per_layer: Flag = key(False, "Look at every parameter's gradient: zero, not finite, or rows that never get any.")
     window: Positive = key(100, "Updates that say what is usual; a note of one kind is made once in so many.")
+    nonfinite_updates: Count = key(100, "Skipped updates in a row that end the job; 0: never. Not for adaptive scales.")
 
 
 class WandbConfig(AutoBlock):

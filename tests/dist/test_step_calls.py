@@ -1,0 +1,175 @@
+"""A ``step`` that is forgotten, or comes where a plain loop updates only, is told once; legal loops nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.verify.models import Stack, regression_batch, seeded
+from tests.harness.logs import logged
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, start
+
+pytestmark = pytest.mark.timeout(120)
+Loop = Callable[[Any], None]
+STEPS = 6  # rounds of each loop
+
+
+def loss_of(engine: Any, number: int) -> torch.Tensor:
+    x, y = regression_batch(here(0, number))
+    return torch.nn.functional.mse_loss(engine(x), y)
+
+
+def micro_batch(engine: Any, number: int = 0) -> None:
+    engine.backward(loss_of(engine, number))
+
+
+def usual(engine: Any) -> None:
+    micro_batch(engine)
+    engine.step()
+
+
+def usual_with_zero_grad(engine: Any) -> None:
+    usual(engine)
+    if engine.is_gradient_accumulation_boundary():
+        engine.zero_grad()
+
+
+def accelerate(engine: Any) -> None:
+    for number in range(40):
+        engine.set_gradient_accumulation_boundary(number == 39)
+        micro_batch(engine)
+    engine.step()
+
+
+def accelerate_in_length(engine: Any) -> None:
+    for number in range(2):
+        engine.set_gradient_accumulation_boundary(number == 1)
+        micro_batch(engine)
+    engine.step()
+
+
+def no_sync(engine: Any) -> None:
+    with engine.no_sync():
+        for _ in range(40):
+            micro_batch(engine)
+    usual(engine)
+
+
+def optimizer_steps(engine: Any) -> None:
+    for _ in range(2):
+        loss_of(engine, 0).backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def sum_by_hand(engine: Any) -> None:
+    for _ in range(40):
+        (loss_of(engine, 0) / 40).backward()
+    engine.step()
+
+
+def two_losses_of_one_forward(engine: Any) -> None:
+    loss = loss_of(engine, 0)
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss * 0.5)
+    engine.step()
+
+
+def two_forwards_then_two_backwards(engine: Any) -> None:
+    first, second = loss_of(engine, 0), loss_of(engine, 1)
+    engine.backward(first)
+    engine.backward(second)
+    engine.step()
+
+
+def three_forwards_and_backwards(engine: Any) -> None:
+    for number in range(3):
+        micro_batch(engine, number)
+    engine.step()
+
+
+def teacher_and_evaluation(engine: Any) -> None:
+    with torch.no_grad():
+        loss_of(engine, 0)
+    usual(engine)
+    engine.eval()
+    for _ in range(40):
+        loss_of(engine, 0)
+    engine.train()
+
+
+def gradients_only(engine: Any) -> None:
+    for _ in range(20):
+        micro_batch(engine)
+    engine.zero_grad()
+
+
+def said(loop: Loop, accumulation: int, rounds: int, options: dict[str, Any]) -> list[str]:
+    engine = start(seeded(Stack)(), make_config(2, gradient_accumulation_steps=accumulation, **options))
+    with logged() as lines:
+        for _ in range(rounds):
+            loop(engine)
+    engine.destroy()
+    return [line for line in lines if "engine.step()" in line]
+
+
+LEGAL = [
+    *((loop, 1) for loop in (no_sync, sum_by_hand, optimizer_steps)),
+    *((loop, 2) for loop in (accelerate, accelerate_in_length, no_sync, optimizer_steps, two_losses_of_one_forward)),
+    *(
+        (loop, 2)
+        for loop in (usual, usual_with_zero_grad, two_forwards_then_two_backwards, three_forwards_and_backwards)
+    ),
+    *((loop, 2) for loop in (three_forwards_and_backwards, teacher_and_evaluation, gradients_only)),
+]
+
+
+@pytest.mark.parametrize(("loop", "accumulation"), LEGAL, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_legal_loop_is_told_nothing(pool2: RankPool, loop: Loop, accumulation: int) -> None:
+    assert pool2.run(said, loop, accumulation, STEPS, {}) == [[], []]
+
+
+def test_a_client_that_counts_itself_is_told_nothing(pool2: RankPool) -> None:
+    options = {"managed_gradient_accumulation": False}
+    assert pool2.run(said, sum_by_hand, 2, STEPS, options) == [[], []]
+
+
+def at_boundaries(engine: Any) -> None:
+    for number in range(4):
+        micro_batch(engine, number)
+    engine.step()
+
+
+def at_boundaries_with_no_sync(engine: Any) -> None:
+    with engine.no_sync():
+        for number in range(3):
+            micro_batch(engine, number)
+    micro_batch(engine, 3)
+    engine.step()
+
+
+@pytest.mark.parametrize("loop", [at_boundaries, at_boundaries_with_no_sync])
+def test_steps_at_the_boundary_only_are_told_once(pool2: RankPool, loop: Loop) -> None:
+    first, second = pool2.run(said, loop, 4, 2 * STEPS, {})
+    assert not second and len(first) == 1
+    assert "every 4 micro-batches only" in first[0] and "after 16 micro" in first[0], first
+    assert "Call it after every backward(), or see set_gradient_accumulation_boundary()" in first[0]
+
+
+def never(engine: Any) -> None:
+    micro_batch(engine)
+
+
+def behind_the_question(engine: Any) -> None:
+    micro_batch(engine)
+    if engine.is_gradient_accumulation_boundary():
+        engine.step()
+
+
+@pytest.mark.parametrize(("loop", "accumulation"), [(never, 1), (never, 2), (behind_the_question, 4)])
+def test_a_forgotten_step_is_told_once(pool2: RankPool, loop: Loop, accumulation: int) -> None:
+    first, second = pool2.run(said, loop, accumulation, 600 if accumulation == 1 else 80, {})
+    assert not second and len(first) == 1
+    assert "micro-batches have come without engine.step(): nothing is updated" in first[0], first
