@@ -47,13 +47,11 @@ class StepCalls:
 
     _warned = _forward = False
     _alike = 0  # calls in a row that came only after a whole window
-
-    def __init__(self) -> None:
-        self.restart()
+    _backwards = _pairs = _outside = 0  # since the last call: all; after a forward each; and of these outside no_sync
 
     def restart(self) -> None:
         """Forget what has come since the last call."""
-        self._backwards = self._pairs = self._outside = 0  # all; after a forward each; and of these outside no_sync
+        self._backwards = self._pairs = self._outside = 0
 
     def forward(self) -> None:
         self._forward |= torch.is_grad_enabled()

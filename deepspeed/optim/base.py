@@ -55,6 +55,7 @@ class GroupStep(torch.optim.Optimizer):
     host_only = False  # whether ``step`` refuses parameters that are not in host memory
     host_op: ClassVar[OpSpec | None] = None
     cuda_op: ClassVar[OpSpec | None] = None
+    sparse = False  # whether zeros for the rows that a sparse gradient leaves out change nothing
     slots: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
     torch_keys: tuple[str, ...] = ()  # settings of a group that only torch's own code follows
     _on_cuda: Callable[[list[Tensors], list[Group], Group], bool]
@@ -95,7 +96,8 @@ class GroupStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; what ``closure`` returned, or None without one. Raises
-        OptimizerConfigError for a sparse gradient, AssertionError where a host optimizer meets a device.
+        OptimizerConfigError for a sparse gradient where it would move other rows, AssertionError where a host optimizer
+        meets a device.
         """
         loss = None
         if closure is not None:
@@ -110,7 +112,8 @@ class GroupStep(torch.optim.Optimizer):
         # everything is checked before anything changes
         for group, kinds in [(g, self._checked_params(g)) for g in groups]:
             for params in kinds:
-                self._update_group(params, [p.grad for p in params if p.grad is not None], group)
+                grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+                self._update_group(params, grads, group)
 
     def load_kernels(self) -> None:
         """Build and load the kernels of the devices that parameters are on, which else the first ``step`` does."""
@@ -132,9 +135,10 @@ class GroupStep(torch.optim.Optimizer):
         """Parameters with gradients, a list for each kind of device: half of a group may rest in host memory."""
         name, kinds = type(self).__name__, dict[str, Tensors]()
         for param in (p for p in group["params"] if p.grad is not None):
-            if param.grad.is_sparse:
+            if param.grad.is_sparse and not (self.sparse and group["eps"] and not group["weight_decay"]):
                 what = f"a sparse gradient of shape {tuple(param.shape)}"
-                raise OptimizerConfigError(f"{name} got {what}; build the embedding with sparse=False")
+                hint = "build the embedding with sparse=False, or use Adagrad without weight_decay"
+                raise OptimizerConfigError(f"{name} got {what}; {hint}")
             if self.host_only and param.device.type != "cpu":
                 what = f"a parameter of shape {tuple(param.shape)} is on {param.device}"
                 hint = "offload the optimizer state or use the Fused class of the same name"

@@ -144,6 +144,7 @@ class Adagrad(GroupStep):
     fixed = {**GroupStep.fixed, "lr_decay": 0.0, "initial_accumulator_value": 0.0}
     elementwise = True
     host_op = CPU_ADAGRAD
+    sparse = True
     slots = ("step", "sum")
 
     def _rate(self, state: Group, group: Group) -> float:

@@ -261,12 +261,21 @@ class ModuleHooks:
                 for child in module.children():
                     visit(child)
             elif module in self._roots or not single:
+                before[module] = vars(module).get("forward")
                 forward: Any = module.forward
                 method = getattr(forward, "__self__", None) is module and isinstance(forward, MethodType)
                 # A method: a copy of the module calls it for itself, not for this module.
                 made[module] = MethodType(compiler(forward.__func__), module) if method else compiler(forward)
-                before[module] = vars(module).get("forward")
                 module.forward = made[module]
+
+        self.install(compiled=True)  # first: where that fails nothing has changed
+        visit(self._model)
+        if not before and self._runtime.mesh.first:
+            logger.warning(
+                "nothing of %s is compiled: its parameters are sharded one module at a time, as it repeats no block in "
+                "a ModuleList; mark larger modules by deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize",
+                type(self._model).__name__,
+            )
 
         def undo() -> None:
             for module, forward in before.items():
@@ -275,18 +284,6 @@ class ModuleHooks:
                     if forward is not None:
                         module.forward = forward
 
-        try:
-            visit(self._model)
-            self.install(compiled=True)
-        except BaseException:
-            undo()
-            raise
-        if not before and self._runtime.mesh.first:
-            logger.warning(
-                "nothing of %s is compiled: its parameters are sharded one module at a time, as it repeats no block in "
-                "a ModuleList; mark larger modules by deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize",
-                type(self._model).__name__,
-            )
         return undo
 
     def _hook_module(self, module: nn.Module, units: list[Unit]) -> None:

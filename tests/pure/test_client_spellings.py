@@ -354,3 +354,22 @@ def test_gradients_are_clipped_as_by_torch(norm_type: float) -> None:
 def test_sums_and_norms_of_parts() -> None:
     assert prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
     assert get_global_norm([3.0, 4.0]) == 5.0
+
+
+def test_a_block_that_a_program_builds_takes_old_spellings_and_needs_no_stage() -> None:
+    assert DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer.device == "cpu"
+    assert DeepSpeedZeroConfig(cpu_offload_param=True).offload_param.device == "cpu"
+    assert DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True).gather_16bit_weights_on_model_save
+    zero = DeepSpeedZeroConfig(offload_optimizer={"device": "cpu", "pipeline_read": True})
+    assert (zero.stage, zero.overlap_comm, zero.offload_optimizer.pipeline) == (0, False, True)
+    assert DeepSpeedZeroConfig(offload_optimizer={"device": "cpu"}).offload_optimizer.pipeline is False
+    assert deepspeed.runtime.zero.utils.__name__ == "deepspeed.runtime.zero.utils"
+
+
+def test_leaf_modules_are_lists_as_the_client_wrote_them() -> None:
+    leaf = DeepSpeedZeroConfig(stage=3, leaf_module={"names": ["b", "a", "b"], "name_suffixes": "c"}).leaf_module
+    assert (leaf.names, leaf.name_suffixes) == (["b", "a"], ["c"])
+    assert isinstance(leaf.classes, list)
+    assert leaf.classes[0] == "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock"
+    leaf.classes.append("another")
+    assert "another" not in DeepSpeedZeroConfig().leaf_module.classes

@@ -407,3 +407,20 @@ def test_sparse_gradients_are_refused():
     param.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(OptimizerConfigError, match="sparse"):
         FusedLion([param]).step()
+    with pytest.raises(OptimizerConfigError, match="Adagrad without weight_decay"):
+        DeepSpeedCPUAdagrad([param], weight_decay=0.1).step()
+
+
+def test_sparse_gradients_of_an_embedding_update_their_rows_as_torchs_adagrad_does():
+    tables = [torch.nn.Embedding(9, 4, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    ours = DeepSpeedCPUAdagrad(tables[0].parameters(), lr=0.1)
+    torchs = torch.optim.Adagrad(tables[1].parameters(), lr=0.1)
+    for rows in ([1, 3, 3], [3, 8], [1, 1]):
+        for table, optimizer in zip(tables, (ours, torchs), strict=True):
+            optimizer.zero_grad()
+            (table(torch.tensor(rows)).square().sum() * 0.5).backward()
+            with torch.sparse.check_sparse_tensor_invariants():  # else torch's own warns
+                optimizer.step()
+            assert table.weight.grad.is_sparse
+    torch.testing.assert_close(tables[0].weight, tables[1].weight)

@@ -6,7 +6,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, field_validator
 
 from deepspeed.config.model import unread, values
-from deepspeed.config.model.values import AutoBlock, Block, Count, Flag, Int, Names, Num, PathText, Positive, Text, key
+from deepspeed.config.model.values import (
+    AutoBlock,
+    Block,
+    Count,
+    Flag,
+    Int,
+    NameList,
+    Names,
+    Num,
+    PathText,
+    Positive,
+    Text,
+    key,
+)
 
 _INERT = values.Support.INERT
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], values.LowerCase]
@@ -355,6 +368,7 @@ class OffloadOptimizerConfig(OffloadConfig, unread.ZeroOptimizationOffloadOptimi
     device_states: Literal["rest", "travel"] = key(
         "rest", "States that the device updates rest there, or only visit it."
     )
+    pipeline = property(lambda self: self.pipeline_read or self.pipeline_write)
 
 
 class OffloadParamConfig(OffloadConfig):
@@ -369,9 +383,9 @@ class OffloadParamConfig(OffloadConfig):
 class LeafModuleConfig(AutoBlock):
     """``zero_optimization.leaf_module``: modules whose parameters are fetched together."""
 
-    classes: Names = key(_LEAF_CLASSES, "Classes of modules that are gathered as a whole.")
-    names: Names = key((), "Names of modules that are gathered as a whole.")
-    name_suffixes: Names = key((), "Ends of names of modules that are gathered as a whole.")
+    classes: NameList = key([*_LEAF_CLASSES], "Classes of modules that are gathered as a whole.")
+    names: NameList = key([], "Names of modules that are gathered as a whole.")
+    name_suffixes: NameList = key([], "Ends of names of modules that are gathered as a whole.")
 
 
 class ZeroConfig(unread.ZeroOptimizationKeys):

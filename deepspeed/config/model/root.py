@@ -255,9 +255,11 @@ class _ReadsKeys(_ModelMeta):
     """Gives the block the constructor that clients know: keys as a file spells them, or settings of other blocks."""
 
     def __call__(cls, **keys: Any) -> blocks.ZeroConfig:
-        zero = load_config({values.TRAIN: 1, "zero_optimization": keys}, world_size=1, lenient=True).zero
-        overlap = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
-        return zero.model_copy(update={"overlap_comm": overlap})
+        alone = {"stage": 3, **keys}  # without a stage no other key contradicts it
+        zero = load_config({values.TRAIN: 1, "zero_optimization": alone}, world_size=1, lenient=True).zero
+        stage = zero.stage if "stage" in keys else 0
+        overlap = stage == 3 if zero.overlap_comm is None else zero.overlap_comm
+        return zero.model_copy(update={"stage": stage, "overlap_comm": overlap})
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, blocks.ZeroConfig)

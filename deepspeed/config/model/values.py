@@ -216,6 +216,9 @@ DtypeName = Literal["fp32", "fp16", "bf16"]
 DtypeText = Literal[tuple(name for names in DTYPE_NAMES.values() for name in names)]  # type: ignore[valid-type]
 OptionalDtype = Annotated[DtypeName | None, BeforeValidator(dtype_name, json_schema_input_type=DtypeText | None)]
 Names = Annotated[tuple[str, ...], BeforeValidator(name_list, json_schema_input_type=str | list[str])]
+NameList = Annotated[
+    list[str], BeforeValidator(lambda value: [*name_list(value)], json_schema_input_type=str | list[str])
+]  # as programs read it, too
 Text = Annotated[StrictStr, AfterValidator(_no_auto)]
 PathText = Annotated[Text, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)

@@ -1,4 +1,4 @@
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import config, partition_parameters, utils
 from deepspeed.zero.client.gathered import (
     GatheredParameters,
     register_external_parameter,
