@@ -92,6 +92,7 @@ def initialize(
         ways = _ways(model, mpu, mesh_param)
         engine = _assemble(model, source, lasting, ways=ways, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank = local_rank
+        engine.mpu = engine.mpu if mpu is None else mpu
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

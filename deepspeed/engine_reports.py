@@ -101,6 +101,7 @@ class EngineReports:
 
     managed_gradient_accumulation = property(attrgetter("_managed"))
     pipeline_parallelism = False
+    mpu: Any = None  # the client's; in a pipeline the grid
     _is_gradient_accumulation_boundary = property(attrgetter("_forced_boundary"))  # None: nobody has forced it
 
     train_micro_batch_size_per_gpu = answers("_micro")
@@ -113,6 +114,8 @@ class EngineReports:
     wall_clock_breakdown = answers("_config.wall_clock_breakdown")
     memory_breakdown = answers("_config.memory_breakdown")
     dump_state = answers("_config.dump_state")
+    log_level = answers("_config.log_level")
+    autotp_size = answers("_config.tensor_parallel.autotp_size")
     was_step_applied = answers(lambda self: self._updated and not self.overflowed)
 
     def gradient_divisor(self, *, together: bool) -> float:

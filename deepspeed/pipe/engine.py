@@ -88,7 +88,8 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(self, module: PipelineModule, config: DeepSpeedConfig, **parts: Any) -> None:
         super().__init__(module, config, **parts)
         mesh = self.mesh
-        self.grid, self.num_stages, self.stage_id = module.mpu(), module.num_stages, mesh.pp.index
+        self.grid = self.mpu = module.mpu()
+        self.num_stages, self.stage_id = module.num_stages, mesh.pp.index
         self._links = Links(mesh.pp, module.falling or mesh.pp, mesh.talk, self.device, self._who)
         self._links.dynamic = module.dynamic_shape
         self._iterator: Iterator[Any] | None = None

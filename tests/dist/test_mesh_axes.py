@@ -214,6 +214,7 @@ def _under_an_mpu(stage: int, neighbours: bool) -> float:  # noqa: FBT001 - call
     mpu = MegatronUnits(neighbours=neighbours)
     model = nn.Sequential(*(MegatronBlock(block, mpu.tp) for block in _whole_model()))
     engine = deepspeed.initialize(model=model, config=_config(stage), mpu=mpu)[0]
+    assert engine.mpu is mpu
     mesh, worst = engine.mesh, 0.0
     assert (mesh.tp.size, mesh.data.size, mesh.job.size, engine.train_batch_size()) == (2, 2, 4, 2 * _BATCH)
     assert mesh.zero.pg is mpu.dp and mesh.tp.pg is mpu.tp  # the user's own groups

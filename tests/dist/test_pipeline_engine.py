@@ -99,6 +99,7 @@ def _surface() -> list[Any]:
     before = module.get_tied_weights_and_groups()
     engine = pipes.start(module, pipes.config(1, 4))
     ((weight, group),) = module.get_tied_weights_and_groups()
+    assert engine.mpu is engine.grid and engine.mpu.get_pipe_parallel_world_size() == 2
     facts = [before, weight is module.tied_modules["embed"].weight, dist.get_process_group_ranks(group)]
     calls = module.allreduce_tied_weight_gradients, lambda: module.ckpt_layer_path("saved", 3)
     facts += [outcome(call) for call in calls]

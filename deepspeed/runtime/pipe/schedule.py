@@ -1,0 +1,18 @@
+from deepspeed.pipe.schedule import (
+    BackwardPass,
+    BufferOpInstruction,
+    DataParallelSchedule,
+    ForwardPass,
+    InferenceSchedule,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    PipeSchedule,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+    TrainSchedule,
+)
