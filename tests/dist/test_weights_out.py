@@ -123,6 +123,42 @@ def test_stages_of_a_pipeline_are_streamed_as_one_model(pool4: RankPool, level: 
     assert pool4.run(stages_of_a_pipeline, level, dst) == [[]] * 4
 
 
+def posted(dst: int) -> tuple[bool, list[list[str]], int]:
+    """Whether a stream over messages as for nccl gives the same bits, the batches of messages, and broadcasts."""
+    module = PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy)
+    engine = pipes.start(module, pipes.config(1, 2))
+    plain = dict(pair for bucket in engine.stream_weights(2000, dst=dst) for pair in bucket)
+    job, batches, batch = engine.mesh.job, list[list[str]](), dist.batch_isend_irecv
+
+    def noted(ops: list[dist.P2POp]) -> list[dist.Work]:
+        batches.append([f"{op.op.__name__} {op.group_peer}" for op in ops])
+        return batch(ops)
+
+    broadcasts: list[str] = []
+    job.ledger.append(lambda op, *_: broadcasts.append(op) if op == "broadcast" else None)
+    with pytest.MonkeyPatch.context() as patch:
+        object.__setattr__(job, "backend", "nccl")
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        patch.setattr("deepspeed.comm.point_to_point.send", None)
+        patch.setattr("deepspeed.comm.point_to_point.receive", None)
+        got = dict(pair for bucket in engine.stream_weights(2000, dst=dst) for pair in bucket)
+        object.__setattr__(job, "backend", "gloo")
+    job.ledger.pop()
+    engine.destroy()
+    return got.keys() == plain.keys() and all(torch.equal(got[n], plain[n]) for n in plain), batches, len(broadcasts)
+
+
+def test_messages_of_a_stream_are_batched_on_nccl_which_makes_a_communicator_for_each_pair_of_single_ones(
+    pool4: RankPool,
+) -> None:
+    """The first call on the communicator that they share is one of all ranks."""
+    results = pool4.run(posted, 3)
+    assert all(same and broadcasts == 1 for same, _, broadcasts in results)
+    sent = [sum(batches, []) for _, batches, _ in results]
+    assert all(one == "isend 3" for rank in (0, 1, 2) for one in sent[rank])
+    assert sent[3] and all(one.startswith("irecv") for one in sent[3]) and len(sent[3]) == sum(map(len, sent[:3]))
+
+
 class Own(Exception):
     pass
 

@@ -23,6 +23,7 @@ from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
+from deepspeed.tier.transfer import Transfer
 
 _MESSAGE_BYTES = 32 << 20
 _ALIGNED = 16  # bytes between the pieces of a message: any dtype may be there
@@ -143,6 +144,9 @@ class WeightFlow:
         self._message_bytes = max(_ALIGNED, min(_MESSAGE_BYTES, max_bytes // 8))
         self._todo = self._buckets(parcels or [Parcel((name,)) for name in names], max_bytes - self._message_bytes)
         self._wanted = target is None or target == mesh.job.index
+        if target is not None and mesh.job.backend not in ("gloo", "none"):
+            # Messages use the job's communicator, which nccl makes in the first call that all members make.
+            collectives.broadcast(torch.zeros(1, device=device), mesh.job)
         self._number, self._over = 0, False
 
     def _buckets(self, parcels: Sequence[Parcel], limit: int) -> list[list[Parcel]]:
@@ -226,7 +230,8 @@ class WeightFlow:
     def _pass(self, wave: list[list[FlowPiece]], whole: dict[str, torch.Tensor]) -> Exception | None:
         """Messages from their sources to who wants them, side by side."""
         job, fault = self._mesh.job, None
-        works: list[collectives.Collective] = []
+        works: list[Transfer] = []
+        leaving, coming = list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
         arriving: list[tuple[FlowPiece, torch.Tensor]] = []
         for message in wave:
             source = message[0].source
@@ -242,11 +247,11 @@ class WeightFlow:
             if self._target is None:
                 works.append(collectives.start_broadcast(buffer, job, source=source))
             elif sends:
-                works.append(point_to_point.send(buffer, self._target, job))
+                leaving.append((buffer, self._target))
             else:
-                works.append(point_to_point.receive(buffer, source, job))
+                coming.append((buffer, source))
             arriving += zip(message, views, strict=True)
-        for work in works:
+        for work in (*works, point_to_point.exchange(leaving, coming, job)):
             work.wait()
         for (_, name, span), view in arriving if self._wanted else ():
             put(inside(whole[name], span.region), span.lo, view)
