@@ -4,6 +4,7 @@ Engines tell it of theirs; torch numbers those of every process group by itself,
 read when they are wanted.
 """
 
+import contextlib
 import itertools
 import sys
 from collections import deque
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.hang.stacks import group_title, line_of, origin, unit_of
+from deepspeed.device import get_accelerator
 
 _KEPT = 64
 
@@ -50,7 +52,8 @@ class Ledger:
         self.entries: deque[LedgerEntry] = deque(maxlen=_KEPT)
         self.events = 0  # collectives that began, and those that ended
         self._numbers = itertools.count(1)
-        self._under_way: dict[int, LedgerEntry] = {}
+        self._under_way: dict[int, tuple[LedgerEntry, Any]] = {}  # with the event behind which a device has done it
+        self._device: int | None = None
         self._whose: dict[CodeType, tuple[bool, bool]] = {}  # whether it is a user's; whether it may know a unit
 
     def listener(self, group: str) -> Callable[[str, int, torch.dtype, int], Callable[[], None] | None]:
@@ -62,17 +65,23 @@ class Ledger:
             unit, place = self._origin(op)
             entry = LedgerEntry(next(self._numbers), group, op, numel, dtype, unit, place)
             self.entries.append(entry)
-            self._under_way[entry.number] = entry
+            self._under_way[entry.number] = entry, None
             if (oldest := next(iter(self._under_way))) <= entry.number - _KEPT:  # it has raised, and never ends
                 self._under_way.pop(oldest, None)
             self.events += 1
-            return lambda: self._end(entry.number)
+            return lambda: self._end(entry)
 
         return begin
 
-    def _end(self, number: int) -> None:
+    def _end(self, entry: LedgerEntry) -> None:
+        """The host has waited: the device may come to it much later, of which nothing tells but an event."""
         self.events += 1
-        self._under_way.pop(number, None)
+        if entry.number in self._under_way and not get_accelerator().is_synchronized_device():
+            self._device, event = get_accelerator().current_device(), get_accelerator().Event()
+            event.record()
+            self._under_way[entry.number] = entry, event
+        else:
+            self._under_way.pop(entry.number, None)
 
     def _origin(self, op: str) -> tuple[str, tuple[CodeType, int] | None]:
         """The unit of the collective that begins, and the user's place in the code."""
@@ -96,8 +105,13 @@ class Ledger:
 
     @property
     def waiting(self) -> LedgerEntry | None:
-        """The oldest collective that has not ended."""
-        return next(iter(list(self._under_way.values())), None)
+        """The oldest collective that has not ended; asked in any thread, whatever device that is on."""
+        with contextlib.suppress(RuntimeError), get_accelerator().device(self._device):  # of a device that has failed
+            for entry, event in list(self._under_way.values()):
+                if event is None or not event.query():
+                    return entry
+                self._under_way.pop(entry.number, None)
+        return None
 
 
 def torch_numbers() -> dict[str, int] | None:

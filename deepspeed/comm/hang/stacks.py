@@ -27,7 +27,7 @@ _SITE = f"{os.sep}site-packages{os.sep}"
 COLLECTIVE, DRIVE, LOADER = "collective", "drive", "loader"
 WATCHERS = "ds-hang"  # how the names of the threads begin that look
 # Calls that wait for the device, on which a collective may be.
-_DEVICE_WAITS = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
+DEVICE_WAITS = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
 # Errors that are no failure while they are handled.
 _HARMLESS = (StopIteration, StopAsyncIteration, GeneratorExit)
 _STARTS = ("<module>", "_run_module_as_main", "_bootstrap")  # outermost functions of scripts and threads that run
@@ -132,13 +132,21 @@ def _waiting_text(frame: FrameType) -> str:
 
 
 def _work_waited_for(frame: FrameType) -> bool:
-    """Whether a client's frame waits for a torch Work, or for a device on which collectives may be."""
-    text = _waiting_text(frame)
-    if _DEVICE_WAITS.search(text) and torch.accelerator.is_available():
-        return True
-    receiver, call, _ = text.rpartition(".wait(")
+    """Whether a client's frame waits for a torch Work."""
+    receiver, call, _ = _waiting_text(frame).rpartition(".wait(")
     value = frame.f_locals.get(receiver, frame.f_globals.get(receiver)) if receiver.isidentifier() else None
     return bool(call) and (isinstance(value, dist.Work) or (value is None and "work" in receiver.lower()))
+
+
+def _device_waited_for(frames: list[FrameType], *, under_way: bool) -> str:
+    """The call by which a client's frame waits for a device, on which collectives may be, or ours where some are."""
+    files = ((frame, frame.f_code.co_filename) for frame in frames)
+    caller = next((frame for frame, file in files if origin(file) != "torch" and file != f"{_OURS}device.py"), None)
+    text = "" if caller is None else _waiting_text(caller)
+    if caller is None or not DEVICE_WAITS.search(text):
+        return ""
+    whose = {"deepspeed": under_way, "user": torch.accelerator.is_available()}
+    return text if whose.get(origin(caller.f_code.co_filename)) else ""
 
 
 def _loader(frames: list[FrameType]) -> tuple[str, str] | None:
@@ -186,7 +194,7 @@ def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | Non
     return None
 
 
-def _wait(frames: list[FrameType]) -> tuple[str, str, str | None, str]:
+def _wait(frames: list[FrameType], *, under_way: bool) -> tuple[str, str, str | None, str]:
     if (wait := _own_wait(frames)) is not None:
         kind, text, group, mark = wait
         inner = _torch_call(frames)
@@ -198,6 +206,8 @@ def _wait(frames: list[FrameType]) -> tuple[str, str, str | None, str]:
         return COLLECTIVE, called[0], called[1], ""
     if (loader := _loader(frames)) is not None:
         return LOADER, loader[0], None, loader[1]
+    if text := _device_waited_for(frames, under_way=under_way):
+        return COLLECTIVE, text, None, ""
     if frames and origin(frames[0].f_code.co_filename) == "user" and _work_waited_for(frames[0]):
         return COLLECTIVE, _waiting_text(frames[0]), None, ""
     return "", "", None, ""
@@ -223,12 +233,14 @@ def _module_of(frame: FrameType, modules: Mapping[int, str]) -> str:
     return modules.get(id(module), type(module).__name__) if isinstance(module, torch.nn.Module) else ""
 
 
-def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool = False) -> Spot:
+def spot_of(
+    frames: list[FrameType], modules: Mapping[int, str], *, whole: bool = False, under_way: bool = False
+) -> Spot:
     """Where the thread is whose ``frames`` these are, the innermost first; ``whole``: with its stack, as text.
 
-    ``modules``: names by the ids of modules.
+    ``modules``: names by the ids of modules. ``under_way``: a device may have a collective of ours that has not ended.
     """
-    kind, waits, group, mark = _wait(frames)
+    kind, waits, group, mark = _wait(frames, under_way=under_way)
     users = [frame for frame in frames if origin(frame.f_code.co_filename) == "user"]
     line = line_of(users[0].f_code, number_of(users[0])) if users else ""
     client = next((f for f in users if _SITE not in f.f_code.co_filename), None)
@@ -248,18 +260,18 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
     )
 
 
-def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False) -> Spot:
+def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, under_way: bool = False) -> Spot:
     """Where ``thread`` is, or a thread on which autograd works for it and waits."""
     current, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
     mine = list(outwards(current.get(thread)))
-    spot = spot_of(mine, modules, whole=whole)
+    spot = spot_of(mine, modules, whole=whole, under_way=under_way)
     if spot.kind or not any("autograd" in frame.f_code.co_filename for frame in mine[:3]):
         return spot
     for other, frame in current.items():
         frames = list(outwards(frame))
         if other == thread or other in names and names[other].startswith(WATCHERS):
             continue
-        inner = spot_of(frames, modules, whole=whole)
+        inner = spot_of(frames, modules, whole=whole, under_way=under_way)
         if inner.kind and any(origin(f.f_code.co_filename) == "deepspeed" for f in frames):
             return Spot(inner.kind, inner.waits, inner.unit, inner.module, spot.line, inner.group, mark=inner.mark)
     return spot

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
 from deepspeed.comm.hang.ledger import Ledger, torch_numbers
-from deepspeed.comm.hang.stacks import LOADER, WATCHERS, Failure, Spot, failure_of, process_state, spots
+from deepspeed.comm.hang.stacks import DEVICE_WAITS, LOADER, WATCHERS, Failure, Spot, failure_of, process_state, spots
 from deepspeed.errors import DeepSpeedConfigError, JobHungError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import AioEngine
@@ -138,7 +138,7 @@ class HangWatch:
             now = time.monotonic()
             # Of a long gap little counts, as the whole job may have been suspended; a busy machine makes shorter ones.
             passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._limit_s / 2))), now
-            progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun
+            progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun, self.ledger.waiting
             moved, self._last = progress != self._last or progress[0] is None, progress
             self._tell_of_blindness(counted=progress[0] is not None)
             spot = Spot() if moved else self._glance()
@@ -162,7 +162,7 @@ class HangWatch:
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
         """Where this rank is. It moves meanwhile, so anything may be half there; then it does not wait."""
         try:
-            return spots(self._thread, modules or {}, whole=whole)
+            return spots(self._thread, modules or {}, whole=whole, under_way=self.ledger.waiting is not None)
         except Exception as error:  # whatever objects are met on a stack, a watch must not end
             logger.debug("a stack could not be read: %s", error)
             return Spot()
@@ -221,7 +221,7 @@ class HangWatch:
             others = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
             kept = f", and its process is kept by the threads {', '.join(others)}" if others else ""
             state, what = LEFT, left or f"its script has ended{kept}"
-        if what == "wait" and entry is not None:
+        if (what == "wait" or DEVICE_WAITS.search(what)) and entry is not None:
             what = entry.text().partition(",")[0]
         if failure.text:
             state = RAISED
