@@ -195,6 +195,13 @@ class Accelerator:
         return self.Stream()
 
     Event = _forwarded("Event", NullEvent)
+
+    def awaited_event(self) -> Any:
+        """An event for which a thread of the host sleeps; where the device has no such, it may spin."""
+        with contextlib.suppress(TypeError):
+            return self.Event(blocking=True)
+        return self.Event()
+
     current_stream = _forwarded("current_stream", lambda *_: NullStream())
     default_stream = _forwarded("default_stream", lambda *_: NullStream())
 

@@ -73,7 +73,7 @@ class Landing(Transfer):
     """The copies of the current stream so far, into or out of page-locked memory: the program waits for them."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._event = nbytes, get_accelerator().Event()
+        self.nbytes, self._event = nbytes, get_accelerator().awaited_event()
         self._event.record(get_accelerator().current_stream())
 
     def wait(self) -> None:

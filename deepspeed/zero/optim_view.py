@@ -19,6 +19,7 @@ from torch import nn
 
 from deepspeed.errors import OptimizerConfigError, UsageError
 from deepspeed.optim.base import GroupStep
+from deepspeed.optim.host import Scalar
 from deepspeed.tier.arena import ALIGN
 from deepspeed.tier.behind import Worker
 from deepspeed.tier.staging import Staging
@@ -66,7 +67,7 @@ class OptimView:
         box = unit.outbox(spent=False)
         return None if box is None else unit.within(StateKind.OPTIM, box, self.start, self.stop)
 
-    def gradient(self, factor: float, *, source: torch.Tensor | None = None, plain: bool = False) -> torch.Tensor:
+    def gradient(self, factor: Scalar, *, source: torch.Tensor | None = None, plain: bool = False) -> torch.Tensor:
         """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
 
         A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype
@@ -80,9 +81,8 @@ class OptimView:
         piece = source.view(self.param.shape)
         if plain:
             return piece
-        factor *= self.unit.facts.after
-        piece = piece.to(self.param.dtype)
-        return piece if factor == 1.0 else piece.mul_(factor)
+        piece, factor = piece.to(self.param.dtype), factor * self.unit.facts.after
+        return piece if isinstance(factor, float) and factor == 1.0 else piece.mul_(factor)
 
 
 def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
@@ -189,7 +189,7 @@ def run_step(
     optimizer: torch.optim.Optimizer,
     views: list[OptimView],
     step: Callable[[], object],
-    factor: float,
+    factor: Scalar,
     *,
     source: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
@@ -206,7 +206,8 @@ def run_step(
     frozen = frozen_later(views) if frozen is None else frozen
     writable = [v for v in views if v.unit not in frozen] if writing is not None else []
     outputs = {v.param: out for v in writable if (out := v.output(places.get(v.unit))) is not None}
-    scales = {v.param: factor * v.unit.facts.after for v in views if writing and v.param.device.type == "cpu"}
+    on_host = (v for v in views if writing is not None and v.param.device.type == "cpu")
+    scales = {v.param: float(factor * v.unit.facts.after) for v in on_host}
     if scales and not optimizer.scales_on_host():  # type: ignore[attr-defined]
         scales = {}
     standing = Standing(optimizer, frozen)

@@ -62,7 +62,7 @@ class LateResult(StepResult):
         self._factor, self._skips, self._report = factor, skips, report
         self._sums = torch.empty_like(sums, device="cpu", pin_memory=sums.device.type != "cpu")
         self._sums.copy_(sums, non_blocking=True)
-        self._event = get_accelerator().Event()
+        self._event = get_accelerator().awaited_event()
         self._event.record()
 
     def _read(self) -> None:
@@ -111,11 +111,12 @@ def take_step(
     if runtime.watch_gradients is not None:
         runtime.watch_gradients(units)
     runtime.steps += 1
-    factor = 1.0 / loss_scale
+    factor: Any = 1.0 / loss_scale  # or, where the norm is known on the device only, a number there
     result, skip = StepResult(), None
     if need_norm or weight is not None:
         sums, failure = summed_squares(runtime, units, failure, weight)
-        if clip > 0 or weight is not None or (skip_nonfinite and (at_once or not _goes_ahead(runtime))):
+        decides = (clip > 0 or skip_nonfinite) and not _goes_ahead(runtime)
+        if decides or weight is not None or (skip_nonfinite and at_once):
             norm, of_all = global_norm(runtime, sums, failure)
             factor *= runtime.mesh.job.size / of_all if of_all > 0 else 1.0
             norm *= factor
@@ -133,12 +134,19 @@ def take_step(
             try:
                 skip = (~torch.isfinite(sums[0])).float() if skip_nonfinite else None
                 result = LateResult(sums, factor, skips=skip_nonfinite, report=_late_report(runtime))
+                factor = _clipped(sums, factor, clip) if clip > 0 else factor
             except Exception as error:  # no page-locked memory, say; the others go on
                 failure = failure or error
     runtime.before_update()
     _update(runtime, views, units, factor, failure, skip)
     runtime.gradients.clear(collected=True)
     return result
+
+
+def _clipped(sums: torch.Tensor, factor: float, clip: float) -> torch.Tensor:
+    """``factor`` with the clipping, on the device; bit by bit what the host makes of it."""
+    norm = torch.where(sums[1] > 0, math.inf, sums[0].sqrt()) * factor
+    return torch.full_like(norm, factor).div_(((norm + 1e-6) / clip).clamp_(min=1.0))
 
 
 def _goes_ahead(runtime: Runtime) -> bool:

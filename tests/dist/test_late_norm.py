@@ -106,11 +106,15 @@ def both(stage: int, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return at_once, behind, differ
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: str, optimizer: str) -> None:
+def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: str, optimizer: str, clip: float) -> None:
     config = {**DTYPES[dtype], "optimizer": {"type": optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+    config["gradient_clipping"] = clip  # of norms that are larger
+    if clip and stage in (0, 1):  # a part of the mean's divisor is left for the update
+        config["gradient_predivide_factor"] = 3.0
     for rank, (at_once, behind, differ) in enumerate(pool2.run(both, stage, config)):
         assert not differ
         assert behind["counts"] == at_once["counts"] == (len(BAD), STEPS, False, True)
@@ -218,7 +222,7 @@ SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     ("config", "count"),
     [
         ({}, 0),
-        ({"gradient_clipping": 1.0}, 3),  # by what is the gradient multiplied?
+        ({"gradient_clipping": 1.0}, 0),  # by what the gradient is multiplied is known where it is
         ({"scheduler": SCHEDULE}, 3),  # does the schedule go on?
         ({"scheduler": SCHEDULE, "bf16": {"enabled": True, "check_grad_overflow": False}}, 0),  # it always does
         ({"fp16": {"enabled": True}}, 3),  # does the scale change?
@@ -289,6 +293,15 @@ def test_an_error_of_one_rank_before_the_update_is_heard_in_the_next_batch(
     others, mine = pool2.run(_failed, place, stage, time_limit=60.0)
     assert others[0] == "" and others[1].startswith("RankFailedError: rank 1 failed") and "load a check" in others[1]
     assert mine[0] == "RuntimeError: injected" and "parts of two states" in mine[1]
+
+
+@pytest.mark.parametrize("whole", [0.0, 1e-30, 0.7, 1.0, 4.2, 1e300, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [1.0, 1.0 / 3, 2.0**-16])
+def test_the_factor_of_the_device_is_that_of_the_host(whole: float, scale: float) -> None:
+    for clip in (1e-3, 0.05, 1.0, 3.7):
+        sums = torch.tensor([whole, float(not math.isfinite(whole)), 0.0], dtype=torch.float64)
+        norm = step.norm_of(sums)[0] * scale
+        assert step._clipped(sums, scale, clip).item() == scale / max(1.0, (norm + 1e-6) / clip)
 
 
 def test_no_rank_decides_by_what_is_its_own() -> None:

@@ -379,6 +379,16 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_a_host_sleeps_until_an_event_comes_where_the_device_can_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_timed(enable_timing: bool = False) -> str:  # noqa: FBT001, FBT002 - as torch.xpu has it
+        return "spins"
+
+    for event, made in ((lambda **flags: flags, {"blocking": True}), (only_timed, "spins")):
+        monkeypatch.setattr(torch, "get_device_module", lambda name, event=event: SimpleNamespace(Event=event))
+        assert Accelerator("fake").awaited_event() == made
+    assert Accelerator("cpu").awaited_event().query()
+
+
 def test_missing_parts_say_so() -> None:
     for make in (moe_layer.MoE, legacy.FP16_Optimizer, legacy.BF16_Optimizer):
         assert not isinstance(object(), make)

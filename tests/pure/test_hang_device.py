@@ -40,7 +40,7 @@ class _Waits:
         self.spots: list[Spot] = []
 
     def _look(self, frames: Frames) -> list[float]:
-        self.spots = [spot_of(frames, {}, under_way=under_way) for under_way in (True, False)]
+        self.spots = [spot_of(frames, {}, busy=busy) for busy in (True, False)]
         return [4.0, 0.0, 0.0]
 
     tolist = synchronize = _of_torch("def wait(self):\n    return self._look(list(outwards(sys._getframe())))\n")
@@ -129,8 +129,8 @@ def test_on_the_cpu_it_has_ended_when_the_host_has_waited() -> None:
     assert ledger.waiting is None
 
 
-def _spots(*_: Any, under_way: bool, **__: Any) -> Spot:
-    return Spot(COLLECTIVE, "sums.tolist()") if under_way else Spot()
+def _spots(*_: Any, busy: bool, **__: Any) -> Spot:
+    return Spot(COLLECTIVE, "sums.tolist()") if busy else Spot()
 
 
 def test_the_report_names_the_collective_that_the_device_is_in(late: Any) -> None:

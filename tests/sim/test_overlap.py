@@ -1,5 +1,5 @@
 """What large models must reach at stage 3 with default keys, predicted on 8 H100: transfers hide behind computation,
-memory is what the formula says, and the program waits for the device once a step with clipping and never without.
+memory is what the formula says, and the program never waits for the device, with clipping either.
 """
 
 import json
@@ -76,13 +76,13 @@ def command(model: Model, config: str, *options: str) -> list[str]:
     return [*files, "--sequence", str(SEQUENCE), "--max-exposed", "5%", "--json", *options]
 
 
-def check(model: Model, ended: Ended, *, waits: int) -> None:
+def check(model: Model, ended: Ended) -> None:
     """All gates are passed, and the facts are those of the formula."""
     assert ended.code == 0, ended.stderr
     facts = json.loads(ended.stdout)
     assert facts["parameters"] == model.parameters()
     assert facts["exposed_seconds"] <= 0.05 * facts["step_seconds"] and not facts["unordered"]
-    assert sum(wait["times"] for wait in facts["host_waits"]) == waits, facts["host_waits"]
+    assert not facts["host_waits"]
     assert facts["device_bytes"]["peak"] == pytest.approx(model.peak_bytes(), rel=0.03)
 
 
@@ -102,7 +102,7 @@ def ended(folder: Path) -> dict[str, Ended]:
 
 
 def test_a_few_blocks_of_seven_billion(ended: dict[str, Ended]) -> None:
-    check(SHORT, ended["short"], waits=0)
+    check(SHORT, ended["short"])
 
 
 def test_the_next_sum_inside_a_node_does_not_wait_for_the_last_between_nodes(
@@ -150,10 +150,10 @@ def test_sums_beside_gathers_where_they_have_a_communicator(ended: dict[str, End
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("model", WIDTHS, ids=lambda model: f"{model.width}x{model.blocks}")
 def test_every_width(folder: Path, model: Model) -> None:
-    check(model, run_all({"": command(model, "unclipped", "--no-sync")}, folder, limit_s=LIMIT_S)[""], waits=0)
+    check(model, run_all({"": command(model, "unclipped", "--no-sync")}, folder, limit_s=LIMIT_S)[""])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S)
 def test_seven_billion_with_clipping(folder: Path) -> None:
-    check(SEVEN, run_all({"": command(SEVEN, "clipped")}, folder, limit_s=LIMIT_S)[""], waits=1)
+    check(SEVEN, run_all({"": command(SEVEN, "clipped")}, folder, limit_s=LIMIT_S)[""])

@@ -52,7 +52,7 @@ class Copies:
                 for target, values in beside:
                     target.copy_(values.reshape(-1), non_blocking=True)
         finally:  # one that failed half way has copies on their way too
-            self._event = accelerator.Event()
+            self._event = accelerator.awaited_event()
             self._event.record(self._stream)
         return copies
 

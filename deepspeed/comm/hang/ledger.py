@@ -92,10 +92,8 @@ class Ledger:
             facts = known.get(code)
             if facts is None:
                 users, ours = (origin(code.co_filename) == whose for whose in ("user", "deepspeed"))
-                facts = known[code] = (
-                    users,
-                    ours and ("unit" in code.co_varnames or code.co_filename.endswith("unit.py")),
-                )
+                ours = ours and ("unit" in code.co_varnames or code.co_filename.endswith("unit.py"))
+                facts = known[code] = users, ours
             if facts[0]:
                 return unit, (code, frame.f_lasti)
             if facts[1] and not unit and op != "merge":  # that is about what all ask for

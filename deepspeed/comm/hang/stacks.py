@@ -138,14 +138,14 @@ def _work_waited_for(frame: FrameType) -> bool:
     return bool(call) and (isinstance(value, dist.Work) or (value is None and "work" in receiver.lower()))
 
 
-def _device_waited_for(frames: list[FrameType], *, under_way: bool) -> str:
+def _device_waited_for(frames: list[FrameType], *, busy: bool) -> str:
     """The call by which a client's frame waits for a device, on which collectives may be, or ours where some are."""
     files = ((frame, frame.f_code.co_filename) for frame in frames)
     caller = next((frame for frame, file in files if origin(file) != "torch" and file != f"{_OURS}device.py"), None)
     text = "" if caller is None else _waiting_text(caller)
     if caller is None or not DEVICE_WAITS.search(text):
         return ""
-    whose = {"deepspeed": under_way, "user": torch.accelerator.is_available()}
+    whose = {"deepspeed": busy, "user": torch.accelerator.is_available()}
     return text if whose.get(origin(caller.f_code.co_filename)) else ""
 
 
@@ -194,7 +194,7 @@ def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | Non
     return None
 
 
-def _wait(frames: list[FrameType], *, under_way: bool) -> tuple[str, str, str | None, str]:
+def _wait(frames: list[FrameType], *, busy: bool) -> tuple[str, str, str | None, str]:
     if (wait := _own_wait(frames)) is not None:
         kind, text, group, mark = wait
         inner = _torch_call(frames)
@@ -206,7 +206,7 @@ def _wait(frames: list[FrameType], *, under_way: bool) -> tuple[str, str, str | 
         return COLLECTIVE, called[0], called[1], ""
     if (loader := _loader(frames)) is not None:
         return LOADER, loader[0], None, loader[1]
-    if text := _device_waited_for(frames, under_way=under_way):
+    if text := _device_waited_for(frames, busy=busy):
         return COLLECTIVE, text, None, ""
     if frames and origin(frames[0].f_code.co_filename) == "user" and _work_waited_for(frames[0]):
         return COLLECTIVE, _waiting_text(frames[0]), None, ""
@@ -233,14 +233,12 @@ def _module_of(frame: FrameType, modules: Mapping[int, str]) -> str:
     return modules.get(id(module), type(module).__name__) if isinstance(module, torch.nn.Module) else ""
 
 
-def spot_of(
-    frames: list[FrameType], modules: Mapping[int, str], *, whole: bool = False, under_way: bool = False
-) -> Spot:
+def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool = False, busy: bool = False) -> Spot:
     """Where the thread is whose ``frames`` these are, the innermost first; ``whole``: with its stack, as text.
 
-    ``modules``: names by the ids of modules. ``under_way``: a device may have a collective of ours that has not ended.
+    ``modules``: names by the ids of modules. ``busy``: a device may have a collective of ours that has not ended.
     """
-    kind, waits, group, mark = _wait(frames, under_way=under_way)
+    kind, waits, group, mark = _wait(frames, busy=busy)
     users = [frame for frame in frames if origin(frame.f_code.co_filename) == "user"]
     line = line_of(users[0].f_code, number_of(users[0])) if users else ""
     client = next((f for f in users if _SITE not in f.f_code.co_filename), None)
@@ -260,18 +258,18 @@ def spot_of(
     )
 
 
-def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, under_way: bool = False) -> Spot:
+def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, busy: bool = False) -> Spot:
     """Where ``thread`` is, or a thread on which autograd works for it and waits."""
     current, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
     mine = list(outwards(current.get(thread)))
-    spot = spot_of(mine, modules, whole=whole, under_way=under_way)
+    spot = spot_of(mine, modules, whole=whole, busy=busy)
     if spot.kind or not any("autograd" in frame.f_code.co_filename for frame in mine[:3]):
         return spot
     for other, frame in current.items():
         frames = list(outwards(frame))
         if other == thread or other in names and names[other].startswith(WATCHERS):
             continue
-        inner = spot_of(frames, modules, whole=whole, under_way=under_way)
+        inner = spot_of(frames, modules, whole=whole, busy=busy)
         if inner.kind and any(origin(f.f_code.co_filename) == "deepspeed" for f in frames):
             return Spot(inner.kind, inner.waits, inner.unit, inner.module, spot.line, inner.group, mark=inner.mark)
     return spot

@@ -162,7 +162,7 @@ class HangWatch:
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
         """Where this rank is. It moves meanwhile, so anything may be half there; then it does not wait."""
         try:
-            return spots(self._thread, modules or {}, whole=whole, under_way=self.ledger.waiting is not None)
+            return spots(self._thread, modules or {}, whole=whole, busy=self.ledger.waiting is not None)
         except Exception as error:  # whatever objects are met on a stack, a watch must not end
             logger.debug("a stack could not be read: %s", error)
             return Spot()
