@@ -31,6 +31,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <sstream>
 
 extern "C" {  // of Python, which has them where this is loaded
 int PyGILState_Check(void);
@@ -143,16 +144,18 @@ void go_on(Stream& last) {
   }
 }
 
-void submit(Stream& stream, Task task) {
+uint64_t submit(Stream& stream, Task task) {
   WithoutGil free;
+  uint64_t number;
   {
     std::lock_guard<std::mutex> lock(mutex);
     stream.queue.push_back(std::move(task));
-    ++stream.issued;
+    number = ++stream.issued;
   }
   go_on(stream);
+  return number;
 }
-void submit(Stream& stream, std::function<void()> run) { submit(stream, Task{std::move(run)}); }
+uint64_t submit(Stream& stream, std::function<void()> run) { return submit(stream, Task{std::move(run)}); }
 
 void tell() {  // what went wrong in work that nobody was there to hear of
   std::string text;
@@ -185,8 +188,7 @@ void foreign(const char* what, int device) {
 Mark mark(Stream& stream) {
   Mark made;
   made.stream = &stream;
-  submit(stream, [time = made.time] { *time = now(); });
-  made.number = stream.issued;
+  made.number = submit(stream, [time = made.time] { *time = now(); });
   return made;
 }
 void wait_for(Stream& stream, const Mark& mark) {
@@ -215,7 +217,8 @@ void finish(Mark& mark) {
 
 std::atomic<int64_t> in_use[kDevices], peak[kDevices];
 std::map<std::pair<Stream*, size_t>, std::vector<void*>> freed;
-std::map<char*, size_t> locked;
+struct Range { size_t bytes; bool registered; };
+std::map<char*, Range> locked;  // page-locked
 
 struct Block { void* memory; size_t bytes; Stream* stream; };
 void give_back(void* context) {
@@ -275,19 +278,19 @@ struct LockedAllocator final : c10::Allocator {
     void* memory = nullptr;
     TORCH_CHECK(!posix_memalign(&memory, 4096, bytes ? bytes : 1), "pretend: the host has no memory");
     std::lock_guard<std::mutex> lock(mutex);
-    locked[static_cast<char*>(memory)] = bytes ? bytes : 1;
+    locked[static_cast<char*>(memory)] = {bytes ? bytes : 1, false};
     return {memory, memory, &unlock, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unlock; }
   void copy_data(void* to, const void* from, std::size_t count) const override { memcpy(to, from, count); }
 };
 LockedAllocator locked_memory;
-bool is_locked(const void* place) {
+bool is_locked(const void* place, bool registered = false) {
   std::lock_guard<std::mutex> lock(mutex);
   auto after = locked.upper_bound(static_cast<char*>(const_cast<void*>(place)));
   if (after == locked.begin()) return false;
   --after;
-  return static_cast<const char*>(place) < after->first + after->second;
+  return static_cast<const char*>(place) < after->first + after->second.bytes && (!registered || after->second.registered);
 }
 
 struct On {  // a device is current for a while
@@ -460,8 +463,32 @@ bool can_wait(const c10::OperatorHandle& op, const torch::jit::Stack& arguments)
   return true;
 }
 
+// What results look like follows from this.
+std::string looks(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  std::ostringstream text;
+  text << op.schema().name() << '.' << op.schema().overload_name();
+  for (const auto& argument : arguments) {
+    bool plain = true;
+    mapped(argument, [&](const at::Tensor& t) {
+      plain = false;
+      if (t.defined()) text << '|' << t.sizes() << t.strides() << int(t.scalar_type()) << t.is_cpu();
+      return t;
+    });
+    if (plain) text << '|' << argument;
+    else text << ';';
+  }
+  return text.str();
+}
+
 // Results as meta tensors say them; false where there is no such kernel, or it raises: the CPU's own error is better.
-bool foretell(const c10::OperatorHandle& op, const torch::jit::Stack& arguments, torch::jit::Stack& results) {
+bool foretell(const c10::OperatorHandle& op, const torch::jit::Stack& arguments, torch::jit::Stack& results, bool keep) {
+  static auto* known = new std::map<std::string, torch::jit::Stack>;  // many meta kernels are slow ones of Python
+  static std::mutex reading;
+  std::string text = keep ? looks(op, arguments) : "";
+  if (keep) {
+    std::lock_guard<std::mutex> lock(reading);
+    if (auto found = known->find(text); found != known->end()) { results = found->second; return true; }
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> made;  // meta, real
   auto to_meta = [&](const at::Tensor& t) {
     if (!ours(t)) return t;
@@ -477,9 +504,11 @@ bool foretell(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
       if (!meta.sizes().equals(real.sizes())) real.resize_(meta.sizes());
     for (const auto& value : stack)
       results.push_back(mapped(value, [&](const at::Tensor& t) {
-        for (auto& [meta, real] : made) if (t.is_same(meta)) return real;
+        for (auto& [meta, real] : made) if (t.is_same(meta)) { keep = false; return real; }
         return t;
       }));
+    std::lock_guard<std::mutex> lock(reading);
+    if (keep) (*known)[text] = results;
     return true;
   } catch (const std::exception&) {
     return false;
@@ -518,10 +547,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(!alias || alias->isWrite(), "pretend: ", op.schema().name(), " makes a view, which this device does not know");
   }
   torch::jit::Stack results, inputs;
-  bool late = order != kNow && can_wait(op, arguments) && (!(made || resizable) || foretell(op, arguments, results));
-  for (const auto& argument : arguments) {
-    if (argument.isDevice()) { inputs.push_back(c10::Device(at::kCPU)); continue; }
-    inputs.push_back(mapped(argument, [&](const at::Tensor& t) {
+  bool late = order != kNow && can_wait(op, arguments) && (!(made || resizable) || foretell(op, arguments, results, !resizable));
+  for (size_t i = 0; i < count; ++i) {
+    if (arguments[i].isDevice()) { inputs.push_back(c10::Device(at::kCPU)); continue; }
+    bool out = !late && op.schema().arguments()[i].is_out();
+    inputs.push_back(mapped(arguments[i], [&](const at::Tensor& t) {
+      if (out && ours(t)) return at::empty_strided({0}, {1}, t.options().device(at::kCPU));
       return late && t.defined() && t.is_cpu() ? t.clone() : host(t);  // small ones of the host are read at once
     }));
   }
@@ -545,8 +576,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (size_t i = 0; i < count; ++i)
         if (op.schema().arguments()[i].is_out() && arguments[i].isTensor() && ours(arguments[i].toTensor())) {
           at::Tensor out = arguments[i].toTensor(), value = inputs[i].toTensor();
-          if (out.sizes().equals(value.sizes())) continue;
-          out.resize_(value.sizes());
+          if (!out.sizes().equals(value.sizes())) out.resize_(value.sizes());
           submit(stream, [to = host(out), value] { Plain plain; to.copy_(value); });
         }
     return;
@@ -602,6 +632,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (up && non_blocking && !beside) {
     Plain plain;
     source = source.clone();
+  }
+  if (beside && is_locked(outside.data_ptr(), true)) {  // nobody keeps registered memory for the device
+    auto raw = [](const at::Tensor& t) { return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [](void*) {}, t.options(), at::kCPU); };
+    source = raw(source);
+    target = raw(target);
   }
   if (!up && !down && from.device() != to.device()) finish_device(from.device().index());
   submit(stream, [source, target] { Plain plain; target.copy_(source); });
@@ -688,7 +723,7 @@ void pretend_reset_peak(int device) { peak[device] = in_use[device].load(); }
 void pretend_lock(uintptr_t place, size_t bytes) {
   foreign("page-locking for a process", home);
   std::lock_guard<std::mutex> lock(mutex);
-  locked[reinterpret_cast<char*>(place)] = bytes;
+  locked[reinterpret_cast<char*>(place)] = {bytes, true};
 }
 void pretend_unlock(uintptr_t place) {
   std::lock_guard<std::mutex> lock(mutex);
