@@ -72,13 +72,14 @@ struct Mark {
   std::shared_ptr<double> time = std::make_shared<double>(-1.0);
 };
 
-std::mutex mutex;
-std::condition_variable moved;
-std::deque<Stream> streams{{0, 0}, {0, 1}};  // those of number 0, then all others; a deque moves none
+// Nothing of these ends before the process: tensors end as late.
+auto& mutex = *new std::mutex;
+auto& moved = *new std::condition_variable;
+auto& streams = *new std::deque<Stream>{{0, 0}, {0, 1}};  // those of number 0, then all others; a deque moves none
 std::atomic<int> order{kNow}, home{0};
-std::mt19937 dice;
-std::string failure;              // of work whose caller is gone
-std::vector<std::string> faults;  // questions about another device than the thread's
+auto& dice = *new std::mt19937;
+auto& failure = *new std::string;              // of work whose caller is gone
+auto& faults = *new std::vector<std::string>;  // questions about another device than the thread's
 thread_local int current = 0;
 thread_local int64_t chosen[kDevices] = {0, 0};
 
@@ -216,9 +217,9 @@ void finish(Mark& mark) {
 // --- memory ---
 
 std::atomic<int64_t> in_use[kDevices], peak[kDevices];
-std::map<std::pair<Stream*, size_t>, std::vector<void*>> freed;
+auto& freed = *new std::map<std::pair<Stream*, size_t>, std::vector<void*>>;
 struct Range { size_t bytes; bool registered; };
-std::map<char*, Range> locked;  // page-locked
+auto& locked = *new std::map<char*, Range>;  // page-locked
 
 struct Block { void* memory; size_t bytes; Stream* stream; };
 void give_back(void* context) {

@@ -244,3 +244,4 @@ def _module() -> types.ModuleType:
 
 torch._register_device_module(NAME, _module())
 set_order(os.environ.get("PRETEND_ORDER", "late"), int(os.environ.get("PRETEND_SEED", "0")))
+torch.empty(1).pin_memory()  # until then torch asks nobody whether memory is page-locked

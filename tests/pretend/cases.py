@@ -1,0 +1,201 @@
+"""Runs of the engine on the device that pretends, in a process of their own: it is process-global.
+
+python -m tests.pretend.cases FILE JOB ...     writes what each job answers, as JSON, to FILE
+
+``JOBS`` has the jobs that stand alone. "train PLACE ORDER DTYPE" trains; "without CALL" takes a wait out of the
+package, trains in all orders and names what became of the numbers. A call is named as in tests/sim/unseen.py.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from tests.gpu.test_offload_cuda import Stack, places
+from tests.pretend import device as pretend, group  # noqa: F401 - the groups are registered
+from tests.sim import mutants
+
+WIDTH, DEPTH, ROWS, STEPS, GAS = 32, 3, 4, 3, 2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Name -> (stage, addition to the zero block).
+PLACES: dict[str, tuple[int, str]] = {
+    "0": (0, "none"), "1": (1, "none"), "2": (2, "none"), "3": (3, "none"), "2 optimizer": (2, "optim cpu"),
+    "2 unpinned": (2, "optim cpu, unpinned"), "3 both": (3, "both cpu"), "3 parameters": (3, "param cpu"),
+    "3 half": (3, "half cpu"), "3 travelling": (3, "half cpu, travelling"), "2 early": (2, "optim cpu, early"),
+    "3 drive": (3, "both nvme"), "3 no overlap": (3, "no overlap"),
+}  # fmt: skip
+# A wait -> the place that sees its loss.
+PLANTED: dict[str, str] = {
+    "tier.store:wait: event.synchronize()": "2 optimizer",
+    "tier.store:__init__: self._event.record(get_accelerator().cur...": "2 optimizer",
+    "zero.optim_view:gradient: self.unit.landed.wait()": "3 both",
+    "zero.gradients:_land: transfer.wait()": "2 optimizer",
+    "zero.publish:finish: transfer.wait()": "2",
+    "zero.unit:arrive: self._transfer.wait()": "3",
+    "comm.collectives:wait: get_accelerator().current_stream().wait_...": "3",
+    "comm.collectives:wait: work.wait()": "3",
+    "comm.collectives:run: self._stream.wait_stream(accelerator.cur...": "3",
+    "comm.collectives:run: event.record(self._stream)": "3",
+    "comm.collectives:run: transfer.wait()": "3",
+    "tier.behind:take: worker.stream.wait_event(self._begin)": "2 early",
+    "tier.behind:take: event.record(worker.stream)": "2 optimizer",
+    "tier.behind:take: self._call().wait()": "2 optimizer",
+    "tier.behind:wait: stream.wait_event(self._event)": "2 optimizer",
+}
+
+
+def start(place: str, dtype: str = "fp32", model: nn.Module | None = None, **more: Any) -> Any:
+    stage, addition = PLACES[place]
+    zero = places(tempfile.gettempdir())[addition]
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": GAS,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+        **more,
+    }
+    if dtype == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
+    return deepspeed.initialize(model=model or Stack(WIDTH, DEPTH), config=config)[0]
+
+
+def batch(number: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def stepping(engine: Any, dtype: str = "fp32", *, steps: int = STEPS, first: int = 0) -> list[float]:
+    """Losses; they are read at the end, so that the program is far ahead of its device."""
+    losses = []
+    for number in range(first, steps * GAS):
+        loss = (engine(batch(number, DTYPES[dtype]).to(engine.device)).float() - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def weights(engine: Any) -> list[float]:
+    """The fp32 sums of all parameters."""
+    found = [deepspeed.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    return [float(value.double().sum()) for value in found]
+
+
+def train(place: str, order: str, dtype: str, **more: Any) -> list[float]:
+    """Losses and sums of weights."""
+    pretend.set_order(order, 7)
+    engine = start(place, dtype, **more)
+    try:
+        return [*stepping(engine, dtype), *weights(engine)]
+    finally:
+        engine.destroy()
+        pretend.set_order("late")
+
+
+def plain() -> list[float]:
+    """The same by plain PyTorch on the CPU, in fp32."""
+    torch.manual_seed(0)
+    model, losses = Stack(WIDTH, DEPTH), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+    for number in range(STEPS * GAS):
+        loss = (model(batch(number, torch.float32)) - 1).square().mean()
+        (loss / GAS).backward()
+        losses.append(float(loss))
+        if number % GAS == GAS - 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, *(float(p.detach().double().sum()) for p in model.parameters())]
+
+
+def without(call: str) -> dict[str, str]:
+    """Order -> what becomes of the numbers where that wait is missing: "equal", "other numbers" or an error."""
+    module, _, _ = call.partition(":")
+    number, unclipped = mutants.calls(module).index(call), {"gradient_clipping": 0.0}  # nothing waits for the norm
+    expected, found = train(PLANTED[call], "now", "fp32", **unclipped), {}
+    for order in ("late", "sides", "random"):
+        with mutants.changed(module, number):
+            try:
+                numbers = train(PLANTED[call], order, "fp32", **unclipped)
+                found[order] = "equal" if numbers == expected else "other numbers"
+            except Exception as error:
+                found[order] = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):
+            pretend.synchronize()
+    return found
+
+
+# --- findings of a review of the device path ---
+
+
+class WithEmpty(Stack):
+    """A parameter without elements beside the others."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, DEPTH)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+
+def empty_parameter() -> dict[str, list[list[float]]]:
+    """dtype -> losses with a parameter of no elements, and without."""
+    found = {}
+    for dtype in ("bf16", "fp16"):
+        found[dtype] = []
+        for model in (WithEmpty(), None):
+            engine = start("2", dtype, model)
+            found[dtype].append(stepping(engine, dtype))
+            engine.destroy()
+    return found
+
+
+def foreign_devices() -> list[str]:
+    """Questions from threads about a device that is not theirs, while the program is on device 1."""
+    deepspeed.init_distributed()
+    torch.hpu.set_device(1)
+    pretend.FAULTS.clear()
+    for place in ("2 optimizer", "3 both", "2 early"):
+        engine = start(place, gradient_clipping=0.0)  # with it the program waits for gradients before the thread asks
+        assert engine.device.index == 1
+        stepping(engine)
+        engine.destroy()
+    torch.hpu.set_device(0)
+    return sorted({f"{what} ({thread})" for what, thread, _ in pretend.FAULTS})
+
+
+JOBS: dict[str, Callable[[], Any]] = {
+    "plain": plain, "empty parameter": empty_parameter, "foreign devices": foreign_devices,
+}  # fmt: skip
+
+
+def answer(job: str) -> Any:
+    kind, _, rest = job.partition(" ")
+    if kind == "train":
+        place, order, dtype = rest.rsplit(" ", 2)
+        return train(place, order, dtype)
+    return without(rest) if kind == "without" else JOBS[job]()
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    for job in sys.argv[2:]:
+        try:
+            found[job] = answer(job)
+        except Exception:
+            found[job] = traceback.format_exc()
+            with contextlib.suppress(Exception):
+                pretend.synchronize()
+    Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
