@@ -5,8 +5,9 @@ import torch
 
 from deepspeed.activation import checkpointing
 from deepspeed.device import get_accelerator
+from tests.gpu.target import needs_device
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
+pytestmark = [pytest.mark.gpu, needs_device]
 
 
 def test_streams_order_work() -> None:

@@ -20,10 +20,11 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.plan import StateKind
+from tests.gpu.target import DEVICE, NAME, needs_device
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    needs_device,
     pytest.mark.timeout(300),
 ]
 
@@ -278,7 +279,7 @@ def test_who_looks_at_states_beside_a_late_update_changes_no_bit(name: str, stag
         engine = start(config(stage, dtype, LATE[name], clip=0.05))
         for number in range(3 * STEPS * GAS):
             if not look:
-                torch.cuda._sleep(20_000_000)
+                DEVICE._sleep(20_000_000)
             backward(engine, number)
             engine.step()
             if look:
@@ -305,9 +306,9 @@ def test_many_steps_ahead_of_the_device(tmp_path: Path, on_device: dict[Any, Any
     for name in ("both cpu", "both nvme"):
         engine = start(config(3, "fp32", places(tmp_path)[name]))
         for number in range(STEPS * GAS):
-            torch.cuda._sleep(20_000_000)
+            DEVICE._sleep(20_000_000)
             backward(engine, number)
-            torch.cuda._sleep(20_000_000)
+            DEVICE._sleep(20_000_000)
             engine.step()
         assert difference(weights, outcome(engine)) <= TOLERANCE["fp32"], name
 
@@ -335,7 +336,7 @@ def test_states_rest_where_they_should(stage: int, name: str, dtype: str, tmp_pa
                 unit.name
             )
         elif away == "device":
-            assert unit.shard.device.type == "cuda", unit.name
+            assert unit.shard.device.type == NAME, unit.name
         assert not unit.movable or unit.full.untyped_storage().nbytes() == 0, f"{unit.name} is still gathered"
     moved = {unit.plan.param.tier.value for unit in engine.runtime.units}
     assert not param or moved & {"host", "nvme"}
@@ -351,18 +352,18 @@ def test_states_rest_where_they_should(stage: int, name: str, dtype: str, tmp_pa
 
 
 def unit_home(view: Any) -> str:
-    return "cpu" if view.unit.plan.optim.away else "cuda"
+    return "cpu" if view.unit.plan.optim.away else NAME
 
 
 def _check_optim(unit: Any, home: str, *, pinned: bool, tied: bool) -> None:
     """Masters and gradients of one unit after a backward."""
-    kind = "cuda" if home == "device" else "cpu"
+    kind = NAME if home == "device" else "cpu"
     assert (unit.on_drive(StateKind.OPTIM)) == (home == "nvme"), unit.name
-    near = "cuda" if unit.plan.visits else kind  # where the update will be
+    near = NAME if unit.plan.visits else kind  # where the update will be
     assert unit.grad is not None and unit.grad_filled and unit.grad.device.type == near, unit.name
     if home != "nvme":
         assert unit.master.device.type == kind, unit.name
-    if near != "cuda":
+    if near != NAME:
         assert unit.grad.is_pinned() == pinned, unit.name
     if home == "cpu" and not tied:
         assert unit.master.is_pinned() == pinned, unit.name
@@ -404,14 +405,14 @@ def test_lent_states_leave_the_device_and_come_back(stage: int, dtype: str, on_d
     with pytest.raises(UsageError, match="reload_states"):
         engine.step()
     engine.reload_states()
-    assert all(unit.master.device.type == "cuda" for unit in engine.runtime.units)
+    assert all(unit.master.device.type == NAME for unit in engine.runtime.units)
     found += train(engine, first=2, steps=STEPS - 2)
     assert found == losses and difference(weights, outcome(engine), fp32_only=False) == 0.0
 
 
 def _bytes_on_device(engine: Any, view: Any) -> int:
     return sum(
-        v.nbytes for v in engine.optimizer.state[view.param].values() if isinstance(v, Tensor) and v.dim() and v.is_cuda
+        v.nbytes for v in engine.optimizer.state[view.param].values() if isinstance(v, Tensor) and v.dim() and v.device.type == NAME
     )
 
 
@@ -482,7 +483,7 @@ def test_a_device_limit_is_kept(name: str, tmp_path: Path) -> None:
     get_accelerator().reset_peak_memory_stats()
     train(engine, steps=2)
     peak = get_accelerator().max_memory_allocated() - before
-    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    pinned = DEVICE.host_memory_stats().get("allocated_bytes.current", 0)
     print(f"{name}: device {peak / MIB:.1f} MiB of {planned.device / MIB:.1f} planned", end=", ")
     print(f"page-locked {pinned / MIB:.1f} MiB of {planned.host / MIB:.1f} planned for the host")
     engine.destroy()
@@ -491,8 +492,8 @@ def test_a_device_limit_is_kept(name: str, tmp_path: Path) -> None:
 
 def matmul_workspaces() -> None:
     """Have the matrix library allocate what it keeps, on the threads of forward and backward."""
-    layer = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
-    layer(torch.ones(8, 256, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    layer = nn.Linear(256, 256, device=NAME, dtype=torch.bfloat16)
+    layer(torch.ones(8, 256, device=NAME, dtype=torch.bfloat16)).sum().backward()
 
 
 @pytest.mark.parametrize("name", ["none", "both cpu", "both nvme"])

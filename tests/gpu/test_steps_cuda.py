@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 import deepspeed
+from tests.gpu.target import DEVICE, NAME, PRETENDS, needs_device, needs_real
 from tests.gpu.test_offload_cuda import Stack, _alone  # noqa: F401 - the fixture: one rank without a launcher
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    needs_device,
     pytest.mark.timeout(300),
 ]
-WIDTH, DEPTH, ROWS, MIB = 2048, 6, 4096, 1 << 20
+WIDTH, DEPTH, ROWS, MIB = 2048, 6, 64 if PRETENDS else 4096, 1 << 20
 CPU = {"device": "cpu"}
 PLACES: dict[str, dict[str, Any]] = {
     "stage0": {"stage": 0},
@@ -57,7 +58,7 @@ def start(place: str, *, accumulation: int = 1, clipping: float = 0.0, width: in
 
 def rows(number: int, width: int = WIDTH) -> Tensor:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, width, generator=generator).to("cuda", torch.bfloat16)
+    return torch.randn(ROWS, width, generator=generator).to(NAME, torch.bfloat16)
 
 
 def stepping(engine: Any, *, accumulation: int = 1, width: int = WIDTH) -> Callable[[], Tensor]:
@@ -74,6 +75,7 @@ def stepping(engine: Any, *, accumulation: int = 1, width: int = WIDTH) -> Calla
     return step
 
 
+@needs_real("a profiler")
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 @pytest.mark.parametrize("place", ["stage0", "stage2", "stage3"])
 def test_a_step_on_the_device_waits_for_the_norm_or_for_nothing(place: str, clipping: float) -> None:
@@ -81,12 +83,13 @@ def test_a_step_on_the_device_waits_for_the_norm_or_for_nothing(place: str, clip
     step = stepping(engine)
     for _ in range(5):
         step()
-    torch.cuda.synchronize()
+    DEVICE.synchronize()
     found = watch().waits(step)
     engine.destroy()
     assert found["waits_per_step"] <= (1 if clipping else 0), found["waits"]
 
 
+@needs_real("a profiler")
 @pytest.mark.parametrize("place", ["offload", "parameters"])
 def test_copies_of_offloaded_states_run_beside_kernels(place: str) -> None:
     engine = start(place)
@@ -107,7 +110,7 @@ def test_after_running_out_of_memory_training_goes_on_as_if_that_batch_had_not_b
         step = stepping(engine, width=512)
 
         def too_much(*_: Any) -> None:
-            torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+            torch.empty(1 << 44, dtype=torch.uint8, device=NAME)
 
         for number in range(4):
             if drill and number == 2:
@@ -116,9 +119,9 @@ def test_after_running_out_of_memory_training_goes_on_as_if_that_batch_had_not_b
                     engine(rows(9, 512))
                 handle.remove()
             found.append(float(step()))
-        torch.cuda.synchronize()
+        DEVICE.synchronize()
         gc.collect()
-        left = torch.cuda.memory_allocated()
+        left = DEVICE.memory_allocated()
         engine.destroy()
         return found, left
 
@@ -127,6 +130,7 @@ def test_after_running_out_of_memory_training_goes_on_as_if_that_batch_had_not_b
     assert after <= before + 2 * MIB
 
 
+@needs_real("a compiler")
 @pytest.mark.filterwarnings("ignore")  # importing the compiler warns
 @pytest.mark.parametrize("place", ["stage3", "parameters"])
 def test_compiled_blocks_train_as_eager_ones_in_whole_graphs(place: str) -> None:
@@ -139,9 +143,9 @@ def test_compiled_blocks_train_as_eager_ones_in_whole_graphs(place: str) -> None
             engine.compile()
         step = stepping(engine, width=512)
         losses = [float(step()) for _ in range(3)]
-        torch.cuda.reset_peak_memory_stats()
+        DEVICE.reset_peak_memory_stats()
         losses.append(float(step()))
-        found[compiled] = losses, torch.cuda.max_memory_allocated()
+        found[compiled] = losses, DEVICE.max_memory_allocated()
         engine.destroy()
     assert not torch._dynamo.utils.counters["graph_break"]
     assert found[True][0] == pytest.approx(found[False][0], rel=2e-2)
@@ -164,6 +168,7 @@ def test_accumulated_micro_batches_are_one_of_their_mean(place: str) -> None:
     assert error <= 1e-2, error
 
 
+@needs_real("backends that FSDP2 knows")
 def test_losses_are_those_of_fsdp2() -> None:
     """The same model under FSDP2 on one device."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -173,9 +178,9 @@ def test_losses_are_those_of_fsdp2() -> None:
     ours = [float(step()) for _ in range(4)]
     engine.destroy()
     torch.manual_seed(0)
-    model = Stack(512, DEPTH).cuda()
+    model = Stack(512, DEPTH).to(NAME)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
+    mesh = torch.distributed.device_mesh.init_device_mesh(NAME, (1,))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

@@ -34,18 +34,14 @@ PLACES: dict[str, tuple[int, str]] = {
 }  # fmt: skip
 # A wait -> the place that sees its loss.
 PLANTED: dict[str, str] = {
-    "tier.store:wait: event.synchronize()": "2 optimizer",
-    "tier.store:__init__: self._event.record(get_accelerator().cur...": "2 optimizer",
-    "zero.optim_view:gradient: self.unit.landed.wait()": "3 both",
+    "tier.store:wait: event.synchronize()": "2 early",
+    "tier.store:__init__: self._event.record(get_accelerator().cur...": "2 early",
     "zero.gradients:_land: transfer.wait()": "2 optimizer",
-    "zero.publish:finish: transfer.wait()": "2",
-    "zero.unit:arrive: self._transfer.wait()": "3",
+    "zero.unit:arrive: self._transfer.wait()": "3 both",
     "comm.collectives:wait: get_accelerator().current_stream().wait_...": "3",
-    "comm.collectives:wait: work.wait()": "3",
     "comm.collectives:run: self._stream.wait_stream(accelerator.cur...": "3",
     "comm.collectives:run: event.record(self._stream)": "3",
     "comm.collectives:run: transfer.wait()": "3",
-    "tier.behind:take: worker.stream.wait_event(self._begin)": "2 early",
     "tier.behind:take: event.record(worker.stream)": "2 optimizer",
     "tier.behind:take: self._call().wait()": "2 optimizer",
     "tier.behind:wait: stream.wait_event(self._event)": "2 optimizer",

@@ -2,8 +2,8 @@
 // late as the order that was asked for allows: a wait that is missing gives wrong numbers. It takes the place of "hpu",
 // the one device of others whose tensors torch puts into parameters of the host (`parameter.data = tensor`).
 //
-// - Every operator without a kernel here comes to `fallback`. Its results get their shapes from a run on meta tensors
-//   and their values when the queue comes to it, from the CPU's kernel on views of the same memory.
+// - Every operator without a kernel here comes to `fallback`: a kernel of the CPU runs on views of the same memory when
+//   the queue comes to it. What its results look like it has said before, of zeros.
 // - Memory that is freed goes back to the stream it was allocated on, as in CUDA's caching allocator. What is handed out
 //   is filled with not-a-number, in the order of that stream.
 // - The current device and the current streams are those of a thread.
@@ -481,37 +481,39 @@ std::string looks(const c10::OperatorHandle& op, const torch::jit::Stack& argume
   return text.str();
 }
 
-// Results as meta tensors say them; false where there is no such kernel, or it raises: the CPU's own error is better.
+// Results, as meta tensors that look like them: what the same kernel makes of zeros. False where it raises: what it says
+// of the real values is better.
 bool foretell(const c10::OperatorHandle& op, const torch::jit::Stack& arguments, torch::jit::Stack& results, bool keep) {
-  static auto* known = new std::map<std::string, torch::jit::Stack>;  // many meta kernels are slow ones of Python
+  static auto* known = new std::map<std::string, torch::jit::Stack>;
   static std::mutex reading;
   std::string text = keep ? looks(op, arguments) : "";
   if (keep) {
     std::lock_guard<std::mutex> lock(reading);
     if (auto found = known->find(text); found != known->end()) { results = found->second; return true; }
   }
-  std::vector<std::pair<at::Tensor, at::Tensor>> made;  // meta, real
-  auto to_meta = [&](const at::Tensor& t) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> made;  // zeros, real
+  auto zeros = [&](const at::Tensor& t) {
     if (!ours(t)) return t;
-    made.emplace_back(at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)), t);
+    made.emplace_back(at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU)).zero_(), t);
     return made.back().first;
   };
   try {
     Plain plain;
     torch::jit::Stack stack;
-    for (const auto& argument : arguments) stack.push_back(mapped(argument, to_meta));
+    for (const auto& argument : arguments) stack.push_back(mapped(argument, zeros));
     op.callBoxed(&stack);
-    for (auto& [meta, real] : made)  // an argument for results that had another shape
-      if (!meta.sizes().equals(real.sizes())) real.resize_(meta.sizes());
+    for (auto& [zero, real] : made)  // an argument for results that had another shape
+      if (!zero.sizes().equals(real.sizes())) real.resize_(zero.sizes());
     for (const auto& value : stack)
       results.push_back(mapped(value, [&](const at::Tensor& t) {
-        for (auto& [meta, real] : made) if (t.is_same(meta)) { keep = false; return real; }
-        return t;
+        for (auto& [zero, real] : made) if (t.is_same(zero)) { keep = false; return real; }
+        return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t;
       }));
     std::lock_guard<std::mutex> lock(reading);
     if (keep) (*known)[text] = results;
     return true;
   } catch (const std::exception&) {
+    results.clear();
     return false;
   }
 }
@@ -522,7 +524,7 @@ void put(const c10::IValue& from, const c10::IValue& to) {  // values that the C
   mapped(to, [&](const at::Tensor& t) { places.push_back(t); return t; });
   for (size_t i = 0; i < places.size(); ++i)
     if (places[i].defined() && values.at(i).defined() && !places[i].is_same(values[i])) {
-      TORCH_CHECK(places[i].sizes().equals(values[i].sizes()), "pretend: a meta kernel foretells another shape");
+      TORCH_CHECK(places[i].sizes().equals(values[i].sizes()), "pretend: a kernel makes another shape of these values than of zeros");
       places[i].copy_(values[i]);
     }
 }

@@ -21,8 +21,6 @@ from tests.pretend import native
 NAME, BACKEND, TOTAL = "hpu", "hccl", 8 << 30
 ORDERS = ("now", "late", "sides", "random")  # at once; when waited for; side streams first; by dice
 FAULTS: list[tuple[str, str, str]] = []
-# Seconds that the host has waited for this device, and the stack of whoever did: what a profiler would show.
-WAITS: list[tuple[str, str]] = []
 
 C = native.load()
 _TASKS: dict[int, Callable[[], None]] = {}
@@ -226,7 +224,7 @@ def _module() -> types.ModuleType:
     made = types.ModuleType(f"torch.{NAME}")
     vars(made).update(
         Stream=Stream, Event=Event, default_stream=default_stream, current_stream=current_stream, stream=stream,
-        device=device, synchronize=synchronize, set_device=lambda d: C.pretend_set_device(_index(d)),
+        device=device, pretends=True, synchronize=synchronize, set_device=lambda d: C.pretend_set_device(_index(d)),
         current_device=lambda: int(C.pretend_current_device()), device_count=lambda: 2, is_available=lambda: True,
         is_initialized=lambda: True, init=lambda: None, _lazy_init=lambda: None, _is_in_bad_fork=lambda: False,
         cudart=_Runtime, is_bf16_supported=lambda: True, _sleep=_sleep,
