@@ -15,7 +15,7 @@ from tests.harness.exhaustive import corner, unmatched
 from tests.harness.pool import PatientPool, RankPool
 
 LIMIT_S = 120.0  # of a test without a mark of its own
-FOLDERS = ("sim", "dist", "compat", "gpu", "ops", "budget", "pure")  # in the order of a whole run
+FOLDERS = ("sim", "fuzz", "dist", "compat", "gpu", "ops", "budget", "pure")  # in the order of a whole run
 PATIENCE = 5  # a limit is meant for an idle machine; it ends what hangs, and nothing that is only slow
 
 # The same commit gives the same verdict; HYPOTHESIS_PROFILE=search looks for new counterexamples.

@@ -33,7 +33,7 @@ KNOWN = {
     "batch_size": "set_train_batch_size between two updates",
     "adagrad": "a client's Adagrad whose group begins with an empty parameter",
     "unsharded": "unsharded() after a parameter was frozen",
-    "hand": "a gradient written by hand at stage 1 and accumulation 2",
+    "hand": "a gradient that is written by hand for the first time after some updates",
 }
 
 
@@ -238,6 +238,7 @@ def _legal(case: Case) -> Case:
         return replace(case, top={**top, "pipeline": {"schedule": schedule, "chunks_per_stage": chunks}})
     if case.front == "llama":
         case = replace(case, groups="one", optimizer="AdamW" if case.optimizer == "Lamb" else case.optimizer)
+        case = replace(case, layers=(), cells=False)
     case = changed_hows(case, lambda how, number, length: _how(case, how, last=number == length - 1))
     return changed_events(case, lambda where, e: _event(case, where, e))
 
@@ -251,12 +252,19 @@ def _how(case: Case, how: str, *, last: bool) -> str:
         return "engine"
     if how in ("twice", "overflow") and case.tokens:
         return "engine"
+    if how == "parts" and "functional" in case.layers and case.stage == 3:  # uses a weight outside its module
+        return "engine"
     return how
 
 
 def _event(case: Case, where: str, event: Event) -> Event | None:
-    if event.name == "hand" and case.tokens:
+    plainly = any(m.how == "plain" for w in case.windows for m in w.micros)
+    if event.name == "hand" and (
+        case.tokens or plainly or case.front == "llama"
+    ):  # which divides what is written by the accumulation steps
         return None
+    if event.name == "hand" and case.dtype != "fp32":  # to which autograd adds in 16 bits, unless it is the last one
+        return event if len(case.windows[0].micros) == 1 else None
     if event.name in ("see_grad", "set_grad", "set_grad_local") and case.tokens:
         return None
     return event
@@ -275,7 +283,8 @@ def without_known(case: Case, allowed: frozenset[str]) -> Case:
     longest, names = max(len(w.micros) for w in case.windows), {e.name for e in case.events()}
     gone = {"edit"} if "edit" in barred and case.stage == 3 and longest > 2 else set()
     gone |= {"unsharded"} if "unsharded" in barred and "freeze" in names else set()
-    gone |= {"hand"} if "hand" in barred and case.stage == 1 and longest > 1 else set()
+    first = [e.name for m in case.windows[0].micros for e in m.after]
+    gone |= {"hand"} if "hand" in barred and "hand" not in first else set()
     return changed_events(case, lambda _, e: None if e.name in gone else e)
 
 
@@ -286,9 +295,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, windows=case.windows[:n] + case.windows[n + 1 :])
     length = min(len(w.micros) for w in case.windows)
     for n in range(length if length > 1 else 0):
-        yield replace(
-            case, windows=tuple(replace(w, micros=w.micros[:n] + w.micros[n + 1 :]) for w in case.windows)
-        )
+        yield replace(case, windows=tuple(replace(w, micros=w.micros[:n] + w.micros[n + 1 :]) for w in case.windows))
     every = case.events()
     for gone in range(len(every)):
         numbers = iter(range(len(every)))

@@ -209,13 +209,16 @@ class Adapter(Layer):
         return x + torch.tanh(self.base(x) + self.high(self.low(x)))
 
 
-class Clamped(Square):
+class Clamped(Layer):
     """Writes its weight in the forward; a second time changes nothing."""
+
+    def make(self, before: Sequence[Layer]) -> None:
+        self.clamped = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, place: tuple[int, int]) -> Tensor:
         with torch.no_grad():
-            self.square.weight.clamp_(-0.2, 0.2)
-        return super().forward(x, place)
+            self.clamped.weight.clamp_(-0.2, 0.2)
+        return x + self.clamped(x)
 
 
 LAYERS: dict[str, type[Layer]] = {
@@ -267,6 +270,13 @@ def build(case: Any) -> nn.Module:
         if case.front == "pipe":
             return pipes.Plain(pipe_layers(case))
         return Mixed(case.layers, tokens=case.front == "tokens", outputs=case.outputs, cells=case.cells)
+
+
+def round_to(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """With initial weights that ``dtype`` can hold, so that masters agree however they are made."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype).to(param.dtype)
+    return model
 
 
 def pipe_layers(case: Any) -> list[Any]:

@@ -78,7 +78,7 @@ class Plain:
         if self.case.schedule:
             client = self.case.schedule == "client"
             self.schedule = step_schedule(self.optimizer) if client else WarmupLR(self.optimizer, **WARM_UP)
-        self.updates, self.ahead = 0, False
+        self.ambiguous: dict[str, Tensor] = {}
         self.drop()
 
     def drop(self) -> None:
@@ -106,16 +106,22 @@ class Plain:
                 self.tokens += count
                 given = loss * float("inf") if how == "overflow" else loss
                 for _ in range(2 if how == "twice" else 1):
-                    (given * count * self.world if count else given / gas).mul(scale).backward(retain_graph=True)
-                    self._collect()
+                    # loss.backward() past the engine: what it gives is weighed
+                    weighed = how != "plain"
+                    weight = 1.0 if not weighed else count * self.world if count else 1 / gas
+                    (given * weight * scale).backward(retain_graph=True)
+                    self._collect(1.0 if weighed else count * self.world if count else 1 / gas)
+        for name in self.masters:  # which a forward has written
+            if name.endswith("clamped.weight"):
+                self.write(name, lambda value: value)
         return told
 
-    def _collect(self) -> None:
+    def _collect(self, weight: float) -> None:
         for name, param in self.params.items():
             if name in self.masters:
                 self.required |= {name} if param.requires_grad else set()
                 if param.grad is not None:
-                    self.grads[name] += param.grad.float() / self.world
+                    self.grads[name] += param.grad.float() * (weight / self.world)
             param.grad = None
 
     def mean_gradient(self, name: str, scale: float) -> Tensor:
@@ -129,6 +135,8 @@ class Plain:
         norm = global_norm(grads)
         self.drop()
         if not math.isfinite(norm):
+            if self.case.late == "delayed":  # what the update before has left
+                self.show()
             return math.inf
         divisor = clip_factor(norm, float(self.case.top.get("gradient_clipping", 0.0)))
         before = {name: master.clone() for name, master in self.masters.items()}
@@ -170,7 +178,7 @@ class Plain:
             return {}
         names = {"m": "exp_avg"} if self.case.optimizer == "Lion" else {}
         state = self.optimizer.state.get(self.masters[name], {})
-        return {names.get(k, k): v for k, v in state.items() if isinstance(v, Tensor) and v.dim() == v.dim() and k != "step"}
+        return {names.get(k, k): v for k, v in state.items() if isinstance(v, Tensor) and k != "step"}
 
     def snapshot(self) -> Any:
         """All that a checkpoint holds."""
