@@ -117,8 +117,10 @@ def _said(events: tuple[Event, ...]) -> str:
 def draw(seed: int, ranks: int, allowed: frozenset[str] = frozenset()) -> Case:
     """The case of a seed. ``allowed``: of the known differences. What is left out changes nothing else."""
     rng = random.Random(f"{seed} {ranks}")
-    kinds = ["values"] * 6 + ["tokens"] * 2 + (["llama", "pipe"] if ranks in (2, 4) else [])
+    kinds = ["values"] * 12 + ["tokens"] * 4 + (["llama", "pipe"] * 2 if ranks in (2, 4) else []) + ["zenflow"]
     front = rng.choice(kinds)
+    if front == "zenflow":
+        return _zenflow(seed, ranks, rng)
     case = Case(seed, ranks, front=front, zero={"stage": rng.choice((0, 1, 2, 3, 3, 3))})
     case = replace(
         case,
@@ -135,6 +137,16 @@ def draw(seed: int, ranks: int, allowed: frozenset[str] = frozenset()) -> Case:
     )
     case = _config(case, rng)
     return without_known(_legal(replace(case, windows=_windows(case, rng))), allowed)
+
+
+def _zenflow(seed: int, ranks: int, rng: random.Random) -> Case:
+    """``layers`` is the name of a case, ``top`` the rule that is stated in plain torch."""
+    window = rng.randint(1, 3)
+    rule = {"ratio": rng.choice((0.05, 0.2, 0.5)), "window": window, "select": window * rng.randint(1, 6 // window)}
+    rule |= {"overlap": rng.random() < 0.5, "warm_up": rng.randint(0, 2)}
+    names = ("wide", "wide_accumulation", "odd_shapes", "tied", "functional_tied", "unused", "single")
+    top = {"rule": rule, "gradient_clipping": rng.choice((0.0, 0.05))}
+    return Case(seed, ranks, "zenflow", (rng.choice(names),), zero={"stage": rng.randint(1, 3)}, top=top)
 
 
 def _config(case: Case, rng: random.Random) -> Case:

@@ -111,9 +111,11 @@ class Plain:
                     weight = 1.0 if not weighed else count * self.world if count else 1 / gas
                     (given * weight * scale).backward(retain_graph=True)
                     self._collect(1.0 if weighed else count * self.world if count else 1 / gas)
-        for name in self.masters:  # which a forward has written
+        for name, master in self.masters.items():  # as a forward has written; elsewhere the master keeps its bits
             if name.endswith("clamped.weight"):
-                self.write(name, lambda value: value)
+                with torch.no_grad():
+                    shown = self.params[name]
+                    master.copy_(torch.where(master.to(shown.dtype) == shown, master, shown.to(master.dtype)))
         return told
 
     def _collect(self, weight: float) -> None:
