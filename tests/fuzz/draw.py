@@ -229,17 +229,10 @@ def _legal(case: Case) -> Case:
     if case.late == "delayed":  # the documents refuse edits there; a plain schedule of what is shown when
         case = replace(case, optimizer="AdamW", dtype="fp32", front="values" if case.front == "pipe" else case.front)
         case = changed_events(case, lambda _, e: e if e.name in ("lr", "eval", "no_grad", "see_grad") else None)
-    if case.stage > 1:
-        top = {k: v for k, v in top.items() if "pre" not in k}
-    if case.stage < 3 and "offload_optimizer" in zero:
-        zero["offload_optimizer"] = {k: v for k, v in zero["offload_optimizer"].items() if k != "ratio"}
-    if case.late == "early":
+        case = replace(case, layers=tuple("square" if name == "clamped" else name for name in case.layers))
+    if case.late == "early" or (case.late and case.optimizer.startswith("client")):
         case = replace(case, optimizer="AdamW")
-    if case.late and case.optimizer.startswith("client"):
-        case = replace(case, optimizer="AdamW")
-    if case.stage < 3:
-        case = replace(case, born=False)
-    case = replace(case, zero=zero, top=top)
+    case = at_stage(replace(case, zero=zero, top=top), case.stage)
     if case.front == "pipe":
         case = replace(case, optimizer="AdamW", groups="one", late="", schedule="")
         case = changed_hows(case, lambda how, *_: "engine")
@@ -253,6 +246,18 @@ def _legal(case: Case) -> Case:
         case = replace(case, layers=(), cells=False)
     case = changed_hows(case, lambda how, number, length: _how(case, how, last=number == length - 1))
     return changed_events(case, lambda where, e: _event(case, where, e))
+
+
+def at_stage(case: Case, stage: int) -> Case:
+    """The same on a stage, without what that does not go with."""
+    top = {k: v for k, v in case.top.items() if stage < 2 or "pre" not in k}
+    of_three = ("offload_param", "mics_shard_size", "zero_hpz_partition_size")
+    zero = {k: v for k, v in case.zero.items() if stage == 3 or k not in of_three} | {"stage": stage}
+    if stage == 0:
+        zero.pop("offload_optimizer", None)
+    elif stage < 3 and "offload_optimizer" in zero:
+        zero["offload_optimizer"] = {k: v for k, v in zero["offload_optimizer"].items() if k != "ratio"}
+    return replace(case, zero=zero, top=top, late=case.late if stage else "", born=case.born and stage == 3)
 
 
 def _how(case: Case, how: str, *, last: bool) -> str:

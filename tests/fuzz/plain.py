@@ -92,8 +92,14 @@ class Plain:
         yield from (MicroBatch(step, micro, rank, self.world) for rank in range(self.world))
 
     def losses(self, place: MicroBatch) -> list[Tensor]:
-        """Of one forward."""
-        return models.losses_of(self.case, self.model, place, self.dtype)
+        """Of one forward. Masters follow what it has written, and keep their bits elsewhere."""
+        losses = models.losses_of(self.case, self.model, place, self.dtype)
+        for name, master in self.masters.items():
+            if name.endswith("clamped.weight"):
+                with torch.no_grad():
+                    shown = self.params[name]
+                    master.copy_(torch.where(master.to(shown.dtype) == shown, master, shown.to(master.dtype)))
+        return losses
 
     def micro(self, step: int, micro: int, *, gas: int, how: str, scale: float) -> list[list[float]]:
         """One micro-batch on all ranks; their losses."""
@@ -111,11 +117,6 @@ class Plain:
                     weight = 1.0 if not weighed else count * self.world if count else 1 / gas
                     (given * weight * scale).backward(retain_graph=True)
                     self._collect(1.0 if weighed else count * self.world if count else 1 / gas)
-        for name, master in self.masters.items():  # as a forward has written; elsewhere the master keeps its bits
-            if name.endswith("clamped.weight"):
-                with torch.no_grad():
-                    shown = self.params[name]
-                    master.copy_(torch.where(master.to(shown.dtype) == shown, master, shown.to(master.dtype)))
         return told
 
     def _collect(self, weight: float) -> None:

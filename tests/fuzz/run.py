@@ -5,7 +5,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +30,7 @@ from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import SAMPLES, MicroBatch
 from tests.dist.test_offload_zenflow import against_statement
 from tests.fuzz import models
-from tests.fuzz.draw import Case, Event, Micro, Window
+from tests.fuzz.draw import Case, Event, Micro, Window, at_stage
 from tests.fuzz.plain import DTYPES, WARM_UP, Plain, grouped, optimizer_block, optimizer_of, step_schedule, tokens_of
 from tests.harness import pipes
 from tests.harness.lockstep import not_at_rest
@@ -483,13 +482,7 @@ class Run:
         self.on_save(pick)
         trains = {name: p.requires_grad for name, p in self.params.items()}
         self.engine.destroy()
-        stage, zero = pick % 4, dict(self.case.zero)
-        late = self.case.late if stage else ""
-        gone = {"offload_param", "mics_shard_size", "zero_hpz_partition_size"} if stage < 3 else set()
-        gone |= set() if stage else {"offload_optimizer"}
-        zero = {k: v for k, v in zero.items() if k not in gone} | {"stage": stage}
-        born = self.case.born and stage == 3
-        self.case = replace(self.case, zero=zero, late=late, born=born)
+        self.case = at_stage(self.case, pick % 4)
         self.engine = self.start(self.built())
         for name, param in self.params.items():
             param.requires_grad_(trains[name])
