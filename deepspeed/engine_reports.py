@@ -6,10 +6,12 @@ Switched off, the measurements synchronise and time nothing.
 import contextlib
 import functools
 import importlib
-import logging
 import math
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from logging import WARNING
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -42,43 +44,71 @@ def _heard(name: str) -> Any:
     return property(lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value))
 
 
+@dataclass
+class _Calls:
+    """What has come since the last call of ``step``."""
+
+    backwards: int = 0
+    pairs: int = 0  # backwards with a forward before each
+    outside: int = 0  # of these outside no_sync
+    length: int = 1  # of the window
+    stepped: bool = False  # ever
+
+    def tell_at_end(self) -> None:
+        """Warn where an engine ends that has never updated."""
+        if self.outside > self.length and not self.stepped:
+            log_dist(f"{self.outside} micro-batches, and engine.step() was never called: {_ADVICE}", level=WARNING)
+
+
+_ADVICE = "call it after every backward(), or see set_gradient_accumulation_boundary()"
+
+
 class StepCalls:
-    """Warn once where ``step`` is not called as the engine counts, by the order of calls between two of them."""
+    """Warn once where ``step`` is not called as the engine counts, by the order of calls between two of them; and at
+    the end of an engine, or of the process, where it was never called.
+    """
 
     _warned = _forward = False
     _alike = 0  # calls in a row that came only after a whole window
-    _backwards = _pairs = _outside = 0  # since the last call: all; after a forward each; and of these outside no_sync
 
-    def restart(self) -> None:
+    def __init__(self) -> None:
+        self._since = _Calls()
+        weakref.finalize(self, self._since.tell_at_end)
+
+    def restart(self, *, stepped: bool = False) -> None:
         """Forget what has come since the last call."""
-        self._backwards = self._pairs = self._outside = 0
+        since = self._since
+        since.backwards = since.pairs = since.outside = 0
+        since.stepped |= stepped
 
     def forward(self) -> None:
         self._forward |= torch.is_grad_enabled()
 
     def backward(self, length: int, *, local: bool) -> None:
         """A backward has begun, in a window of ``length`` calls of ``step``; ``local``: inside no_sync."""
-        self._backwards, self._pairs = self._backwards + 1, self._pairs + self._forward
-        self._outside += self._forward and not local
-        self._forward = False
+        since = self._since
+        since.backwards += 1
+        since.pairs += self._forward
+        since.outside += self._forward and not local
+        since.length, self._forward = length, False
         # Several losses of a micro-batch are legal, and so is a sum by hand of many micro-batches.
-        if self._outside >= (max(4 * length, 32) if length > 1 else 512):
-            self._warn(f"{self._outside} micro-batches have come without engine.step(): nothing is updated")
+        if since.outside >= (max(4 * length, 32) if length > 1 else 512):
+            self._warn(f"{since.outside} micro-batches have come without engine.step(): nothing is updated")
 
     def step(self, length: int) -> None:
-        self._alike = self._alike + 1 if length > 1 and self._pairs == self._backwards == length else 0
+        since = self._since
+        self._alike = self._alike + 1 if length > 1 and since.pairs == since.backwards == length else 0
         if self._alike >= length > 1:
             self._warn(
                 f"engine.step() comes after every {length} micro-batches only, and as gradient_accumulation_steps is "
                 f"{length} the engine updates at every {length}th call, after {length * length} micro-batches"
             )
-        self.restart()
+        self.restart(stepped=True)
 
     def _warn(self, text: str) -> None:
         if not self._warned:
-            advice = "Call it after every backward(), or see set_gradient_accumulation_boundary()"
-            log_dist(f"{text}. {advice}", level=logging.WARNING)
-        self._warned = True
+            log_dist(f"{text}; {_ADVICE}", level=WARNING)
+        self._warned = self._since.stepped = True
 
 
 class EngineReports:

@@ -1,5 +1,6 @@
 """A ``step`` that is forgotten, or comes where a plain loop updates only, is told once; legal loops nothing."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,9 @@ def said(loop: Loop, accumulation: int, rounds: int, options: dict[str, Any]) ->
     with logged() as lines:
         for _ in range(rounds):
             loop(engine)
-    engine.destroy()
+        engine.destroy()
+        del engine
+        gc.collect()
     return [line for line in lines if "engine.step()" in line]
 
 
@@ -155,7 +158,7 @@ def test_steps_at_the_boundary_only_are_told_once(pool2: RankPool, loop: Loop) -
     first, second = pool2.run(said, loop, 4, 2 * STEPS, {})
     assert not second and len(first) == 1
     assert "every 4 micro-batches only" in first[0] and "after 16 micro" in first[0], first
-    assert "Call it after every backward(), or see set_gradient_accumulation_boundary()" in first[0]
+    assert "call it after every backward(), or see set_gradient_accumulation_boundary()" in first[0]
 
 
 def never(engine: Any) -> None:
@@ -173,3 +176,12 @@ def test_a_forgotten_step_is_told_once(pool2: RankPool, loop: Loop, accumulation
     first, second = pool2.run(said, loop, accumulation, 600 if accumulation == 1 else 80, {})
     assert not second and len(first) == 1
     assert "micro-batches have come without engine.step(): nothing is updated" in first[0], first
+
+
+@pytest.mark.parametrize(("accumulation", "rounds", "told"), [(1, 5, True), (4, 5, True), (4, 4, False)])
+def test_an_engine_that_ends_without_an_update_says_so(
+    pool2: RankPool, accumulation: int, rounds: int, told: bool
+) -> None:
+    first, second = pool2.run(said, never, accumulation, rounds, {})
+    assert not second and len(first) == told
+    assert not told or "5 micro-batches, and engine.step() was never called" in first[0], first
