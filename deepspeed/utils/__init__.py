@@ -5,7 +5,7 @@ from deepspeed.device import OnDevice
 from deepspeed.observe.log import log_dist, log_dist_once, logger, set_log_level_from_string
 from deepspeed.observe.timers import instrument_w_nvtx, see_memory_usage
 from deepspeed.precision.legacy import get_numactl_cmd
-from deepspeed.utils import comms_logging, groups, logging, timer, zero_to_fp32
+from deepspeed.utils import groups, logging, timer, zero_to_fp32
 from deepspeed.zero.client.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,

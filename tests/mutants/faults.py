@@ -335,7 +335,7 @@ _STEPS = (
     Mutant(
         "G5",
         "deepspeed/zero/gradients.py",
-        "place.copy_(torch.zeros_like(place) if grad is None else grad)",
+        "local_of(view).copy_(torch.zeros_like(local_of(view)) if written is None else written)",
         "pass",
         ("tests/pure/test_pipeline_hooks.py",),
         "what a hook puts in the place of a gradient in a pipeline's batch is the gradient",
