@@ -169,10 +169,10 @@ class Agreement:
             return int(self._rest[-1].serves(request, urgent=False))
         count = 0
         for decision in reversed(self._rest):
-            if decision.kind is Kind.STEP is not request.kind:  # no guest can take it
-                break
             if decision.serves(request, urgent=True):
                 return count + 1
+            if decision.kind is Kind.STEP:  # no guest can take it, nor who has gradients that it does not reduce
+                break
             count += 1
         if request.kind is Kind.REDUCE:
             return 0

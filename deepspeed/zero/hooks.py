@@ -346,10 +346,11 @@ class ModuleHooks:
                 return
             if is_root:
                 self._running -= Counter([module])
+            needed = [*units, *runtime.borrowed()]
+            self._tree.take_writes(needed)
             if inside_backward():
                 self._watch_outputs(units, output)
                 return
-            needed = [*units, *runtime.borrowed()]
             seen = self._watch_outputs(needed, output, whole=module is self._model)
             if needed and torch.is_grad_enabled():
                 self._watch_stash(needed, modules)

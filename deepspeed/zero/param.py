@@ -383,23 +383,27 @@ def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Te
     return sum_in_place(whole, tp)
 
 
-def keep_view(param: torch.Tensor, full: torch.Tensor, segment: Segment) -> None:
-    """Let ``param`` show its ``segment`` of ``full``: frozen codes that were given other memory (by bitsandbytes, as it
-    computes) again, with their values; raise UsageError for every other that does not.
+def keep_view(param: torch.Tensor, full: torch.Tensor, segment: Segment) -> bool:
+    """Let ``param`` show its ``segment`` of ``full``; whether it did not. Frozen ones that were given other memory (by
+    bitsandbytes as it computes, as averages) bring their values; UsageError for every other.
     """
-    if local_of(param).data_ptr() == full.data_ptr() + segment.offset * full.element_size():
-        return
+    local = local_of(param)
+    if local.data_ptr() == full.data_ptr() + segment.offset * full.element_size():
+        return False
     inside, name = full[segment.offset : segment.stop].view(segment.shape), segment.name
-    same = param.dtype is inside.dtype and param.shape == inside.shape and param.device == inside.device
-    if param.requires_grad or castable(param.dtype) or is_composed(param) or not same:
+    same = local.dtype is inside.dtype and local.shape == inside.shape and local.device == inside.device
+    # What others see, too, would no longer be what they see.
+    shared = castable(param.dtype) and storage_uses(local) > storage_uses(torch.empty(1))
+    if param.requires_grad or shared or is_composed(param) or not same:
         raise UsageError(
             f"{name!r} was given other data, resized, moved or cast after deepspeed.initialize (now {param.dtype}, "
             f"{param.device}), so the optimizer would no longer update it. Choose all that before, or call "
             "engine.destroy() and initialize again; to write values use param.copy_(...) under torch.no_grad()"
         )
     with torch.no_grad():
-        inside.copy_(param)
+        inside.copy_(local)
     point(param, inside)
+    return True
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:

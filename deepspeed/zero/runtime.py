@@ -60,7 +60,7 @@ class Runtime:
         # What happened since construction, for tests and benchmarks.
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
         self.steps = self.depth = self.flushes = 0
-        self.in_backward = self._one_pass = False
+        self.in_backward = self.in_one_pass = False
         # The engine, while it lives; and its optimizer.
         self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -152,7 +152,7 @@ class Runtime:
 
         A user's context ends so too; the pins tell whether all end the same one. ``passing``: a backward follows.
         """
-        if self._one_pass:
+        if self.in_one_pass:
             return 0
         # A second forward before any backward may be one of many, of an evaluation that keeps gradients on.
         passing = passing and torch.is_grad_enabled() and self._trains and not (self._watchful or self._unanswered)
@@ -277,10 +277,10 @@ class Runtime:
         self.gathers += 1
         self.gathered_numel += unit.layout.numel
         if unit.state is not UnitState.ABSENT:
-            # Another rank lost this unit earlier than we did: serve it. What arrives are the bytes already here.
+            # Another rank lost this unit earlier than we did: serve it, and leave alone what may be edited here.
             unit.arrive()
             self.guest_collectives += 1
-            self._stream.run(unit.start_gather).wait()
+            self._stream.run(functools.partial(unit.start_gather, torch.empty_like(unit.full))).wait()
             return
         unit.fetch(self._stream.run)
         if guest:
@@ -371,7 +371,7 @@ class Runtime:
     def flush(self) -> None:
         """End of a backward (or of a pipeline's): reduce what is left, release everything. Idempotent (I4)."""
         self.flushes += 1
-        if self._one_pass:
+        if self.in_one_pass:
             self._end_backward()
             return
         self.gradients.collect()
@@ -407,12 +407,12 @@ class Runtime:
             for unit in self.units:
                 unit.pin()
                 pins.callback(unit.unpin)
-            self._one_pass = True
+            self.in_one_pass = True
             self.gradients.begin_pass()
             try:
                 yield
             finally:
-                self._one_pass = False
+                self.in_one_pass = False
                 self.gradients.end_pass()
         if not torch.is_grad_enabled():
             self.meet()

@@ -179,11 +179,8 @@ class Unit:
         inside = all(h == self.name or h.startswith(f"{self.name}.") for h in homes)
         return self.name if inside else ", ".join(homes[:8])
 
-    @property
-    def whole(self) -> bool:
-        """True when every parameter's values are here: not released, and not still arriving."""
-        return self.state is UnitState.READY
-
+    # Every parameter's values are here: not released, and not still arriving.
+    whole = property(lambda self: self.state is UnitState.READY)
     trainable = property(lambda self: self.plan.grad is not None)
     idle = property(lambda self: self.users == 0 and self.pins == 0)
 
@@ -210,14 +207,14 @@ class Unit:
         lo, hi = self.layout.overlap(segment, *self.range_of(kind))
         return self.within(kind, flat, lo, hi) if lo < hi else flat[:0]
 
-    def check_views(self, *, sample: bool = False) -> None:
-        """Refuse parameters (``sample``: the last one) that were moved off the flat buffer (``module.half()``, ...)."""
-        if self.state is not UnitState.READY or not self.params:
-            return
+    def check_views(self, *, sample: bool = False) -> bool:
+        """Whether any parameter (``sample``: the last one) was moved off the flat buffer: frozen ones come back, others
+        are refused (``module.half()``, ...).
+        """
         first = len(self.params) - 1 if sample else 0
-        for segment, param in zip(self.layout.segments[first:], self.params[first:], strict=True):
-            if segment.numel:
-                keep_view(param, self.full, segment)
+        here = self.whole and first >= 0
+        pairs = zip(self.layout.segments[first:], self.params[first:], strict=True) if here else ()
+        return any([keep_view(param, self.full, segment) for segment, param in pairs if segment.numel])
 
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""
@@ -410,17 +407,18 @@ class Unit:
         """True while others than the unit hold views of the full buffer (while READY): in a backward, ops that read."""
         return storage_uses(self.full) > self._unused
 
-    def start_gather(self) -> Transfer:
-        """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
+    def start_gather(self, full: torch.Tensor | None = None) -> Transfer:
+        """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
         self._updating.wait()
+        full = self.full if full is None else full
         axes = zip(self.plan.param.spread, self.mesh.fetches, strict=True)
         cut = [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
         start, stop = self.range_of(StateKind.PARAM)
-        piece, rest = self.full[start:stop], self.rest[StateKind.PARAM]
+        piece, rest = full[start:stop], self.rest[StateKind.PARAM]
         if cut and not rest.on_drive and rest.tensor.device == piece.device:
-            return collectives.all_gather(self.full, rest.tensor, cut[0])
+            return collectives.all_gather(full, rest.tensor, cut[0])
         rest.get(piece).wait()
-        return collectives.all_gather(self.full, piece, cut[0]) if cut else ARRIVED
+        return collectives.all_gather(full, piece, cut[0]) if cut else ARRIVED
 
     def read_ahead(self) -> bool:
         """Start reading the shard from its drive for a later fetch; False if it is not there yet, or no buffer free."""
@@ -484,17 +482,20 @@ class Unit:
         self.end_backward(keep=False)
 
     def absorb(self, position: int) -> None:
-        """Make the resting copies (shard, master) of one parameter follow its full values, which are here."""
+        """Make resting copies of a parameter follow its values, which are here; masters that round to these stay."""
         segment = self.layout.segments[position]
-        values = self.full[segment.offset : segment.stop]
         kinds = [StateKind.PARAM] if self.movable else []
         if self.master is not None and not self.master_is_param:
             kinds.append(StateKind.OPTIM)
         for kind in kinds:
             lo, hi = self.layout.overlap(segment, *self.range_of(kind))
             if lo < hi:
-                with self.values(kind, write=True) as resting:
-                    self.part(kind, segment, resting).copy_(values[lo - segment.offset : hi - segment.offset])
+                with torch.no_grad(), self.values(kind, write=True) as resting:
+                    part = self.within(kind, resting, lo, hi)
+                    values = self.full[lo:hi].to(part.device)
+                    if kind is StateKind.OPTIM:
+                        values = torch.where(part.to(values.dtype) == values, part, values)
+                    part.copy_(values)
         self.absorbed[position] = self.params[position]._version
         self.new_version(shown=True)
 

@@ -136,6 +136,38 @@ def test_one_rank_may_write_alone(pool2: RankPool, stage: int) -> None:
     assert max(pool2.run(one_rank_now_and_then, stage)) <= 5e-6
 
 
+def first_by_hand_later(stage: int, accumulation: int) -> float:
+    """After some ordinary updates every rank writes gradients by hand, for the first time, before two steps."""
+    pair = Pair(stage, gradient_accumulation_steps=accumulation)
+    error = 0.0
+    for step in range(9):
+        for micro in range(accumulation):
+            pair.back(micro=step * accumulation + micro, factor=1.0 / accumulation)
+            if step in (5, 7) and micro == accumulation - 1:
+                for ours, plain in pair.params():
+                    shown = 0.0 if ours.grad is None else ours.grad
+                    ours.grad = torch.full(ours.shape, 0.5) + shown
+                    plain.grad = 0.5 + (torch.zeros_like(plain) if plain.grad is None else plain.grad)
+            pair.engine.step()
+        for _, plain in pair.params():
+            plain.grad = torch.zeros_like(plain) if plain.grad is None else plain.grad
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        expected = dict(pair.plain.named_parameters())
+        weights = full_parameters(pair.engine.module)
+        error = max(error, *(scaled_error(v, expected[n].detach()) for n, v in weights.items()))
+    pair.engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_first_gradient_by_hand_counts_after_a_habit_has_formed(
+    pool2: RankPool, stage: int, accumulation: int
+) -> None:
+    assert max(pool2.run(first_by_hand_later, stage, accumulation)) <= 5e-6
+
+
 def without_backward(stage: int, *, plainly: bool) -> tuple[float, str]:
     """Gradients from ``torch.autograd.grad``, and from no backward at all."""
     pair = Pair(stage)

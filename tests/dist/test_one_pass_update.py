@@ -316,9 +316,9 @@ def gathers_of_a_step(stage: int) -> list[str]:
     train_step(engine, case, 0)
     step = engine.step
 
-    def counting(self: Unit) -> Transfer:
+    def counting(self: Unit, *into: torch.Tensor) -> Transfer:
         counts[self.name] += 1
-        return real(self)
+        return real(self, *into)
 
     def holding() -> None:
         every = [p for unit in engine.runtime.units for p in unit.params]

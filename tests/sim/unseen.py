@@ -14,7 +14,6 @@ SEEN: dict[str, str] = {
     "comm.collectives:run: event.record(self._stream)": "stage1",
     "comm.collectives:run: accelerator.current_stream().wait_stream...": "failing-on-host",
     "zero.runtime:need: unit.arrive()": "stage3",
-    "zero.runtime:_gather: self._stream.run(unit.start_gather).wait...": "serving",
     "zero.runtime:_discard: unit.arrive()": "skipping",
     "zero.publish:finish: transfer.wait()": "stage1",
     "zero.publish:finish: self._gathers.run(unit.start_gather).wai...": "held",
@@ -97,6 +96,9 @@ UNSEEN: dict[str, str] = {
     ),
     "zero.runtime:_gather: unit.arrive()": (
         "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
+    ),
+    "zero.runtime:_gather: self._stream.run(functools.partial(unit.s...": (
+        "what is gathered for others goes to memory that nobody reads; without it that would be given away too early"
     ),
     "zero.publish:_publish: transfer.wait() (2)": (
         "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there behind; "

@@ -45,7 +45,7 @@ class GatheredParameters:
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
     read only, an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins
     everywhere, masters included. Collective at both ends (a reading one inside a forward, which other ranks may skip,
-    at none, and edits there are not looked for); when a rank raises inside, nothing is written back and the others
+    at none, and edits are writes of the forward); when a rank raises inside, nothing is written back and the others
     raise a UsageError that names it. An ``engine.step()`` inside shows its new values.
 
     What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a

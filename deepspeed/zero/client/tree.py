@@ -26,7 +26,8 @@ class ModuleTree:
         self._dropped: set[str] = set()
         # Whole parameters beside masters of their own; torch counts what is written in place, but not through ``data``.
         self._apart = [u for u in units if not u.movable and u.master is not None and not u.master_is_param]
-        self._versions = {p: p._version for u in self._apart for p in u.params}
+        self._versions = {u: [p._version for p in u.params] for u in units}
+        self._through_data: set[Unit] = set()  # found to be written so, which is looked for in each forward since
         self._untrained = {u: _version_of(u) for u in self._apart if not u.drives}
         self._look()
 
@@ -78,6 +79,40 @@ class ModuleTree:
                 gone[0],
             )
 
+    def take_writes(self, units: list[Unit]) -> None:
+        """What the forward that ends has written into sharded ``units`` counts: every rank has written the same and
+        keeps its part, for masters too. What a client's context holds is for the end of that.
+
+        What was written through ``data``, which torch does not count, is looked for up to the third update, and then
+        before the fifth, the ninth, ...: to read all parameters in each forward would cost a part of it.
+        """
+        steps = self._runtime.steps
+        sampled = steps & (steps - 1) == 0
+        for unit in units:
+            if not unit.movable or not unit.whole or (unit.pins and not self._runtime.in_one_pass):
+                continue
+            now, before = [p._version for p in unit.params], self._versions[unit]
+            self._versions[unit] = now
+            counted = unit.check_views() or now != before
+            looked = unit in self._through_data or (sampled and not unit.on_drive(StateKind.PARAM))
+            if not (counted or looked) or not (written := _written(unit)):
+                continue
+            name = unit.layout.segments[written[0]].name
+            if not counted:
+                self._note_data(unit, name)
+            if self._runtime.delayed is not None and unit.master is not None:
+                raise UsageError(_refused_when_delayed(name))
+            for position in written:
+                unit.absorb(position)
+
+    def _note_data(self, unit: Unit, name: str) -> None:
+        if unit not in self._through_data and self._runtime.steps > 2:
+            raise UsageError(
+                f"parameter {name!r} was written through .data in a forward, which torch does not count, so earlier "
+                "values may be lost: write in place under torch.no_grad() (param.copy_(...)), without .data"
+            )
+        self._through_data.add(unit)
+
     def take_edits(self, *, unseen: bool = False) -> None:
         """Masters follow what the client has written into parameters (``load_state_dict``, ``apply``), element by
         element: where the rounded master is what stands there it keeps its bits. Else the next update would undo it.
@@ -88,32 +123,37 @@ class ModuleTree:
         """
         first = self._runtime.steps == 0
         for unit in self._apart:
-            now = [p._version for p in unit.params]
-            edited = [i for i, p in enumerate(unit.params) if now[i] not in (self._versions[p], unit.absorbed.get(i))]
+            now, before = [p._version for p in unit.params], self._versions[unit]
+            edited = [i for i, version in enumerate(now) if version not in (before[i], unit.absorbed.get(i))]
             # masters that somebody has written to are ahead of what is shown, until the update
             if (alone := first and self._untrained.get(unit) == _version_of(unit)) or unseen:
                 edited = [*range(len(unit.params))]
             if not edited:
                 continue
             if self._runtime.delayed is not None and not first:
-                # refused once: what is said to use works then
-                self._versions.update(zip(unit.params, now, strict=True))
-                raise UsageError(
-                    f"parameter {unit.layout.segments[edited[0]].name!r} was written in place under delayed_update "
-                    "or zenflow, whose masters are ahead of it: use engine.load_module_state_dict or "
-                    "safe_set_full_fp32_param"
-                )
-            with torch.no_grad(), unit.values(StateKind.OPTIM, write=True) as resting:
-                for position in edited:
-                    segment, param = unit.layout.segments[position], unit.params[position]
-                    lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.OPTIM))
-                    if lo < hi:
-                        master = unit.part(StateKind.OPTIM, segment, resting)
-                        values = unit.full[lo:hi].to(master)
-                        master.copy_(torch.where(master.to(unit.full.dtype).to(master.dtype) == values, master, values))
-                    self._versions[param] = param._version
+                self._versions[unit] = now  # refused once: what is said to use works then
+                raise UsageError(_refused_when_delayed(unit.layout.segments[edited[0]].name))
+            for position in edited:
+                unit.absorb(position)
+            self._versions[unit] = now
             if alone:  # what was written now is of the parameters, and further writes to those count, too
                 self._untrained[unit] = _version_of(unit)
+
+
+def _refused_when_delayed(name: str) -> str:
+    return (
+        f"parameter {name!r} was written in place under delayed_update or zenflow, whose masters are ahead of it: use "
+        "engine.load_module_state_dict or safe_set_full_fp32_param"
+    )
+
+
+def _written(unit: Unit) -> list[int]:
+    """Positions of the parameters of which this rank's part, bit by bit, is not as it is at rest."""
+    here = unit.full[slice(*unit.range_of(StateKind.PARAM))]
+    with unit.values(StateKind.PARAM) as resting:
+        both = [[unit.part(StateKind.PARAM, s, flat) for flat in (here, resting)] for s in unit.layout.segments]
+        bits = [(a.view(torch.uint8), b.to(a.device).view(torch.uint8)) for a, b in both]
+        return [position for position, (a, b) in enumerate(bits) if not torch.equal(a, b)]
 
 
 def _version_of(unit: Unit) -> int:

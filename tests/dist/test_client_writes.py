@@ -1,0 +1,194 @@
+"""What clients write into parameters counts as in plain PyTorch, under every stage: in a context that says whose values
+count, wherever in a window that is, and inside a forward.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.reference import gate_optimizer
+from tests.harness.lockstep import TOLERANCE, not_at_rest
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(60)
+gathered = deepspeed.zero.GatheredParameters
+ELSEWHERE = {
+    "device": {},
+    "parameters on the host": {"offload_param": {"device": "cpu"}},
+    "all on the host": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+class Beside:
+    """A model under an engine, and the same one plain, with windows of ``accumulation`` micro-batches."""
+
+    def __init__(self, build: Any, stage: int, *, accumulation: int = 1, zero: Any = None, **changes: Any) -> None:
+        torch.manual_seed(3)
+        self.plain, self.accumulation = build(), accumulation
+        model = build()
+        model.load_state_dict(self.plain.state_dict())
+        self.threshold = {"param_persistence_threshold": 0, **(zero or {})}
+        config = make_config(stage, gradient_accumulation_steps=accumulation, zero=self.threshold, **changes)
+        self.engine = start(model, config)
+        self.optimizer = gate_optimizer(self.plain)
+        self.micro, self.error, self.worst = 0, 0.0, ""
+
+    def batch(self, rank: int) -> Tensor:
+        return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * self.micro + rank))
+
+    def step(self) -> None:
+        """One micro-batch and its step of both."""
+        world = dist.get_world_size()
+        self.engine.backward(self.engine(self.batch(dist.get_rank())))
+        together = torch.cat([self.batch(rank) for rank in range(world)])  # one forward, as it may write
+        (self.plain(together) / self.accumulation).backward()
+        self.micro += 1
+        self.engine.step()
+        if self.micro % self.accumulation == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def window(self) -> None:
+        for _ in range(self.accumulation):
+            self.step()
+
+    def edit(self, *names: str) -> None:
+        """The last rank doubles parameters and adds something to them; the others find that there."""
+        ours, plain = dict(self.engine.module.named_parameters()), dict(self.plain.named_parameters())
+        owner = dist.get_world_size() - 1
+        whole = [ours[name] for name in names]
+        with torch.no_grad():
+            with gathered(whole, modifier_rank=owner) if hasattr(whole[0], "ds_id") else contextlib.nullcontext():
+                for name in names if dist.get_rank() == owner or not hasattr(whole[0], "ds_id") else ():
+                    ours[name].mul_(2.0).add_(0.125)
+            for name in names:
+                plain[name].mul_(2.0).add_(0.125)
+        self.compare(f"after an edit of {names}")
+
+    def compare(self, where: str) -> None:
+        expected = dict(self.plain.named_parameters())
+        for name, value in full_parameters(self.engine.module).items():
+            if (error := scaled_error(value, expected[name].detach())) > self.error:
+                self.error, self.worst = error, f"{name} {where}, micro-batch {self.micro}"
+
+    def finish(self) -> tuple[float, str, list[str]]:
+        self.compare("at the end")
+        restless = not_at_rest(self.engine)
+        self.engine.destroy()
+        return self.error, self.worst, restless
+
+
+class Three(nn.Module):
+    """Six parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def edited_between(stage: int, accumulation: int, where: str, elsewhere: str) -> tuple[float, str, list[str]]:
+    pair = Beside(Three, stage, accumulation=accumulation, zero=ELSEWHERE[elsewhere])
+    names = [name for name, _ in pair.plain.named_parameters()]
+    pair.window()
+    pair.window()
+    for turn, name in enumerate(names):
+        if where == "between updates":
+            pair.edit(name)
+            pair.window()
+        elif where == "several at once":
+            pair.edit(name, names[(turn + 3) % 6])
+            pair.edit(name)
+            pair.window()
+        else:
+            for micro in range(accumulation):
+                pair.step()
+                if micro < accumulation - 1:
+                    pair.edit(name)
+    return pair.finish()
+
+
+WHERE = ("between updates", "several at once", "between micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "where", "elsewhere"),
+    [
+        *((3, accumulation, where, "device") for accumulation in (1, 2, 3, 4) for where in WHERE),
+        *((stage, 3, where, "device") for stage in (1, 2) for where in WHERE[:2]),
+        *((3, 3, where, place) for place in [*ELSEWHERE][1:] for where in WHERE[1:]),
+    ],
+)
+def test_an_edit_in_a_context_counts_wherever_in_a_window_it_is(
+    pool2: RankPool, stage: int, accumulation: int, where: str, elsewhere: str
+) -> None:
+    for error, worst, restless in pool2.run(edited_between, stage, accumulation, where, elsewhere):
+        assert error <= TOLERANCE, worst
+        assert restless == []
+
+
+class Forward(nn.Module):
+    """Writes into its parameters as it runs: those of a copy that follows (frozen), of a table (as ``max_norm`` does)
+    and of a layer that trains.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.followers = nn.ModuleList([nn.Linear(6, 6).requires_grad_(requires_grad=False) for _ in range(2)])
+        self.table = nn.Embedding(8, 6, max_norm=0.5 if how == "max_norm" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for ours, theirs in zip(self.followers.parameters(), self.layers.parameters(), strict=True):
+                if self.how == "in place":
+                    ours.mul_(0.9).add_(theirs, alpha=0.1)
+                elif self.how == "data":
+                    ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+                elif self.how == "assigned":
+                    ours.data = ours.data * 0.9 + theirs.data * 0.1
+            if self.how == "clamped":
+                self.layers[0].weight.clamp_(-0.2, 0.2)
+            if self.how == "clamped data":
+                self.layers[0].weight.data.clamp_(-0.2, 0.2)
+        seen = self.table(torch.arange(8)).sum(0)  # all rows, as every rank is to write the same
+        followed = x
+        for layer, follower in zip(self.layers, self.followers, strict=True):
+            x, followed = torch.tanh(layer(x)), torch.tanh(follower(followed))
+        return (x - followed + seen).square().mean()
+
+
+def written_in_forward(how: str, stage: int, accumulation: int, elsewhere: str) -> tuple[float, str, list[str]]:
+    pair = Beside(lambda: Forward(how), stage, accumulation=accumulation, zero=ELSEWHERE[elsewhere])
+    for number in range(6):
+        pair.window()
+        pair.compare(f"after update {number}")
+        with torch.no_grad():
+            pair.engine(pair.batch(0))
+            pair.plain(pair.batch(0))
+    return pair.finish()
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "assigned", "clamped", "clamped data", "max_norm"])
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "elsewhere"),
+    [(1, 2, "device"), (3, 1, "device"), (3, 3, "device"), (3, 2, "all on the host")],
+)
+def test_what_a_forward_writes_into_parameters_counts(
+    pool2: RankPool, how: str, stage: int, accumulation: int, elsewhere: str
+) -> None:
+    for error, worst, restless in pool2.run(written_in_forward, how, stage, accumulation, elsewhere):
+        assert error <= TOLERANCE, worst
+        assert restless == []
