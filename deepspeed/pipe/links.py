@@ -5,6 +5,10 @@ beside it is the *shape* of an activation: shapes, dtypes and which parts need a
 kind (``keys``: the shapes of its inputs) sends it ahead as a small object on the host; later ones, unless shapes are
 dynamic, are received without a word, and early, so that they travel while the ranks compute. A gradient has the shape
 of its activation. A rank that has failed goes on sending (lost messages), so that nobody waits for it: see ``run.py``.
+
+Messages are sent one by one, for which nccl makes a communicator for each pair of ranks and direction, and that is
+wanted: in a communicator of all stages, which batched ones share, a receive that is posted early holds up what is sent
+to the next stage, and 1F1B hangs from 4 stages on (``tests/pure/test_pipe_links.py``).
 """
 
 from collections import deque

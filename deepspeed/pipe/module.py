@@ -25,7 +25,7 @@ from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.hooks import tensors_in
-from deepspeed.zero.param import is_composed, local_of
+from deepspeed.zero.param import is_composed, local_of, point
 from deepspeed.zero.partition import UnitFacts
 
 
@@ -210,12 +210,12 @@ class PipelineModule(nn.Module):
             source = holders.get(name, ranks)[0]
             for rank in [rank for rank in ranks if rank not in holders.get(name, ranks)]:
                 if source == self.rank_of_pipe:
-                    values = [(n, t.detach().clone().cpu(), t.requires_grad) for n, t in _values(self._built[name])]
+                    values = [(n, part.clone().cpu(), t.requires_grad) for n, t, part in _values(self._built[name])]
                     send_object(values, self._grid.stage_to_global(rank), self._world).wait()
                 elif rank == self.rank_of_pipe:
                     values = receive_object(self._grid.stage_to_global(source), self._world)
-                    mine = dict(_values(self.get_submodule(name)))
-                    if {n: v.shape for n, v, _ in values} != {n: t.shape for n, t in mine.items()}:
+                    mine = {n: t for n, t, _ in _values(self.get_submodule(name))}
+                    if {n: v.shape for n, v, _ in values} != {n: local_of(t).shape for n, t in mine.items()}:
                         fault = (
                             f"builds {name!r} with other parameters or buffers than it has on pipeline stage {source}, "
                             "from where the configuration takes it: change its structure behind initialize, or pass "
@@ -223,7 +223,7 @@ class PipelineModule(nn.Module):
                         )
                         continue
                     for n, value, trained in values:
-                        mine[n].data = value.to(mine[n].device)  # also of another dtype
+                        point(mine[n], value.to(mine[n].device))  # also of another dtype
                         mine[n].requires_grad_(trained)
         return fault
 
@@ -425,16 +425,16 @@ class DualPipeVModule(PipelineModule):
         super().__init__(*args, **options, chunks_per_stage=2, chunk_style="v")
 
 
-def _values(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers with their names, but those without values here or made of other tensors."""
+def _values(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, tensor and part on this rank of parameters and buffers with values here; composed tensors are left out."""
     for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
         if not (tensor.is_meta or is_composed(tensor) or hasattr(tensor, "_ds_unit")):
-            yield name, tensor
+            yield name, tensor, local_of(tensor).detach()
 
 
 def _samples(layer: nn.Module) -> dict[str, tuple[int, str]]:
     """What shows, for each tensor, whether it has been written to; of writes through ``.data`` some elements show."""
-    return {n: (t._version, repr(t.detach().flatten()[:: t.numel() // 64 + 1].tolist())) for n, t in _values(layer)}
+    return {n: (t._version, repr(v.flatten()[:: v.numel() // 64 + 1].tolist())) for n, t, v in _values(layer)}
 
 
 def measure_layers(layers: Sequence[Any], sample: Any, *, repeats: int = 3) -> list[float]:
