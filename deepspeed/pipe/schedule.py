@@ -64,15 +64,15 @@ class PipeSchedule:
         """The instructions of each step, of which all stages have as many."""
         spans = [one for spans in timeline(self.order, {"F": 1.0, "B": 1.0}) for one in spans]
         micros = {(one.action.op, one.action.chunk, int(one.start)): one.action.micro for one in spans}
-        own, buffers = self.stage, self.num_pipe_buffers()
+        stage, buffers = self.stage, self.num_pipe_buffers()
         kinds: list[tuple[type[BufferOpInstruction], str, int]] = [
-            (SendGrad, "B", own - 1),
-            *([] if self.is_last_stage else [(RecvGrad, "B", own)]),
-            (SendActivation, "F", own + 1),
-            *([] if self.is_first_stage else [(RecvActivation, "F", own)]),
-            *([(LoadMicroBatch, "F", own)] if self.is_first_stage or self.is_last_stage else []),
-            (ForwardPass, "F", own),
-            (BackwardPass, "B", own),
+            (SendGrad, "B", stage - 1),
+            *([] if self.is_last_stage else [(RecvGrad, "B", stage)]),
+            (SendActivation, "F", stage + 1),
+            *([] if self.is_first_stage else [(RecvActivation, "F", stage)]),
+            *([(LoadMicroBatch, "F", stage)] if self.is_first_stage or self.is_last_stage else []),
+            (ForwardPass, "F", stage),
+            (BackwardPass, "B", stage),
         ]
         last = max(int(one.start) for one in spans)
         for step in range(last + 1):
