@@ -1,4 +1,5 @@
 # make train | train-nvme | test | test-all | lint | bench | docs | docs-serve   each sets up .venv first, once.
+# make test-torch TORCH=2.11.0   runs the tests on another torch, in an environment of its own (.venv-2.11.0).
 # make compat-table CLIENTS=DIR   runs tests/compat in the environment DIR (tests/compat/README.md) and writes docs/compat.md.
 
 PYTHON ?= python3
@@ -12,9 +13,10 @@ CONFIG ?= examples/configs/zero3.json
 TEST_LIMIT ?= 3600
 # Test files run side by side in so many processes; the tests of one file stay together.
 WORKERS ?= 3
+TESTS ?= tests
 PYTEST_ARGS ?=
 
-.PHONY: venv train train-nvme test test-all lint bench docs docs-serve compat-table clean
+.PHONY: venv train train-nvme test test-all test-torch test-torches lint bench docs docs-serve compat-table clean
 
 venv: $(STAMP)
 
@@ -34,7 +36,7 @@ train: venv
 train-nvme: venv
 	$(BIN)/python benchmarks/nvme.py train $(if $(NVME),--folder $(NVME))
 
-PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest $(TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Every guarantee, on the settings that differ most; all corners of the matrices are in test-all.
 test: venv
@@ -42,6 +44,28 @@ test: venv
 
 test-all: venv
 	$(PYTEST) $(PYTEST_ARGS)
+
+OTHER = $(patsubst torch==%,%,$(TORCH))
+test-torch:
+	$(MAKE) test VENV=.venv-$(OTHER) TORCH=torch==$(OTHER)
+
+# The oldest and the newest torch that are tested; the wheels (with CUDA, 6 GB installed) must be within reach.
+TORCHES ?= 2.11.0 2.15.0
+# Where torch's own changes are met first; a name that has gone is an error.
+FIRST_MET = \
+  tests/pure/test_torch_names.py \
+  tests/pure/test_flops_profiler.py::test_a_decoder_counts_as_the_formula_says_within_two_percent \
+  tests/pure/test_pipe_orders.py::test_a_backward_in_two_halves_loses_and_doubles_no_gradient \
+  tests/dist/test_mesh_groups.py \
+  tests/dist/test_parity_matrix.py::test_corner \
+  tests/dist/test_released_parameters.py \
+  tests/sim/test_pipelines.py
+
+test-torches:
+	for version in $(TORCHES); do \
+	  $(MAKE) venv VENV=.venv-$$version TORCH=torch==$$version || exit; \
+	  $(MAKE) test-torch TORCH=$$version TESTS="$(FIRST_MET)" WORKERS=2 TEST_LIMIT=300 || exit; \
+	done
 
 lint: venv
 	$(BIN)/ruff check .

@@ -100,7 +100,7 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
 
 @contextlib.contextmanager
 def naming_threads(backend: str) -> Iterator[None]:
-    """Let gloo's threads that are started inside have gloo's name: before torch 2.13 they have that of who starts them."""
+    """Let gloo's threads that start inside have gloo's name: before torch 2.13 they have that of who starts them."""
     comm, name = Path("/proc/thread-self/comm"), b""
     with contextlib.suppress(OSError):
         if backend == "gloo":

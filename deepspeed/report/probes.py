@@ -42,7 +42,7 @@ _FILES = "Many ranks, data workers and checkpoint shards need more open files; r
 _DEVICE_FILES = {"/dev/nvidia[0-9]*": "NVIDIA", "/dev/kfd": "AMD", "/dev/accel/accel[0-9]*": "accelerator"}
 # package: (first version that works, first that is untried); empty: any
 REQUIRED = {
-    **{"torch": ("2.11", "2.14"), "pydantic": ("2", "3")},
+    **{"torch": ("2.11", "2.16"), "pydantic": ("2", "3")},
     **dict.fromkeys(("numpy", "py-cpuinfo", "psutil", "ninja", "hjson", "tqdm", "safetensors"), ("", "")),
 }
 OPTIONAL = {

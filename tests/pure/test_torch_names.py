@@ -68,6 +68,7 @@ PRIVATE = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "zero/param.py",
     "torch.utils._pytree": "checkpoint/save/client_files.py",
     "torch.utils._pytree.tree_leaves": "checkpoint/save/client_files.py",
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "simulate/device.py",
     "torch.utils.data._utils.signal_handling": "comm/interrupts.py",
 }
 
