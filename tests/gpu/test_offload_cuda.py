@@ -411,9 +411,8 @@ def test_lent_states_leave_the_device_and_come_back(stage: int, dtype: str, on_d
 
 
 def _bytes_on_device(engine: Any, view: Any) -> int:
-    return sum(
-        v.nbytes for v in engine.optimizer.state[view.param].values() if isinstance(v, Tensor) and v.dim() and v.device.type == NAME
-    )
+    values = engine.optimizer.state[view.param].values()
+    return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim() and v.device.type == NAME)
 
 
 def test_gradients_can_be_lent_within_a_window(on_device: dict[Any, Any]) -> None:

@@ -1,6 +1,6 @@
 """Runs of the engine on the device that pretends, in a process of their own: it is process-global.
 
-python -m tests.pretend.cases FILE JOB ...     writes what each job answers, as JSON, to FILE
+python -m tests.pretend FILE JOB ...     writes what each job answers, as JSON, to FILE
 
 ``JOBS`` has the jobs that stand alone. "train PLACE ORDER DTYPE" trains; "without CALL" takes a wait out of the
 package, trains in all orders and names what became of the numbers. A call is named as in tests/sim/unseen.py.
@@ -8,6 +8,7 @@ package, trains in all orders and names what became of the numbers. A call is na
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -21,31 +22,12 @@ from torch import nn
 import deepspeed
 from tests.gpu.test_offload_cuda import Stack, places
 from tests.pretend import device as pretend, group  # noqa: F401 - the groups are registered
+from tests.pretend.table import PLACES, PLANTED
 from tests.sim import mutants
 
 WIDTH, DEPTH, ROWS, STEPS, GAS = 32, 3, 4, 3, 2
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Name -> (stage, addition to the zero block).
-PLACES: dict[str, tuple[int, str]] = {
-    "0": (0, "none"), "1": (1, "none"), "2": (2, "none"), "3": (3, "none"), "2 optimizer": (2, "optim cpu"),
-    "2 unpinned": (2, "optim cpu, unpinned"), "3 both": (3, "both cpu"), "3 parameters": (3, "param cpu"),
-    "3 half": (3, "half cpu"), "3 travelling": (3, "half cpu, travelling"), "2 early": (2, "optim cpu, early"),
-    "3 drive": (3, "both nvme"), "3 no overlap": (3, "no overlap"),
-}  # fmt: skip
-# A wait -> the place that sees its loss.
-PLANTED: dict[str, str] = {
-    "tier.store:wait: event.synchronize()": "2 early",
-    "tier.store:__init__: self._event.record(get_accelerator().cur...": "2 early",
-    "zero.gradients:_land: transfer.wait()": "2 optimizer",
-    "zero.unit:arrive: self._transfer.wait()": "3 both",
-    "comm.collectives:wait: get_accelerator().current_stream().wait_...": "3",
-    "comm.collectives:run: self._stream.wait_stream(accelerator.cur...": "3",
-    "comm.collectives:run: event.record(self._stream)": "3",
-    "comm.collectives:run: transfer.wait()": "3",
-    "tier.behind:take: event.record(worker.stream)": "2 optimizer",
-    "tier.behind:take: self._call().wait()": "2 optimizer",
-    "tier.behind:wait: stream.wait_event(self._event)": "2 optimizer",
-}
 
 
 def start(place: str, dtype: str = "fp32", model: nn.Module | None = None, **more: Any) -> Any:
@@ -70,11 +52,16 @@ def batch(number: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
+def of_ranks(step: int, *, rank: int | None = None) -> int:
+    """The number of a batch: each rank has its own."""
+    return step * WORLD + (RANK if rank is None else rank)
+
+
 def stepping(engine: Any, dtype: str = "fp32", *, steps: int = STEPS, first: int = 0) -> list[float]:
     """Losses; they are read at the end, so that the program is far ahead of its device."""
     losses = []
     for number in range(first, steps * GAS):
-        loss = (engine(batch(number, DTYPES[dtype]).to(engine.device)).float() - 1).square().mean()
+        loss = (engine(batch(of_ranks(number), DTYPES[dtype]).to(engine.device)).float() - 1).square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -104,9 +91,11 @@ def plain() -> list[float]:
     model, losses = Stack(WIDTH, DEPTH), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
     for number in range(STEPS * GAS):
-        loss = (model(batch(number, torch.float32)) - 1).square().mean()
-        (loss / GAS).backward()
-        losses.append(float(loss))
+        parts = [
+            (model(batch(of_ranks(number, rank=rank), torch.float32)) - 1).square().mean() for rank in range(WORLD)
+        ]
+        (sum(parts) / WORLD / GAS).backward()
+        losses.append(float(parts[RANK]))
         if number % GAS == GAS - 1:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
@@ -119,7 +108,8 @@ def without(call: str) -> dict[str, str]:
     module, _, _ = call.partition(":")
     number, unclipped = mutants.calls(module).index(call), {"gradient_clipping": 0.0}  # nothing waits for the norm
     expected, found = train(PLANTED[call], "now", "fp32", **unclipped), {}
-    for order in ("late", "sides", "random"):
+    # with others every rank must go on, whatever its numbers
+    for order in ("late", "sides", "random") if WORLD == 1 else ("late",):
         with mutants.changed(module, number):
             try:
                 numbers = train(PLANTED[call], order, "fp32", **unclipped)
@@ -190,8 +180,6 @@ def main() -> None:
             found[job] = traceback.format_exc()
             with contextlib.suppress(Exception):
                 pretend.synchronize()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     Path(sys.argv[1]).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,6 +36,7 @@ def _run_task(number: int) -> int:
     try:
         _TASKS.pop(number)()
     except BaseException as error:
+        traceback.print_exc()  # whoever waits may have no way to say it
         _ERRORS.append(error)
         return 1
     return 0

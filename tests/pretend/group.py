@@ -4,6 +4,7 @@ stream of the group's own, which waits for the stream it is issued on, and ``wai
 Each is done when somebody waits for it, on this rank or on another, as a real device goes on while its host does not.
 """
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tests.pretend import device as pretend
 
-_POLL = timedelta(seconds=1)
+_FOR_EVER = timedelta(days=1)
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add, "AVG": torch.add, "MAX": torch.maximum, "MIN": torch.minimum, "PRODUCT": torch.mul,
     "BOR": torch.bitwise_or, "BAND": torch.bitwise_and,
@@ -75,19 +76,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         number = 0
         while not self._over:
             try:
-                store.wait([str(number)], _POLL)
-            except RuntimeError as error:
-                if "imeout" in str(error) or "imed out" in str(error):
-                    continue
+                store.wait([str(number)], _FOR_EVER)
+            except RuntimeError:  # the store has gone
                 return
             with self._more:
-                self._more.wait_for(lambda: self._over or len(self._events) > number)
+                self._more.wait_for(lambda: self._over or len(self._events) > number)  # noqa: B023 - called at once
                 event = None if self._over else self._events[number]
             if event is not None:
                 pretend.C.pretend_finish_event(event._mark)
             number += 1
 
-    def _issue(self, task: Callable[[], None], *tensors: Tensor, host: bool = False) -> Work:
+    def _issue(self, task: Callable[[], object], *tensors: Tensor, host: bool = False) -> Work:
         self._stream = self._stream or pretend.Stream()
         self._stream.wait_stream(pretend.current_stream(self._stream.device_index))
         host = host or any(t.device.type == "cpu" for t in tensors)
@@ -101,7 +100,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             work.wait()
         return work
 
-    def _do(self, number: int, task: Callable[[], None]) -> None:
+    def _do(self, number: int, task: Callable[[], object]) -> None:
         if self._size > 1:
             self._store.set(str(number), "")
         task()
@@ -126,17 +125,23 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         views = [_on_host(t) for t in tensors]
-        return self._issue(lambda: [v.copy_(self._sum(v, opts)) for v in views] and None, *tensors)
+        return self._issue(lambda: [v.copy_(self._sum(v, opts)) for v in views], *tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         view, mine = _on_host(tensors[0]), opts.rootRank == self._rank
-        return self._issue(lambda: view.copy_(self._sum(view, opts) if mine else (self._sum(view, opts), view)[1]) and None, *tensors)
+
+        def task() -> None:
+            total = self._sum(view, opts)
+            if mine:
+                view.copy_(total)
+
+        return self._issue(task, *tensors)
 
     def _allgather_base(self, out: Tensor, mine: Tensor, opts: Any = None) -> Work:
         to, view = _on_host(out), _on_host(mine)
-        return self._issue(lambda: to.copy_(torch.cat(self._everyones(view))) and None, out, mine)
+        return self._issue(lambda: to.copy_(torch.cat(self._everyones(view))), out, mine)
 
     all_gather_single = _allgather_base
 
@@ -147,16 +152,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_base(self, out: Tensor, mine: Tensor, opts: Any = None) -> Work:
         to, view, count = _on_host(out), _on_host(mine), out.numel()
         first = self._rank * count
-        return self._issue(lambda: to.copy_(self._sum(view, opts)[first : first + count]) and None, out, mine)
+        return self._issue(lambda: to.copy_(self._sum(view, opts)[first : first + count]), out, mine)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         view, root = _on_host(tensors[0]), opts.rootRank
-        return self._issue(lambda: view.copy_(self._everyones(view)[root]) and None, *tensors)
+        return self._issue(lambda: view.copy_(self._everyones(view)[root]), *tensors)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._issue(lambda: self._everyones(torch.zeros(1)) and None, host=True)
+        return self._issue(lambda: self._everyones(torch.zeros(1)), host=True)
 
     def getBackendName(self) -> str:
         return pretend.BACKEND
@@ -178,6 +183,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         with self._more:
             self._over = True
             self._more.notify_all()
+        if self._size > 1:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(str(len(self._events)), "")  # wakes the thread
 
     abort = shutdown
 

@@ -1,0 +1,114 @@
+"""The engine on a device that has streams, threads' devices and page-locked memory, but no hardware: real values, and a
+wait that is missing gives other ones.
+
+The device is process-global, so what is tested runs in processes of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.commands import ROOT
+from tests.pretend import native
+from tests.pretend.table import GPU_FILES, ORDERS, PLACES, PLANTED
+
+LIMIT_S = 550  # of a machine that is busy with much else
+WHY_NOT = native.reason()
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(LIMIT_S)]
+EXHAUSTIVE = pytest.mark.exhaustive
+# Places that differ most; ``make test-all`` has all, in 16 bits too.
+COVERING = {"0", "3", "2 early", "3 both"}
+QUICK_PLANTS = {
+    "tier.store:wait: event.synchronize()", "zero.unit:arrive: self._transfer.wait()",
+    "comm.collectives:wait: get_accelerator().current_stream().wait_...", "tier.behind:take: self._call().wait()",
+}  # fmt: skip
+
+
+def _environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "", **more}
+
+
+def run(folder: Path, *jobs: str) -> dict[str, Any]:
+    """What each job of tests/pretend/cases.py answers, from one process."""
+    out = folder / "found.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.pretend", str(out), *jobs]
+    ended = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return dict(json.loads(out.read_text()))
+
+
+def _chosen(request: pytest.FixtureRequest, test: str, name: str) -> list[str]:
+    """The values of a parameter of the tests that run now."""
+    items = [item for item in request.session.items if item.path == request.path and item.name.startswith(test)]
+    return list(dict.fromkeys(item.callspec.params[name] for item in items))  # type: ignore[attr-defined]
+
+
+CELLS = [(place, order, "fp32") for place in PLACES for order in ORDERS]
+CELLS += [(place, "late", dtype) for place in PLACES for dtype in ("bf16", "fp16")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    jobs = [f"train {cell}" for cell in _chosen(request, "test_training_is_that", "cell")]
+    jobs += [job for dtype in ("bf16", "fp16") if (job := f"train 0 late {dtype}") not in jobs]
+    return run(tmp_path_factory.mktemp("trained"), "plain", *jobs)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        " ".join(cell) if cell[0] in COVERING and cell[2] == "fp32" else pytest.param(" ".join(cell), marks=EXHAUSTIVE)
+        for cell in CELLS
+    ],
+)
+def test_training_is_that_of_plain_pytorch_however_late_the_device_is(cell: str, trained: dict[str, Any]) -> None:
+    found, dtype = trained[f"train {cell}"], cell.rpartition(" ")[2]
+    assert isinstance(found, list), found
+    expected = trained["plain" if dtype == "fp32" else f"train 0 late {dtype}"]
+    tolerance = 1e-5 if dtype == "fp32" else 2e-2
+    assert found == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run(
+        tmp_path_factory.mktemp("planted"), *(f"without {call}" for call in _chosen(request, "test_a_wait", "call"))
+    )
+
+
+@pytest.mark.parametrize(
+    "call", [call if call in QUICK_PLANTS else pytest.param(call, marks=EXHAUSTIVE) for call in PLANTED]
+)
+def test_a_wait_that_is_missing_gives_other_numbers(call: str, planted: dict[str, Any]) -> None:
+    found = planted[f"without {call}"]
+    assert isinstance(found, dict), found
+    assert set(found.values()) != {"equal"}
+
+
+def test_a_parameter_without_elements_trains_in_16_bits(tmp_path: Path) -> None:
+    found = run(tmp_path, "empty parameter")["empty parameter"]
+    assert isinstance(found, dict), found
+    for dtype, (losses, without) in found.items():
+        assert losses == without, dtype
+
+
+def test_no_thread_asks_about_a_device_that_is_not_its_own(tmp_path: Path) -> None:
+    """A real device would make a context for it, half a gigabyte on the first of each machine."""
+    assert run(tmp_path, "foreign devices")["foreign devices"] == []
+
+
+@pytest.mark.parametrize(
+    "files", [name if name == "quick" else pytest.param(name, marks=EXHAUSTIVE) for name in GPU_FILES]
+)
+def test_what_a_real_device_is_tested_for_holds_here(files: str, tmp_path: Path) -> None:
+    """The files of tests/gpu; those that need a real one skip themselves."""
+    plain = ["-q", "-p", "tests.pretend.plugin", "-p", "no:cacheprovider", "--tb", "short", "--basetemp", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *plain, *GPU_FILES[files]]
+    ended = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stdout[-4000:]
