@@ -6,6 +6,7 @@ The device is process-global, so what is tested runs in processes of its own.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,7 @@ from tests.pretend import native
 from tests.pretend.table import GPU_FILES, ORDERS, PLACES, PLANTED
 
 LIMIT_S = 550  # of a machine that is busy with much else
-WHY_NOT = native.reason()
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(LIMIT_S)]
+pytestmark = pytest.mark.timeout(LIMIT_S)
 EXHAUSTIVE = pytest.mark.exhaustive
 # Places that differ most; ``make test-all`` has all, in 16 bits too.
 COVERING = {"0", "3", "2 early", "3 both"}
@@ -27,6 +27,13 @@ QUICK_PLANTS = {
     "tier.store:wait: event.synchronize()", "zero.unit:arrive: self._transfer.wait()",
     "comm.collectives:wait: get_accelerator().current_stream().wait_...", "tier.behind:take: self._call().wait()",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    """The library is there: a minute or two of compiling, once for each torch."""
+    if why_not := native.reason():
+        pytest.skip(why_not)
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -89,6 +96,33 @@ def test_a_wait_that_is_missing_gives_other_numbers(call: str, planted: dict[str
     found = planted[f"without {call}"]
     assert isinstance(found, dict), found
     assert set(found.values()) != {"equal"}
+
+
+def two_ranks(folder: Path, *jobs: str) -> list[dict[str, Any]]:
+    """The same on two ranks, each with a device."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    ranks = []
+    for rank in ("0", "1"):
+        command = [sys.executable, "-W", "ignore", "-m", "tests.pretend", str(folder / rank), *jobs]
+        environment = _environment(RANK=rank, LOCAL_RANK=rank, **meet)
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        for each in ranks:
+            _, text = each.communicate(timeout=LIMIT_S)
+            assert each.returncode == 0, text[-3000:]
+    finally:
+        for each in ranks:
+            each.kill()
+    return [json.loads((folder / rank).read_text()) for rank in ("0", "1")]
+
+
+@pytest.mark.parametrize("places", [("3",), pytest.param(("0", "2", "2 optimizer", "3 both"), marks=EXHAUSTIVE)])
+def test_collectives_that_return_at_once_train_as_plain_pytorch(places: tuple[str, ...], tmp_path: Path) -> None:
+    for found in two_ranks(tmp_path, "plain", *(f"train {place} late fp32" for place in places)):
+        for place in places:
+            assert found[f"train {place} late fp32"] == pytest.approx(found["plain"], rel=1e-5, abs=1e-5), place
 
 
 def test_a_parameter_without_elements_trains_in_16_bits(tmp_path: Path) -> None:
