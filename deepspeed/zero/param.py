@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import count
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
-from deepspeed.errors import NotYetError, ReleasedParameterError, UsageError
+from deepspeed.errors import ReleasedParameterError, UsageError
 from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.plan import StateKind
 
@@ -115,17 +115,34 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
             "ds_process_group": unit.mesh.zero.pg,
             "is_external_param": False,
             "partition_numel": lambda: -(-prod(shape) // shards),
-            **dict.fromkeys(("all_gather", "all_gather_coalesced", "partition"), _refuse_by_hand),
+            "_ds_by_hand": False,  # between these two
+            **dict.fromkeys(("all_gather", "all_gather_coalesced"), functools.partial(_gather_by_hand, unit, position)),
+            "partition": functools.partial(_partition_by_hand, unit, position),
         }
     parameter.__dict__.update(attributes, _ds_marks=["_ds_marks", *attributes])
 
 
-def _refuse_by_hand(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """Not in this release: a context gathers and releases, for whole units and on every rank."""
-    raise NotYetError(
-        "parameters are gathered and released by a context, on every rank: "
-        "`with deepspeed.zero.GatheredParameters(params, modifier_rank=0): ...` (None to read only)"
-    )
+def _gather_by_hand(
+    unit: Any, position: int, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> None:
+    """Hold the full values of ``param_list`` (None: of the parameter itself) here until ``partition``. Collective."""
+    for param in param_list or [unit.params[position]]:
+        if not param._ds_by_hand:
+            param._ds_unit.pin(lend=True)
+            param._ds_by_hand = True
+
+
+def _partition_by_hand(
+    unit: Any, position: int, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False
+) -> None:
+    """Release them. ``has_been_updated``: all ranks have written the same, each keeps its part; else it is dropped."""
+    for param in param_list or [unit.params[position]]:
+        if param._ds_by_hand:
+            if has_been_updated:
+                param._ds_unit.check_views()
+                param._ds_unit.absorb(param._ds_position)
+            param._ds_by_hand = False
+            param._ds_unit.unpin()
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:

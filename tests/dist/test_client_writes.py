@@ -15,7 +15,7 @@ from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.reference import gate_optimizer
 from tests.harness.lockstep import TOLERANCE, not_at_rest
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, start
+from tests.harness.training import make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(60)
 gathered = deepspeed.zero.GatheredParameters
@@ -192,3 +192,46 @@ def test_what_a_forward_writes_into_parameters_counts(
     for error, worst, restless in pool2.run(written_in_forward, how, stage, accumulation, elsewhere):
         assert error <= TOLERANCE, worst
         assert restless == []
+
+
+def gathered_by_hand(updated: bool) -> tuple[float, str, list[str]]:  # noqa: FBT001
+    """Two parameters, gathered and partitioned by their own methods amid windows of three micro-batches."""
+    pair = Beside(Three, 3, accumulation=3)
+    first: Any = pair.engine.module.layers[0].weight
+    second: Any = pair.engine.module.layers[2].bias
+    plain = pair.plain.layers[0].weight, pair.plain.layers[2].bias
+    for _ in range(4):
+        pair.window()
+        pair.step()
+        first.all_gather(param_list=[first, second])
+        for ours, theirs in zip((first, second), plain, strict=True):
+            pair.error = max(pair.error, scaled_error(ours.detach(), theirs.detach()))
+            ours.data.mul_(2.0)
+            theirs.data.mul_(2.0 if updated else 1.0)
+        first.partition(param_list=[first, second], has_been_updated=updated)
+        pair.compare("after the parameters were partitioned")
+        pair.step()
+        pair.step()
+    return pair.finish()
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_parameter_gathers_and_partitions_itself(pool2: RankPool, updated: bool) -> None:  # noqa: FBT001
+    for error, worst, restless in pool2.run(gathered_by_hand, updated):
+        assert error <= TOLERANCE, worst
+        assert restless == []
+
+
+def late_through_data() -> str:
+    pair = Beside(lambda: Forward("nothing"), 3)
+    for _ in range(3):
+        pair.step()
+    pair.engine.module.how = "data"
+    said = outcome(lambda: [pair.engine(pair.batch(0)).backward() or pair.engine.step() for _ in range(4)])
+    pair.engine.destroy()
+    return said
+
+
+def test_writes_through_data_that_begin_late_are_refused_by_name(pool2: RankPool) -> None:
+    for said in pool2.run(late_through_data):
+        assert "UsageError" in said and "'followers." in said and "torch.no_grad()" in said

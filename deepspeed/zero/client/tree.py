@@ -95,23 +95,19 @@ class ModuleTree:
             self._versions[unit] = now
             counted = unit.check_views() or now != before
             looked = unit in self._through_data or (sampled and not unit.on_drive(StateKind.PARAM))
-            if not (counted or looked) or not (written := _written(unit)):
-                continue
-            name = unit.layout.segments[written[0]].name
-            if not counted:
-                self._note_data(unit, name)
-            if self._runtime.delayed is not None and unit.master is not None:
-                raise UsageError(_refused_when_delayed(name))
+            written = _written(unit) if counted or looked else []
+            names = [unit.layout.segments[position].name for position in written]
+            if names and not counted:
+                if unit not in self._through_data and steps > 2:
+                    raise UsageError(
+                        f"parameter {names[0]!r} was written through .data in a forward, which torch does not count, "
+                        "so earlier values may be lost: use param.copy_(...) under torch.no_grad(), without .data"
+                    )
+                self._through_data.add(unit)
+            if names and self._runtime.delayed is not None and unit.master is not None:
+                raise UsageError(_refused_when_delayed(names[0]))
             for position in written:
                 unit.absorb(position)
-
-    def _note_data(self, unit: Unit, name: str) -> None:
-        if unit not in self._through_data and self._runtime.steps > 2:
-            raise UsageError(
-                f"parameter {name!r} was written through .data in a forward, which torch does not count, so earlier "
-                "values may be lost: write in place under torch.no_grad() (param.copy_(...)), without .data"
-            )
-        self._through_data.add(unit)
 
     def take_edits(self, *, unseen: bool = False) -> None:
         """Masters follow what the client has written into parameters (``load_state_dict``, ``apply``), element by
@@ -128,9 +124,7 @@ class ModuleTree:
             # masters that somebody has written to are ahead of what is shown, until the update
             if (alone := first and self._untrained.get(unit) == _version_of(unit)) or unseen:
                 edited = [*range(len(unit.params))]
-            if not edited:
-                continue
-            if self._runtime.delayed is not None and not first:
+            if edited and self._runtime.delayed is not None and not first:
                 self._versions[unit] = now  # refused once: what is said to use works then
                 raise UsageError(_refused_when_delayed(unit.layout.segments[edited[0]].name))
             for position in edited:
