@@ -97,7 +97,7 @@ UNSEEN: dict[str, str] = {
     "zero.runtime:_gather: unit.arrive()": (
         "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
     ),
-    "zero.runtime:_gather: self._stream.run(functools.partial(unit.s...": (
+    "zero.runtime:_gather: self._stream.run(functools.partial(unit....": (
         "what is gathered for others goes to memory that nobody reads; without it that would be given away too early"
     ),
     "zero.publish:_publish: transfer.wait() (2)": (
