@@ -311,6 +311,7 @@ class EngineCheckpoint:
         self.loaded_checkpoint_mp_world_size = world.get("tp", 1)
         norm = engine.get("norm")
         self._result = StepResult(float.fromhex(norm) if isinstance(norm, str) else norm)
+        self._bad_row = 0
         # The open window, if it is taken; of another length, its gradients are scaled to whole micro-batches of this.
         if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they are
             self.micro_steps = self.global_steps * self._gas

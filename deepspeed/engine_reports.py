@@ -259,9 +259,9 @@ class EngineReports:
         if 0 < limit <= self._bad_row:
             name = next(filter(None, gather_objects(self._culprit, self.mesh.job)), "an unknown parameter")
             raise UsageError(
-                f"{self._bad_row} updates in a row were skipped (anomalies.nonfinite_updates; 0: never an end), as "
-                f"gradients were not finite: the first was that of {name}, at step {self.global_steps - limit + 1}. "
-                "Lower the learning rate, set gradient_clipping, or check the data and the loss for inf/nan"
+                f"{self._bad_row} updates in a row were skipped (anomalies.nonfinite_updates; 0: go on): since step "
+                f"{self.global_steps - self._bad_row + 1}, when the gradient of {name} was not finite. Lower the "
+                "learning rate, set gradient_clipping, or check the data and the loss for inf/nan"
             )
 
     skipped_steps = _heard("_skipped")  # updates that were left out, as a gradient was not finite

@@ -73,7 +73,7 @@ def test_defaults() -> None:
         2**63 - 1,
     )
     assert (block.mics_shard_size, block.zero_hpz_partition_size, block.divergence) == (-1, 1, "tolerate")
-    assert block.overlap_comm is None and len(block.leaf_module.classes) == 3 and block.leaf_module.names == ()
+    assert block.overlap_comm is None and len(block.leaf_module.classes) == 3 and block.leaf_module.names == []
 
 
 def test_frozen() -> None:

@@ -6,20 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, field_validator
 
 from deepspeed.config.model import unread, values
-from deepspeed.config.model.values import (
-    AutoBlock,
-    Block,
-    Count,
-    Flag,
-    Int,
-    NameList,
-    Names,
-    Num,
-    PathText,
-    Positive,
-    Text,
-    key,
-)
+from deepspeed.config.model.values import AutoBlock, Block, Count, Flag, Int, Names, Num, PathText, Positive, Text, key
 
 _INERT = values.Support.INERT
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], values.LowerCase]
@@ -383,9 +370,9 @@ class OffloadParamConfig(OffloadConfig):
 class LeafModuleConfig(AutoBlock):
     """``zero_optimization.leaf_module``: modules whose parameters are fetched together."""
 
-    classes: NameList = key([*_LEAF_CLASSES], "Classes of modules that are gathered as a whole.")
-    names: NameList = key([], "Names of modules that are gathered as a whole.")
-    name_suffixes: NameList = key([], "Ends of names of modules that are gathered as a whole.")
+    classes: values.NameList = key([*_LEAF_CLASSES], "Classes of modules that are gathered as a whole.")
+    names: values.NameList = key([], "Names of modules that are gathered as a whole.")
+    name_suffixes: values.NameList = key([], "Ends of names of modules that are gathered as a whole.")
 
 
 class ZeroConfig(unread.ZeroOptimizationKeys):
