@@ -263,7 +263,7 @@ def test_mics_leaf_and_extension_keys() -> None:
     ).zero
     assert (block.mics_shard_size, block.mics_hierarchical_params_gather, block.divergence) == (2, True, "error")
     leaf = zero(leaf_module={"classes": "Moe", "names": ["a", "a", "b"]}).leaf_module
-    assert (leaf.classes, leaf.names, leaf.name_suffixes) == (("Moe",), ("a", "b"), ())
+    assert (leaf.classes, leaf.names, leaf.name_suffixes) == (["Moe"], ["a", "b"], [])
     assert "must be 'tolerate', 'error' or 'assume_none'" in message(zero_optimization={"divergence": "crash"})
 
 
