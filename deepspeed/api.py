@@ -182,7 +182,6 @@ def _assemble(
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
     lasting.enter_context(watched(cfg.hang_timeout))
     mesh = _mesh(backend, cfg, plan, ways)
-    plan = replace(plan, copy_engines=mesh.fetching is not None)
     register_topology(mesh.topology if ways.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
@@ -201,9 +200,6 @@ def _assemble(
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
     parts = build(model, plan, facts, rules=rules, group_of=place, facts_of=facts_of)
-    if mesh.fetching is not None and mesh.fetching.window is not None:
-        largest = max((u.layout.numel * u.shard.element_size() for u in parts.units if u.movable), default=0)
-        mesh.fetching.window.open(largest, mesh.fetching, device)
     views: list[OptimView] = []
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
@@ -238,12 +234,11 @@ def _optimizer(
 
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mesh:
-    options: dict[str, Any] = {"reducing": plan.reducing, "copy_engines": plan.copy_engines}
     control = plan.divergence != "assume_none"
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, **options, **vars(ways))
+    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(ways))
     trace.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
-        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums, *mesh.fetches)
+        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)
         for axis in {id(group): group for group in groups}.values():
             axis.ledger.append(trace.begin)
     return mesh

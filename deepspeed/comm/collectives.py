@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import Transfer
-
-if TYPE_CHECKING:
-    from deepspeed.comm.window import Window
 
 # torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,8 +39,6 @@ class AxisGroup:
     ledger: list[Callable[[str, int, torch.dtype, int], Callable[[], None] | None]] = field(
         default_factory=list, compare=False
     )
-    # Where gathers land that come by copy engines.
-    window: "Window | None" = field(default=None, compare=False)
 
     @property
     def alike(self) -> bool:
@@ -143,8 +138,6 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Tra
     """Fill ``full`` (numel = size * shard.numel()) with every member's ``shard``, in member order. ``shard`` may be
     this rank's slice of ``full`` itself. Asynchronous on every backend.
     """
-    if group.window is not None and group.window.fits(full.nbytes):
-        return group.window.gather(full, shard, group)
     end = group.note("all_gather", full)
     full, shard = as_bytes(full), as_bytes(shard)
     piece = shard.numel()

@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
-from deepspeed.comm.window import Window, window_options
 from deepspeed.errors import UsageError
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
 
@@ -34,7 +33,6 @@ class Mesh:
     ranks that share each layer; ``pp``: those that hold the stages one batch passes. ``host``: a gloo group over the
     job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``reducing``: a
     second group over the first axis, for the sums of gradients, as a communicator runs one collective at a time.
-    ``fetching``: one for gathers of parameters by copy engines.
     ``made``: all groups that are the mesh's to destroy.
     """
 
@@ -49,18 +47,12 @@ class Mesh:
     host: AxisGroup | None = None
     topology: Topology | None = None
     reducing: AxisGroup | None = None
-    fetching: AxisGroup | None = None
     made: tuple[AxisGroup, ...] = ()
 
     @property
     def sums(self) -> tuple[AxisGroup, ...]:
         """The axes, inner first, as gradients are reduced over them."""
         return self.groups if self.reducing is None else (self.reducing, *self.groups[1:])
-
-    @property
-    def fetches(self) -> tuple[AxisGroup, ...]:
-        """The axes, inner first, as parameters are gathered over them."""
-        return self.groups if self.fetching is None else (self.fetching, *self.groups[1:])
 
     @property
     def talk(self) -> AxisGroup:
@@ -70,7 +62,7 @@ class Mesh:
     @property
     def communicators(self) -> set[Any]:
         """The groups of several ranks whose collectives run on the device, where each holds memory."""
-        groups = (self.job, self.data, self.zero, self.tp, self.pp, *self.groups, *self.sums, *self.fetches)
+        groups = (self.job, self.data, self.zero, self.tp, self.pp, *self.groups, *self.sums)
         return {group.pg for group in groups if group.size > 1 and group.backend != "gloo"}
 
     @property
@@ -99,7 +91,7 @@ def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
     return Mesh((everyone,), everyone, everyone, everyone, None)
 
 
-def _new_group(name: str, axis: Axis | AxisGroup, backend: str, options: Any = None) -> AxisGroup:
+def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
     """A group of the ranks of ``axis``, made by them alone: the ranks outside may be making other groups.
 
     ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank
@@ -112,7 +104,7 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str, options: Any = N
     try:
         sizes = (axis.size, axis.index, ranks)
         with naming_threads(backend):
-            pg, _ = c10d._new_process_group_helper(*sizes, kind, store, label, backend_options=options, timeout=limit)
+            pg, _ = c10d._new_process_group_helper(*sizes, kind, store, label, timeout=limit)
     except RuntimeError as error:
         raise UsageError(
             f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If the "
@@ -142,7 +134,6 @@ def build_mesh(
     group: dist.ProcessGroup | None = None,
     control: bool = True,
     reducing: bool = False,
-    copy_engines: bool = False,
     pp: int = 1,
     sp: int = 1,
     tp: int = 1,
@@ -152,10 +143,10 @@ def build_mesh(
     """Create the groups of one engine over ``group`` (default: the whole world). Collective over its ranks.
 
     ``backend``: "nccl" or "gloo". ``pp`` pipeline stages, ``sp`` sequence- and ``tp`` tensor-parallel ranks; the rest
-    is data parallel. ``reducing``: with a group for the sums of gradients; ``copy_engines``: and for gathers by those,
-    where that can be. ``order``: the ranks as the grid has them, if not ascending; ``known``: groups of the caller's
-    that are used where they fit. One rank needs no process group. Raises UsageError when a group cannot be made,
-    DeepSpeedConfigError when the sizes do not multiply to the number of ranks.
+    is data parallel. ``reducing``: with a group for the sums of gradients. ``order``: the ranks as the grid has them,
+    if not ascending; ``known``: groups of the caller's that are used where they fit. One rank needs no process group.
+    Raises UsageError when a group cannot be made, DeepSpeedConfigError when the sizes do not multiply to the number of
+    ranks.
     """
     plain = plain_mesh(backend, group=group)
     everyone, rank = plain.job, dist.get_rank() if dist.is_initialized() else 0
@@ -169,8 +160,8 @@ def build_mesh(
     # One group for one set of ranks, whichever axes span it.
     cache = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in known), everyone)}
 
-    def new(axis: Axis | AxisGroup, label: str, kind: str, options: Any = None) -> AxisGroup:
-        made.append(_new_group(f"{name}/{label}", axis, kind, options))
+    def new(axis: Axis | AxisGroup, label: str, kind: str) -> AxisGroup:
+        made.append(_new_group(f"{name}/{label}", axis, kind))
         return made[-1]
 
     def over(axis: Axis) -> AxisGroup:
@@ -189,12 +180,10 @@ def build_mesh(
     groups = (zero,) if len(axes) == 1 else tuple(over(axis) for axis in axes)
     first = groups[0]
     apart = new(first, "reductions", backend) if reducing and first.size > 1 else None
-    options = window_options(first) if copy_engines and first.size > 1 else None
-    fetching = replace(new(first, "gathers", backend, options), window=Window()) if options is not None else None
     if backend == "gloo":  # else it carries a few control messages, which should not wait
         take_turns()
     mesh = Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, **shares)
-    return replace(mesh, reducing=apart, fetching=fetching, made=tuple(made))
+    return replace(mesh, reducing=apart, made=tuple(made))
 
 
 def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, AxisGroup]:
@@ -257,9 +246,7 @@ def drop_note(mesh: Mesh) -> None:
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
     """Give back the groups that ``build_mesh`` made, never the caller's own; ``keep_axes``: shards lie on them."""
-    kept = [group.pg for group in (mesh.zero, *mesh.groups, *mesh.fetches)] if keep_axes else []
-    if mesh.fetching is not None and mesh.fetching.window is not None:
-        mesh.fetching.window.close()
+    kept = [group.pg for group in (mesh.zero, *mesh.groups)] if keep_axes else []
     for group in mesh.made if dist.is_initialized() else ():
         if group.pg not in kept:
             dist.destroy_process_group(group.pg)

@@ -210,7 +210,7 @@ class PartsForGeneration:
         """Make the group of the ranks that share layers, if there is none. Collective over them."""
         if self._opened is None:
             self._groups += 1
-            base = replace(self._mesh, made=(), fetching=None)
+            base = replace(self._mesh, made=())
             self._opened, self._shared.group = with_group(base, f"generation{self._groups}", self.ranks)
 
     def end_waits(self) -> None:

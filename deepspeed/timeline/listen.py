@@ -183,7 +183,7 @@ class Listener:
                 put(stream, "run", self._run, what, stream._stream is not None)
         if hasattr(engine, "_links"):
             put(engine._links, "_wait", self._timed, WAITS, "messages of the pipeline")
-        each = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, mesh.fetching, *mesh.groups)
+        each = (mesh.job, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, *mesh.groups)
         self._groups += {id(g): g for g in each if isinstance(g, AxisGroup) and g.size > 1}.values()
         for group in self._groups:
             group.ledger.append(self._hear)

@@ -195,7 +195,6 @@ class ZeroPlan:
     overlap: bool
     divergence: str
     reducing: bool = False  # sums of gradients have a communicator of their own
-    copy_engines: bool = False  # gathers of parameters come by them, where that can be
     watch: bool = True  # after an overflow the log names who produced it
     offload: OffloadPlan = OffloadPlan()
 
@@ -237,7 +236,6 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         overlap=zero.overlap_comm is not False,
         divergence=zero.divergence,
         reducing=zero.separate_reduce_group and stage == 3,
-        copy_engines=zero.copy_engine_gathers and stage == 3,
         watch=zero.compute_grad_norm,
         offload=_offload(config),
     )

@@ -411,7 +411,7 @@ class Unit:
         """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
         self._updating.wait()
         full = self.full if full is None else full
-        axes = zip(self.plan.param.spread, self.mesh.fetches, strict=True)
+        axes = zip(self.plan.param.spread, self.mesh.groups, strict=True)
         cut = [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
         start, stop = self.range_of(StateKind.PARAM)
         piece, rest = full[start:stop], self.rest[StateKind.PARAM]

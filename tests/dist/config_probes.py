@@ -198,7 +198,6 @@ def _zero_probes() -> dict[str, Probe]:
         "reduce_bucket_size": Probe(base(2), 2000),
         "overlap_comm": Probe(three, value=False),
         "separate_reduce_group": Probe(three, value=True),
-        "copy_engine_gathers": Probe(three, value=True),  # the log says why it is left out
         "compute_grad_norm": Probe(base(2), value=False),
         "prefetch_bucket_size": Probe(three, 0),
         "allgather_sequential": Probe(three, value=True),

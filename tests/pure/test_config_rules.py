@@ -211,7 +211,7 @@ SHARDED_ONLY = {
     "leaf_module.names",
     "leaf_module.name_suffixes",
     "max_live_parameters",
-    *("max_reuse_distance", "copy_engine_gathers", "separate_reduce_group"),
+    *("max_reuse_distance", "separate_reduce_group"),
     "mics_shard_size",
     "model_persistence_threshold",
     "param_persistence_threshold",

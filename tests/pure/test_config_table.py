@@ -29,7 +29,7 @@ EXTENSIONS = {
     ),
     "normalize",
     "optimizer.torch_adam",
-    *("zero_optimization.separate_reduce_group", "zero_optimization.copy_engine_gathers"),
+    "zero_optimization.separate_reduce_group",
     *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
     *("flops_profiler.peak_tflops", "prometheus.enabled", "prometheus.output_file"),

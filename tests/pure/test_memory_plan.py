@@ -253,8 +253,8 @@ def test_communicators_are_groups_of_several_ranks_on_the_device_each_once() -> 
     assert plain.communicators == {"world"}
     cut = replace(plain, groups=(group("dp", "nccl", 4),), tp=group("tp", "nccl", 2), pp=group("pp", "nccl", 1))
     assert cut.communicators == {"world", "dp", "tp"}
-    more = replace(plain, reducing=group("reductions", "nccl"), fetching=group("gathers", "nccl"))
-    assert more.communicators == {"world", "reductions", "gathers"}
+    more = replace(plain, reducing=group("reductions", "nccl"))
+    assert more.communicators == {"world", "reductions"}
     assert not Mesh((host,), host, host, host, host).communicators
 
 

@@ -197,7 +197,6 @@ OUTSIDE: dict[str, str] = {
     "comm.calls": "the clients' own collectives, and clocks",
     "comm.differentiable": "collectives of layers in parts, on the compute stream; tests/dist/test_tensor_parallel.py",
     "comm.init": "the end of other processes",
-    "comm.window": "NCCL's registered memory, which the device has not; tests/dist/test_copy_engine_gathers.py",
     "comm.trace": "clocks",
     "launcher.": "processes",
     "mesh.groups": "the end of other processes",

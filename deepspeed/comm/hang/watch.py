@@ -124,7 +124,7 @@ class HangWatch:
     def follow(self, engine: Any) -> None:
         """Listen to the collectives of an engine (its ``mesh`` names the groups); name its modules and steps."""
         self._engine, self._thread, mesh = weakref.ref(engine), threading.get_ident(), engine.mesh
-        names = ("job", "data", "zero", "tp", "pp", "host", "control", "reducing", "fetching")
+        names = ("job", "data", "zero", "tp", "pp", "host", "control", "reducing")
         named = {name: getattr(mesh, name) for name in names}
         named |= {f"axis {i}": group for i, group in enumerate(mesh.groups)}
         groups = {id(group): (group, name) for name, group in named.items() if isinstance(group, AxisGroup)}

@@ -215,7 +215,7 @@ _PARAMETERS_SHARDED = (
     *("allgather_sequential", "gather_16bit_weights_on_model_save", "leaf_module.classes", "leaf_module.names"),
     *("leaf_module.name_suffixes", "max_live_parameters", "max_reuse_distance", "mics_shard_size"),
     *("model_persistence_threshold", "param_persistence_threshold", "prefetch_bucket_size", "zero_hpz_partition_size"),
-    *("separate_reduce_group", "copy_engine_gathers"),
+    "separate_reduce_group",
 )
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 

@@ -379,7 +379,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     """``zero_optimization``: what is sharded. Bucket sizes, thresholds and live limits count elements.
 
     ``divergence`` is an extension: "tolerate" that ranks take different branches, "error", or "assume_none" (no check);
-    so are ``separate_reduce_group`` and ``copy_engine_gathers``.
+    so is ``separate_reduce_group``.
     """
 
     stage: Int = key(0, "Shard: 1 optimizer states, 2 and gradients, 3 and parameters; 0 nothing.", ge=0, le=3)
@@ -387,7 +387,6 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     reduce_bucket_size: Positive = key(500_000_000, "Elements of small modules packed into one unit of communication.")
     overlap_comm: Flag | None = key(None, "Communicate beside computation; only false switches it off.")
     separate_reduce_group: Flag = key(False, "Reduce gradients over a communicator of their own, beside gathers.")
-    copy_engine_gathers: Flag = key(False, "Gather parameters by copy engines, from registered memory (NCCL 2.28).")
     compute_grad_norm: Flag = key(True, "Compute the norm of all gradients at each update; false saves a reduction.")
     sub_group_size: Count = key(10**9, "Elements per tile of an update that rests on a drive; absent means 2,097,152.")
     zero_hpz_partition_size: Count = key(1, "Ranks that hold one copy of the parameters; other states spread wider.")

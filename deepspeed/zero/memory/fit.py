@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
@@ -94,9 +95,9 @@ class MemoryPlan:
 
 def memory_plan(
     units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
-    shared: bool, window: bool = False, communicators: int = 0,
+    shared: bool, communicators: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead; ``window``: all into one."""
+    """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead."""
     table: Counter[tuple[str, Tier]] = Counter()
     host_left, pages, visits = offload.host_param_numel, 0, 0
 
@@ -135,7 +136,7 @@ def memory_plan(
         if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
             each = 4 + widths.slots if optim is not None else unit.width
             table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
-    table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch, windows=1 + window)
+    table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch)
     # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
     trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
     together = InFlight.REDUCTIONS + 1
@@ -153,7 +154,7 @@ def memory_plan(
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
 
 
-def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int, *, windows: int) -> int:
+def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> int:
     """Bytes of the units that are whole at once."""
     moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, ways) < u.numel]
     if not moving:
@@ -161,7 +162,7 @@ def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int, *, 
     moving.sort(key=lambda u: -u.numel * u.width)
     after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
     ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
-    return windows * moving[0].numel * moving[0].width + ahead
+    return moving[0].numel * moving[0].width + ahead
 
 
 def _chosen_columns(unit: UnitSize, numel: int, widths: Widths, *, shared: bool) -> dict[tuple[str, Tier], int]:
@@ -299,8 +300,8 @@ def fit(
 
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
-        options, ahead = {"shared": shared, "window": plan.copy_engines}, plan.prefetch_numel
-        return memory_plan(sized, ways, offload, widths, prefetch=ahead, communicators=communicators, **options)
+        counted: Any = {"prefetch": plan.prefetch_numel, "shared": shared, "communicators": communicators}
+        return memory_plan(sized, ways, offload, widths, **counted)
 
     # Rows that need ever less host memory, without another word in the configuration.
     offload, rows = plan.offload, [gradients_on_drive(unit.row) for unit in units]
