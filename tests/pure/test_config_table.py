@@ -33,7 +33,7 @@ EXTENSIONS = {
     *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),
     *("zero_optimization.mics_shard_size", "pipeline.schedule", "pipeline.chunks_per_stage"),
     *("flops_profiler.peak_tflops", "prometheus.enabled", "prometheus.output_file"),
-    *("anomalies.enabled", "anomalies.per_layer", "anomalies.window"),
+    *(f"anomalies.{name}" for name in ("enabled", "per_layer", "window", "nonfinite_updates")),
 }
 
 
