@@ -28,6 +28,7 @@ _FILE = "tests/gpu/test_offload_cuda.py"
 GPU_FILES: dict[str, list[str]] = {
     "quick": ["tests/gpu/test_device.py", _FILE, "-k", "test_device or destroyed or (rest_where and both and bf16)"],
     "steps": ["tests/gpu/test_steps_cuda.py"],
-    "offload numbers": [_FILE, "-k", "follows or kernels or travel or accumulates or late or ahead or columns"],
+    "offload numbers": [_FILE, "-k", "follows or kernels or travel or accumulates or ahead or columns"],
+    "late updates": [_FILE, "-k", "who_looks"],
     "offload places": [_FILE, "-k", "rest_where or takes or lent or born or fit or limit or destroyed"],
 }
