@@ -101,17 +101,15 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
 @contextlib.contextmanager
 def naming_threads(backend: str) -> Iterator[None]:
     """Let gloo's threads that start inside have gloo's name: before torch 2.13 they have that of who starts them."""
-    comm, name = Path("/proc/thread-self/comm"), b""
-    with contextlib.suppress(OSError):
-        if backend == "gloo":
-            name = comm.read_bytes()
-            comm.write_bytes(_GLOO_THREADS)
+    comm = Path("/proc/thread-self/comm")
+    name = comm.read_bytes() if backend == "gloo" and os.access(comm, os.W_OK) else b""
+    if name:
+        comm.write_bytes(_GLOO_THREADS)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            if name:
-                comm.write_bytes(name)
+        if name:
+            comm.write_bytes(name)
 
 
 def take_turns(policy: int = getattr(os, "SCHED_BATCH", 0)) -> None:

@@ -101,11 +101,8 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     module, reason = probes.load_torch()
     assert module is None and "torch" in reason
     row = probes.torch_rows(module, reason)[0]
-    assert (
-        row.value.startswith(torch.__version__.split("+")[0])
-        and "cannot be imported" in row.value
-        and "reinstall" in row.doubt
-    )
+    assert row.value.startswith(torch.__version__.split("+")[0])  # the metadata of a wheel may leave the build out
+    assert "cannot be imported" in row.value and "reinstall" in row.doubt
     assert cli.collect(operators=False)["device and communication"][0].value.startswith("unknown")
 
 

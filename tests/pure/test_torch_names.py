@@ -87,7 +87,6 @@ PRIVATE_OF_OBJECTS = {
     "Tensor._cdata": "simulate/stores.py verify/training/teardown.py zero/param.py",
     "Storage._checkpoint_offset": "checkpoint/weights/weights.py",
     "ProcessGroup._get_sequence_number_for_group": "comm/collectives.py comm/hang/ledger.py",
-    "Tensor._is_view": "pipe/torch_pipelining.py",
     "Module._load_from_state_dict": "zero/client/incoming.py",
     "Module._load_state_dict_pre_hooks": "zero/client/incoming.py",
     "aten._local_scalar_dense": "simulate/record.py",

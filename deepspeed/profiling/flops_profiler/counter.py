@@ -19,9 +19,7 @@ _aten = torch.ops.aten
 
 
 def _repeated(query: Any, *heads: Any) -> tuple[Any, ...]:
-    """The shapes of keys and values with a head for each of the query's, as grouped attention multiplies them; torch
-    before 2.13 counts no other.
-    """
+    """Shapes of keys and values with as many heads as the query, without which torch before 2.13 counts nothing."""
     return tuple((shape[0], query[1], *shape[2:]) for shape in heads)
 
 
