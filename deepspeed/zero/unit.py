@@ -212,8 +212,7 @@ class Unit:
         are refused (``module.half()``, ...).
         """
         first = len(self.params) - 1 if sample else 0
-        here = self.whole and first >= 0
-        pairs = zip(self.layout.segments[first:], self.params[first:], strict=True) if here else ()
+        pairs = zip(self.layout.segments[first:], self.params[first:], strict=True) if self.whole and first >= 0 else ()
         return any([keep_view(param, self.full, segment) for segment, param in pairs if segment.numel])
 
     def note_gradient(self, grad: torch.Tensor) -> None:

@@ -46,7 +46,6 @@ PRIVATE = {
     "torch.autograd.Variable._execution_engine": "zero/hooks.py",
     "torch.autograd.Variable._execution_engine.queue_callback": "zero/hooks.py",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": "simulate/control.py",
-    "torch.distributed._symmetric_memory": "comm/window.py",
     "torch.distributed._tools.fake_collectives.CollectiveOp": "simulate/record.py",
     "torch.distributed._tools.fake_collectives.CollectiveOp.get_process_group": "simulate/record.py",
     "torch.distributed.distributed_c10d._get_default_group": "mesh/groups.py",

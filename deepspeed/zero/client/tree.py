@@ -143,9 +143,9 @@ def _refused_when_delayed(name: str) -> str:
 
 def _written(unit: Unit) -> list[int]:
     """Positions of the parameters of which this rank's part, bit by bit, is not as it is at rest."""
-    here = unit.full[slice(*unit.range_of(StateKind.PARAM))]
+    shown = unit.full[slice(*unit.range_of(StateKind.PARAM))]
     with unit.values(StateKind.PARAM) as resting:
-        both = [[unit.part(StateKind.PARAM, s, flat) for flat in (here, resting)] for s in unit.layout.segments]
+        both = [[unit.part(StateKind.PARAM, s, flat) for flat in (shown, resting)] for s in unit.layout.segments]
         bits = [(a.view(torch.uint8), b.to(a.device).view(torch.uint8)) for a, b in both]
         return [position for position, (a, b) in enumerate(bits) if not torch.equal(a, b)]
 
