@@ -69,9 +69,9 @@ class _Column:
         axis = Axis("pp", len(self._ranks), self._ranks.index(dist.get_rank()), self._ranks)
         self._peers = self._make("simulated", axis, "gloo")
 
-    def new_group(self, name: str, axis: Any, backend: str, options: Any = None) -> AxisGroup:
+    def new_group(self, name: str, axis: Any, backend: str) -> AxisGroup:
         """In the place of ``groups._new_group``: the group on the host is one whose members differ."""
-        made = self._make(name, axis, backend, options)
+        made = self._make(name, axis, backend)
         return replace(made, backend=_HOST) if name.endswith("/host") else made
 
     def _place(self, rank: int) -> int:
@@ -115,8 +115,8 @@ def talking(recorder: Recorder, *, peers: bool = False, column: Sequence[int] = 
     make, gather = groups._new_group, dist.all_gather_object
     count = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
 
-    def new_group(name: str, axis: Any, backend: str, options: Any = None) -> AxisGroup:
-        return make(name, axis, "gloo" if name.endswith("/control") else backend, options)
+    def new_group(name: str, axis: Any, backend: str) -> AxisGroup:
+        return make(name, axis, "gloo" if name.endswith("/control") else backend)
 
     def gather_objects(*args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
