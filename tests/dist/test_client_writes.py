@@ -4,6 +4,7 @@ count, wherever in a window that is, and inside a forward.
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.reference import gate_optimizer
+from deepspeed.zero.client import tree
 from tests.harness.lockstep import TOLERANCE, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
@@ -227,7 +229,8 @@ def late_through_data() -> str:
     for _ in range(3):
         pair.step()
     pair.engine.module.how = "data"
-    said = outcome(lambda: [pair.engine(pair.batch(0)).backward() or pair.engine.step() for _ in range(4)])
+    with mock.patch.object(tree, "_DATA_EVERY", 4):
+        said = outcome(lambda: [pair.engine(pair.batch(0)).backward() or pair.engine.step() for _ in range(4)])
     pair.engine.destroy()
     return said
 

@@ -13,6 +13,7 @@ from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
 _REMEDY = "change the model before deepspeed.initialize, or call engine.destroy(), change it, and initialize again"
+_DATA_EVERY = 100  # updates between two looks for what forwards write through ``data``
 
 
 class ModuleTree:
@@ -83,11 +84,11 @@ class ModuleTree:
         """What the forward that ends has written into sharded ``units`` counts: every rank has written the same and
         keeps its part, for masters too. What a client's context holds is for the end of that.
 
-        What was written through ``data``, which torch does not count, is looked for up to the third update, and then
-        before the fifth, the ninth, ...: to read all parameters in each forward would cost a part of it.
+        What was written through ``data``, which torch does not count, is looked for up to the third update and behind
+        every hundredth: to read all parameters in each forward would cost a part of it.
         """
         steps = self._runtime.steps
-        sampled = steps & (steps - 1) == 0
+        sampled = steps < 3 or steps % _DATA_EVERY == 0
         for unit in units:
             if not unit.movable or not unit.whole or (unit.pins and not self._runtime.in_one_pass):
                 continue
