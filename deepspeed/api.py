@@ -449,7 +449,7 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
     wire = cfg.dtype_policy.reduction
-    return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None)
+    return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None, sanity_checks=cfg.zero.enable_sanity_checks)
 
 
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:

@@ -86,6 +86,7 @@ class UnitFacts:
     ``divisor``: what the sum over ranks is divided by, of it ``early`` before the sum travels. ``wire``: dtype of
     gradients on their way; None for the parameters' own. ``tie``: the name of a parameter that several pipeline stages
     hold. It is a unit of its own, laid out alike on all of them; the last axis of its mesh are these.
+    ``sanity_checks``: no write in a read-only context, not even one that changes nothing.
     """
 
     mesh: Mesh
@@ -93,6 +94,7 @@ class UnitFacts:
     early: float = 1.0
     wire: torch.dtype | None = None
     tie: str = ""
+    sanity_checks: bool = False
 
     @property
     def axes(self) -> tuple[AxisGroup, ...]:

@@ -214,6 +214,7 @@ def _zero_probes() -> dict[str, Probe]:
         "zero_hpz_partition_size": Probe(three, 2, world=4),
         "mics_shard_size": Probe(three, 1),
         "divergence": Probe(three, "error", scenario="diverge"),
+        "enable_sanity_checks": Probe(three, value=True, scenario="rewrite"),
     }
 
 

@@ -225,6 +225,59 @@ def test_writes_with_an_owner_are_no_edits(pool2: RankPool, dtype: str) -> None:
     assert pool2.run(no_edits, dtype) == [[], []]
 
 
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add_(0)": lambda p: p.add_(0),
+    "copy_ of itself": lambda p: p.copy_(p.clone()),
+    "detach": lambda p: p.detach().mul_(1),
+    "add_(1)": lambda p: p.add_(1),
+}
+
+
+def written(how: str, ranks: tuple[int, ...], checks: bool) -> list[str]:
+    """In-place writes of ``ranks`` before there is an engine, and under one that has trained."""
+    config = make_config(3, zero={**ZERO, "enable_sanity_checks": checks})
+    case = case_named("plain")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = case.build().train()
+
+    def write() -> None:
+        with torch.no_grad(), gathered(model.head.weight):
+            if dist.get_rank() in ranks:
+                WRITES[how](model.head.weight)
+
+    said = [outcome(write)]
+    pair = Lockstep(case, config, model=model)
+    pair.step(0)
+    before = full_parameters(model)
+    said.append(outcome(write))
+    wrong = [] if equal(before, full_parameters(model)) else ["the values changed"]
+    with gathered(model.head.weight):  # what has a word about whose values count is no such write
+        with torch.no_grad(), gathered(model.head.weight, modifier_rank=0):
+            model.head.weight.add_(0)
+        pair.step(1)
+    with torch.no_grad(), gathered(model.head.weight, modifier_rank=1):
+        model.head.weight.add_(0)
+    error, worst = pair.finish()
+    return [*said, *wrong, *([] if error <= TOLERANCE else [worst])]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("how", WRITES)
+def test_with_sanity_checks_any_write_in_a_read_only_context_is_an_error_on_every_rank(
+    pool2: RankPool, how: str, ranks: tuple[int, ...]
+) -> None:
+    first, second = pool2.run(written, how, ranks, checks=True)
+    assert first == second and len(first) == 2
+    for said in first:
+        assert "UsageError" in said and f"rank {ranks[0]}" in said and "enable_sanity_checks" in said
+    assert "head.weight" in first[1]
+
+
+def test_without_sanity_checks_a_write_that_changes_nothing_passes(pool2: RankPool) -> None:
+    first, second = pool2.run(written, "add_(0)", (0, 1), checks=False)
+    assert first == second and not any("Error" in said for said in first) and len(first) == 2
+
+
 def raising(where: str, modifier: int | None) -> list[str]:
     """Rank 1 raises inside; what both ranks see, and whether training goes on."""
     case = case_named("plain")

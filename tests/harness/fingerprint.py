@@ -186,6 +186,7 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "uncast": (),  # inputs stay fp32, whatever the model is
     "diverge": (),  # the last rank skips a module
     "recompute": (),  # blocks run under deepspeed.checkpointing, configured from the same configuration
+    "rewrite": (),  # values are written in place, as they are, in a read-only context
     "save": (),  # consolidated weights are written
     "checkpoint": (),  # checkpoints are saved under tags that differ between ranks, and one is loaded
     "odd client": (),  # a checkpoint with client state that needs pickle
@@ -248,6 +249,9 @@ def _train(config: dict[str, Any], scenario: str, watch: _Watch, folder: Path) -
         with _recomputing(model, config, watch) if scenario == "recompute" else contextlib.nullcontext():
             out["steps"] = _steps(engine, RepeatingLoader(loader), scenario)
         out |= _end(engine, model)
+        if scenario == "rewrite":
+            with torch.no_grad(), deepspeed.zero.GatheredParameters(model.head.weight):
+                model.head.weight.add_(0)
         if scenario == "generate":
             rounds, x = engine.runtime.agreement.rounds, torch.ones(2, IN_FEATURES, dtype=model.head.weight.dtype)
             tokens = engine.generate(x, max_new_tokens=2)

@@ -398,6 +398,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     gather_16bit_weights_on_model_save: Flag = key(False, "Let save_16bit_model gather the weights under stage 3.")
     allgather_sequential: Flag = key(False, "Gather little ahead: the same as a prefetch_bucket_size of 1.")
     pipeline_loading_checkpoint: Flag = key(False, "Ranks of a node read one after another.", _INERT, _OWN_PART)
+    enable_sanity_checks: Flag = key(False, "Any in-place write in a read-only GatheredParameters is an error.")
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
     offload_param: OffloadParamConfig | None = key(None, "Where sharded parameters rest; absent or false: the device.")
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Where optimizer states rest; absent: the device.")

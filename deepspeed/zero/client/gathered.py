@@ -43,10 +43,11 @@ class GatheredParameters:
     """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
 
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
-    read only, an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins
-    everywhere, masters included. Collective at both ends (a reading one inside a forward, which other ranks may skip,
-    at none, and edits are writes of the forward); when a rank raises inside, nothing is written back and the others
-    raise a UsageError that names it. An ``engine.step()`` inside shows its new values.
+    read only, an edit (with ``enable_sanity_checks`` any in-place write) is a UsageError on every rank.
+    ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included. Collective at both ends (a
+    reading one inside a forward, which other ranks may skip, at none, and edits are writes of the forward); when a rank
+    raises inside, nothing is written back and the others raise a UsageError that names it. An ``engine.step()`` inside
+    shows its new values.
 
     What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a
     forward keeps its values after the exit; it costs the memory of the parameter's whole unit until the last such alias
@@ -74,6 +75,7 @@ class GatheredParameters:
         self._pinned = ExitStack()
         self._inside_forward = False
         self._marks: dict[Unit, tuple[int, torch.Tensor]] = {}  # version and sums of the values as a reader got them
+        self._writes: dict[nn.Parameter, int] = {}  # torch's count then, with ``enable_sanity_checks``
         self._saving: saved_tensors_hooks | None = None
         self._whole: set[nn.Parameter] = set()  # that show what tensor-parallel ranks have together
         self._incoming = incoming_of(self._params) if modifier_rank is not None else None
@@ -99,6 +101,7 @@ class GatheredParameters:
                 self._whole.add(param)
         marked = self._units if self._modifier is None and not self._inside_forward else []
         self._marks = {u: (u.version, bit_sums(u.full)) for u in marked}
+        self._writes = {p: p._version for u in marked if u.facts.sanity_checks for p in u.params}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
         # forward the module's own hooks gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(
@@ -155,7 +158,7 @@ class GatheredParameters:
                 point(param, unit.view(unit.full, segment_of(param)))
             self._whole.clear()
             self._pinned.close()
-            self._units, self._marks = [], {}
+            self._units, self._marks, self._writes = [], {}, {}
 
     def _failures(self, fault: Exception | None) -> dict[int, str]:
         """Rank -> its fault. A rank that raised serves those still in contexts that it has left. Collective."""
@@ -171,6 +174,10 @@ class GatheredParameters:
         marks = self._marks.items()
         same = {u: u.version != version or torch.equal(bit_sums(u.full), sums) for u, (version, sums) in marks}
         edited = [unit.title for unit in same if not same[unit]]
+        for param, count in self._writes.items():
+            unit = param._ds_unit  # type: ignore[attr-defined]
+            if param._version != count and unit.version == self._marks[unit][0]:
+                edited.append(f"{segment_of(param).name} (written in place, which enable_sanity_checks forbids)")
         for param in self._params:
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
             values, inside = local_of(param), unit.view(unit.full, segment)

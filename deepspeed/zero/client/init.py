@@ -114,6 +114,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         cfg = load_config(source, world_size=self.mesh.data.size, lenient=True) if source else None
         self.dtype = dtype or (DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32)
+        self._facts = UnitFacts(self.mesh, sanity_checks=cfg is not None and cfg.zero.enable_sanity_checks)
         self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._tier, offload = _rest_tier(remote_device, cfg, self.mesh.zero.size)
         if self._tier is Tier.NVME and not offload.host_limit:
@@ -229,7 +230,7 @@ class Init:
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
         plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
-        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=UnitFacts(self.mesh))
+        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=self._facts)
         with torch.no_grad():
             values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
             Unit.view(values, layout.segments[0]).copy_(param)
