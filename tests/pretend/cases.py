@@ -20,19 +20,27 @@ import torch
 from torch import nn
 
 import deepspeed
-from tests.gpu.test_offload_cuda import Stack, places
+from tests.gpu.test_offload_cuda import LATE as RULES, Stack, places
 from tests.pretend import device as pretend, group  # noqa: F401 - the groups are registered
-from tests.pretend.table import PLACES, PLANTED
+from tests.pretend.table import LATE, LATE_STEPS, PLACES, PLANTED
 from tests.sim import mutants
 
 WIDTH, DEPTH, ROWS, STEPS, GAS = 32, 3, 4, 3, 2
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+_CPU = {"device": "cpu"}
+_COLUMNS = {**RULES["zenflow"]["zenflow"]}
+RULES = {
+    **RULES,
+    "zenflow at once": {"offload_optimizer": _CPU, "zenflow": {**_COLUMNS, "overlap_step": False}},
+    "zenflow every step": {"offload_optimizer": _CPU, "zenflow": {**_COLUMNS, "update_interval": 1}},
+    "delayed, both": {**RULES["delayed"], "offload_param": _CPU},
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start(place: str, dtype: str = "fp32", model: nn.Module | None = None, **more: Any) -> Any:
-    stage, addition = PLACES[place]
-    zero = places(tempfile.gettempdir())[addition]
+    stage, addition = (PLACES | LATE)[place]
+    zero = (places(tempfile.gettempdir()) | RULES)[addition]
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -75,11 +83,12 @@ def weights(engine: Any) -> list[float]:
 
 
 def train(place: str, order: str, dtype: str, **more: Any) -> list[float]:
-    """Losses and sums of weights."""
+    """Losses and sums of weights. Late updates are unclipped: the program waits for no norm."""
+    more = {"gradient_clipping": 0.0, **more} if place in LATE else more
     pretend.set_order(order, 7)
     engine = start(place, dtype, **more)
     try:
-        return [*stepping(engine, dtype), *weights(engine)]
+        return [*stepping(engine, dtype, steps=LATE_STEPS if place in LATE else STEPS), *weights(engine)]
     finally:
         engine.destroy()
         pretend.set_order("late")

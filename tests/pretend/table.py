@@ -8,6 +8,13 @@ PLACES: dict[str, tuple[int, str]] = {
     "3 half": (3, "half cpu"), "3 travelling": (3, "half cpu, travelling"), "2 early": (2, "optim cpu, early"),
     "3 drive": (3, "both nvme"), "3 no overlap": (3, "no overlap"),
 }  # fmt: skip
+# Updates that go on beside later steps have numbers of their own, the same in every order, after so many steps.
+LATE_STEPS = 8
+LATE: dict[str, tuple[int, str]] = {
+    f"{stage} {name}": (stage, name)
+    for name in ("delayed", "zenflow", "zenflow at once", "zenflow every step")
+    for stage in (1, 2, 3)
+} | {"3 delayed, both": (3, "delayed, both")}
 # A wait of the package, named as in tests/sim/unseen.py -> the place that sees its loss.
 PLANTED: dict[str, str] = {
     "tier.store:wait: event.synchronize()": "2 early",
@@ -22,6 +29,9 @@ PLANTED: dict[str, str] = {
     "tier.behind:take: self._call().wait()": "2 optimizer",
     "tier.behind:wait: stream.wait_event(self._event)": "2 optimizer",
     "zero.update.early:compute: self._landed.wait()": "2 early",
+    "zero.update.delayed:turn: landed.wait()": "2 delayed",
+    "zero.update.zenflow:_write_chosen: masters.wait()": "2 zenflow at once",
+    "zero.update.zenflow:_add: landed.wait()": "2 zenflow every step",
     "zero.update.visits:on_device: visit.coming.wait()": "3 travelling",
 }
 _FILE = "tests/gpu/test_offload_cuda.py"

@@ -62,7 +62,7 @@ class Delayed:
         after a ``failure`` raise that, when the other ranks have what they wait for. Code of the user's that watches
         the optimizer, on this rank alone maybe, gets one call with all gradients, for which the program waits.
         """
-        landed = {view.unit: view.unit.landed for view in views}
+        gradients = {view.unit: view.unit.landed for view in views}
         self._publish()
         if failure is not None:
             raise failure
@@ -74,14 +74,14 @@ class Delayed:
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
             self._begun.append(begun := Begun(unit, store, []))
-            calls.append(self._turn_of(begun, list(those), groups, factor, landed[unit]))
+            calls.append(self._turn_of(begun, list(those), groups, factor))
         worker = self._runtime.worker
         if not undisturbed:
-            Several(landed.values()).wait()
+            Several([unit.landed for unit in gradients]).wait()
             self._update(self._begun, views, self._optimizer.step, factor)
         for begun, call in zip(self._begun, calls, strict=True) if undisturbed else ():
             if worker is not None:
-                begun.turn = worker.hand_over(call, place=begun.unit.index, after=landed[begun.unit])
+                begun.turn = worker.hand_over(call, place=begun.unit.index, after=gradients[begun.unit])
                 begun.unit.delay_update(begun.turn)
             else:
                 call()
@@ -103,10 +103,11 @@ class Delayed:
             each.rounded += [(view, view.param._version) for view in written if view.unit is each.unit]
 
     def _turn_of(
-        self, begun: Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float, landed: Transfer
+        self, begun: Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float
     ) -> Callable[[], Transfer]:
         mine = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
         step, frozen = functools.partial(self._optimizer.update, mine), frozen_later(views)
+        landed = begun.unit.landed  # behind the gradient masters that are published: in fp32 the device copies these
 
         def turn() -> Transfer:
             landed.wait()
