@@ -15,7 +15,6 @@ from deepspeed.zero.plan import StateKind, Tier
 from tests.harness.commands import Ended, run_all
 from tests.harness.pool import RankPool
 from tests.harness.training import start
-from tests.sim.test_matrix import ROOT, pytestmark  # noqa: F401 - the same torch is needed
 
 RANK, WIDTH, NARROW, INNER, BLOCKS, TOKENS, PAGE = 6, 48, 24, 80, 3, 101, 4096
 BF16 = {"bf16": {"enabled": True}}

@@ -151,7 +151,7 @@ UNSEEN: dict[str, str] = {
     "zero.unit:outbox: self.landed.wait()": (
         "a later wait covers it: the update has waited for the gradient, but of units in no group of the optimizer"
     ),
-    "zero.gradients:withdraw: self.settle()": (
+    "zero.gradients:withdraw: self.land_all()": (
         "values: what a client put in the place of a gradient; reductions have landed when gradients are shown; "
         "test_gradients_by_hand.py::test_edits_of_a_shown_gradient_count"
     ),
