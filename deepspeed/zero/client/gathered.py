@@ -43,11 +43,10 @@ class GatheredParameters:
     """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
 
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
-    read only, an edit (with ``enable_sanity_checks`` any in-place write) is a UsageError on every rank.
-    ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included. Collective at both ends (a
-    reading one inside a forward, which other ranks may skip, at none, and edits are writes of the forward); when a rank
-    raises inside, nothing is written back and the others raise a UsageError that names it. An ``engine.step()`` inside
-    shows its new values.
+    read only, an edit (with ``enable_sanity_checks`` any write) is a UsageError on every rank. ``modifier_rank`` r:
+    what global rank r holds at exit wins everywhere, masters included. Collective at both ends (a reading one inside a
+    forward, which other ranks may skip, at none, and edits are writes of the forward); when a rank raises inside,
+    nothing is written back and the others raise a UsageError that names it. A step inside shows its new values.
 
     What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a
     forward keeps its values after the exit; it costs the memory of the parameter's whole unit until the last such alias
