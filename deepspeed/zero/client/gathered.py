@@ -170,13 +170,10 @@ class GatheredParameters:
     def _fault(self) -> UsageError | None:
         """What is wrong with the parameters as this rank leaves them."""
         # By something else than a step or a context with a modifier rank.
-        marks = self._marks.items()
-        same = {u: u.version != version or torch.equal(bit_sums(u.full), sums) for u, (version, sums) in marks}
-        edited = [unit.title for unit in same if not same[unit]]
-        for param, count in self._writes.items():
-            unit = param._ds_unit  # type: ignore[attr-defined]
-            if param._version != count and unit.version == self._marks[unit][0]:
-                edited.append(f"{segment_of(param).name} (written in place, which enable_sanity_checks forbids)")
+        same = {u: sums for u, (version, sums) in self._marks.items() if u.version == version}
+        edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.full), sums)]
+        written = [p for u in same for p in u.params if p in self._writes and p._version != self._writes[p]]
+        edited += [f"{segment_of(p).name} (written in place, which enable_sanity_checks forbids)" for p in written]
         for param in self._params:
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
             values, inside = local_of(param), unit.view(unit.full, segment)
