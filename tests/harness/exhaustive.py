@@ -272,7 +272,7 @@ CORNERS: dict[str, str] = {
         "one of each kind of state stays"
     ),
     r"test_io_tools.py::test_an_interrupted_run_leaves_no_file\[.*(-9|15)-.*\]": "interrupts stay",
-    r"test_late_norm.py::test_not_one_bit_and_no_count_differs\[[012]-.*-Lion-": "Lion stays at stage 3",
+    r"test_late_norm.py::test_not_one_bit_and_no_count_differs\[[012]-.*-Lion-.*\]": "Lion stays at stage 3",
     r"test_pipeline_parity.py::test_four_ranks\[4-zero_bubble.*\]": "two stages stay",
     r"test_aio_failures.py::test_full_disk\[ext4\]": "tmpfs stays",
     r"test_elastic_ranks.py::test_a_signal_to_the_command.*-10-200\]": "another signal stays",
