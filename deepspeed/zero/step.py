@@ -184,6 +184,8 @@ def _update(
                 publication.finish()
             raise
         publication.finish(written)
+        if runtime.worker is not None:
+            runtime.worker.busy = True  # masters travel to the device: who may write to them waits, as for an update
     else:
         publication = runtime.publication(units)
         publication.finish(_update_tiles(runtime, runtime.tiles, views, factor, failure, publication.spare))

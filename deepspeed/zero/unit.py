@@ -389,11 +389,11 @@ class Unit:
         self._delayed, self._bring_home = update, home or self._bring_home
 
     def settle_states(self, *, stepping: bool = False) -> None:
-        """The same of masters and slots, until the program may read them."""
+        """The same of masters and slots, until the program may read them; if it is not ``stepping``, write to them."""
         self.settle(stepping=stepping)
         self._delayed.wait()
-        _ = stepping or self._bring_home()
-        if self.plan.visits:
+        if not stepping:
+            self._bring_home()
             self.landed.wait()
 
     def forget_update(self) -> None:

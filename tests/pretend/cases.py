@@ -7,6 +7,7 @@ package, trains in all orders and names what became of the numbers. A call is na
 """
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -65,13 +66,16 @@ def of_ranks(step: int, *, rank: int | None = None) -> int:
     return step * WORLD + (RANK if rank is None else rank)
 
 
-def stepping(engine: Any, dtype: str = "fp32", *, steps: int = STEPS, first: int = 0) -> list[float]:
-    """Losses; they are read at the end, so that the program is far ahead of its device."""
+def stepping(
+    engine: Any, dtype: str = "fp32", *, steps: int = STEPS, first: int = 0, behind: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Losses, read at the end, so that the program is far ahead of its device. ``behind``: called behind each step."""
     losses = []
     for number in range(first, steps * GAS):
         loss = (engine(batch(of_ranks(number), DTYPES[dtype]).to(engine.device)).float() - 1).square().mean()
         engine.backward(loss)
         engine.step()
+        behind()
         losses.append(loss.detach())
     return [float(loss) for loss in losses]
 
@@ -168,8 +172,27 @@ def foreign_devices() -> list[str]:
     return sorted({f"{what} ({thread})" for what, thread, _ in pretend.FAULTS})
 
 
+def edited_masters() -> dict[str, list[list[float]]]:
+    """Place -> losses when the device is late and when not, of a client that writes to masters between steps."""
+    found: dict[str, list[list[float]]] = {}
+    for place in ("2 optimizer", "2 early", "3 travelling"):
+        for order in ("late", "now"):
+            pretend.set_order(order)
+            engine = start(place, gradient_clipping=0.0)
+
+            def edit(groups: Any = engine.basic_optimizer.param_groups) -> None:
+                for param in itertools.chain.from_iterable(each["params"] for each in groups):
+                    param.data.mul_(0.9)
+
+            found.setdefault(place, []).append(stepping(engine, behind=edit))
+            engine.destroy()
+    pretend.set_order("late")
+    return found
+
+
 JOBS: dict[str, Callable[[], Any]] = {
     "plain": plain, "empty parameter": empty_parameter, "foreign devices": foreign_devices,
+    "edited masters": edited_masters,
 }  # fmt: skip
 
 

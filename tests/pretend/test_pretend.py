@@ -162,6 +162,13 @@ def test_no_thread_asks_about_a_device_that_is_not_its_own(tmp_path: Path) -> No
     assert run(tmp_path, "foreign devices")["foreign devices"] == []
 
 
+def test_who_writes_to_masters_does_not_meet_their_copies_to_the_device(tmp_path: Path) -> None:
+    found = run(tmp_path, "edited masters")["edited masters"]
+    assert isinstance(found, dict), found
+    for place, (late, at_once) in found.items():
+        assert late == at_once, place
+
+
 @pytest.mark.parametrize(
     "files",
     [name if name == "quick" else pytest.param(name, marks=EXHAUSTIVE) for name in GPU_FILES],

@@ -112,7 +112,7 @@ UNSEEN: dict[str, str] = {
         "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
     "zero.unit:settle_states: self._delayed.wait()": f"not reached: no case delays its updates. Else {_DOOR}",
-    "zero.unit:settle_states: self.landed.wait()": "a later wait covers it: the end of the update waits for visits",
+    "zero.unit:settle_states: self.landed.wait()": "not reached: no case writes to masters; test_pretend.py",
     "zero.runtime:gather_gradients: self.settle(stepping=True)": _DOOR,
     "zero.unit:values: self.settle()": _DOOR,
     "zero.unit:widen_gradient: self.settle()": f"not reached: gradients that are read early. Else {_DOOR}",
