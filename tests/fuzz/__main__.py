@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 
-from tests.fuzz.draw import KNOWN, Case, draw, smaller
+from tests.fuzz.draw import Case, draw, smaller
 from tests.fuzz.run import run
 from tests.harness.pool import PatientPool, RankFailure, RankPool
 
@@ -56,17 +56,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after that")
     parser.add_argument("--shrink", type=float, default=90, help="seconds for a smaller case, 0 for none")
-    known = ", ".join(f"{name} ({text})" for name, text in KNOWN.items())
-    parser.add_argument("--allow", default="", help=f"known differences, with commas, or all: {known}")
     options = parser.parse_args()
-    allowed = frozenset(KNOWN if options.allow == "all" else filter(None, options.allow.split(",")))
     end, bad = time.monotonic() + 60 * options.minutes, 0
     with PatientPool(options.ranks) as pool:
         for seed in range(options.seed, options.seed + options.count):
             if time.monotonic() > end:
                 print(f"time is over before seed {seed}")
                 break
-            case = draw(seed, options.ranks, allowed)
+            case = draw(seed, options.ranks)
             text = difference(pool, case)
             if options.count == 1 or text:
                 print(f"seed {seed} on {options.ranks} ranks", *case.lines(), text or "no difference", sep="\n")

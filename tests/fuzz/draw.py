@@ -26,15 +26,6 @@ BEFORE = (
 AFTER = ("hand", "hand", "see_grad", "set_grad", "set_grad_local", "read", "eval", "state", "no_grad", "lr")
 OF_PIPES = ("save", "load", "reload", "edit", "read", "masters", "set_master", "set_slot", "set_local", "lr", "state")
 HOWS = (*("engine",) * 12, *("plain", "twice", "no_sync", "module", "parts") * 3, "overflow")
-# Differences that are known and not repaired yet: what leads to them is left out of a case, unless it is asked for.
-KNOWN = {
-    "edit": "edits in GatheredParameters at stage 3 and accumulation 3 are lost",
-    "clamped": "writes inside the forward vanish at stage 3",
-    "batch_size": "set_train_batch_size between two updates",
-    "adagrad": "a client's Adagrad whose group begins with an empty parameter",
-    "unsharded": "unsharded() after a parameter was frozen",
-    "hand": "a gradient that is written by hand for the first time after some updates",
-}
 
 
 @dataclass(frozen=True)
@@ -114,8 +105,8 @@ def _said(events: tuple[Event, ...]) -> str:
     return "".join(f" {e.name}({e.pick}) " for e in events)
 
 
-def draw(seed: int, ranks: int, allowed: frozenset[str] = frozenset()) -> Case:
-    """The case of a seed. ``allowed``: of the known differences. What is left out changes nothing else."""
+def draw(seed: int, ranks: int) -> Case:
+    """The case of a seed."""
     rng = random.Random(f"{seed} {ranks}")
     kinds = ["values"] * 12 + ["tokens"] * 4 + (["llama", "pipe"] * 2 if ranks in (2, 4) else []) + ["zenflow"]
     front = rng.choice(kinds)
@@ -136,7 +127,7 @@ def draw(seed: int, ranks: int, allowed: frozenset[str] = frozenset()) -> Case:
         born=rng.random() < 0.2,
     )
     case = _config(case, rng)
-    return without_known(_legal(replace(case, windows=_windows(case, rng))), allowed)
+    return _legal(replace(case, windows=_windows(case, rng)))
 
 
 def _zenflow(seed: int, ranks: int, rng: random.Random) -> Case:
@@ -285,24 +276,6 @@ def _event(case: Case, where: str, event: Event) -> Event | None:
     if event.name in ("see_grad", "set_grad", "set_grad_local") and case.tokens:
         return None
     return event
-
-
-def without_known(case: Case, allowed: frozenset[str]) -> Case:
-    """Without what leads to a known difference that is not ``allowed``."""
-    barred = KNOWN.keys() - allowed
-    if "batch_size" in barred:
-        first = case.windows[0].micros
-        case = replace(case, windows=tuple(replace(w, micros=(w.micros + first)[: len(first)]) for w in case.windows))
-    if "clamped" in barred and case.stage == 3:
-        case = replace(case, layers=tuple("square" if name == "clamped" else name for name in case.layers))
-    if "adagrad" in barred and case.optimizer == "client Adagrad" and "scalars" in case.layers:
-        case = replace(case, optimizer="client AdamW")
-    longest, names = max(len(w.micros) for w in case.windows), {e.name for e in case.events()}
-    gone = {"edit"} if "edit" in barred and case.stage == 3 and longest > 2 else set()
-    gone |= {"unsharded"} if "unsharded" in barred and "freeze" in names else set()
-    first = [e.name for m in case.windows[0].micros for e in m.after]
-    gone |= {"hand"} if "hand" in barred and "hand" not in first else set()
-    return changed_events(case, lambda _, e: None if e.name in gone else e)
 
 
 def smaller(case: Case) -> Iterator[Case]:
