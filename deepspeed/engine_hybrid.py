@@ -82,7 +82,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._speaking = False  # inside the module's own generate
         self._in_parts: PartsForGeneration | None = None
         if (ways := options.inference_tp_size) not in (1, self.mesh.tp.size):
-            plan = plan_parts(module, config.tensor_parallel, ways)
+            plan = plan_parts(module, config.tensor_parallel, ways, self.mesh.job.index % ways)
             self._in_parts = PartsForGeneration(module, plan, self.mesh, ways=ways, device=self.device)
         self._own_generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
         self._own_attribute = vars(module).get("generate")

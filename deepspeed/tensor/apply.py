@@ -46,7 +46,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
     unfit = ("sequence_parallel_norms", "vocab_parallel_lm_head")
     if mesh.pp.size > 1 and (asked := [key for key in unfit if getattr(wanted, key)]):
         raise DeepSpeedConfigError(f"tensor_parallel.{asked[0]} is not for pipeline stages; set it to false")
-    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, others=others).make()
+    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, mesh.tp.index, others=others).make()
     _refuse(model, plan, mesh)
     shared, modules = SharedInput(group, random=draws(model)), dict(model.named_modules(remove_duplicate=False))
     back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})

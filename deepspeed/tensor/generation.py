@@ -41,8 +41,9 @@ class _Replacement(NamedTuple):
     value: Any
 
 
-def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int) -> TensorPlan:
-    """How ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules. Changes nothing.
+def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int, rank: int = 0) -> TensorPlan:
+    """How ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules, with the numbers of
+    one of them. Changes nothing.
 
     Raises DeepSpeedConfigError where nothing can be split, or heads cannot be dealt out; NotYetError for weights that
     are codes, and for what cannot be split.
@@ -56,7 +57,7 @@ def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int) -> Ten
             )
     local = wanted.vocab_parallel_lm_head
     rules = wanted.model_copy(update={"vocab_parallel_lm_head": None if local else local})  # every rank needs all words
-    plan = Planner(model, rules, ways, key=KEY).make()
+    plan = Planner(model, rules, ways, rank, key=KEY).make()
     plan.check(model, KEY, ways)
     return plan
 

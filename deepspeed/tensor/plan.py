@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from deepspeed.comm.differentiable import bounds
 from deepspeed.config.model.tensor_parallel import LayerRuleConfig, PartitionConfig, TensorParallelConfig
 from deepspeed.errors import DeepSpeedConfigError, NotYetError
 
@@ -104,8 +105,9 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 class Planner:
-    """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``. ``others``: names of
-    parameters of other stages, which rules may be meant for; None: they are not known. ``key``: what asks for it.
+    """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``, with the numbers of
+    ``rank``. ``others``: names of parameters of other stages, which rules may be meant for; None: they are not known.
+    ``key``: what asks for it.
     """
 
     def __init__(
@@ -113,11 +115,13 @@ class Planner:
         model: nn.Module,
         wanted: TensorParallelConfig,
         ways: int,
+        rank: int = 0,
         *,
         others: Iterable[str] | None = (),
         key: str = "tensor_parallel.autotp_size",
     ) -> None:
-        self.model, self.wanted, self.ways, self.others, self.key = model, wanted, ways, others, key
+        self.model, self.wanted, self.ways, self.rank = model, wanted, ways, rank
+        self.others, self.key = others, key
         self.rules = wanted.partition_config or PartitionConfig(layer_specs=())
         config = getattr(model, "config", None)
         text = getattr(config, "get_text_config", None)
@@ -328,29 +332,30 @@ class Planner:
         if heads is None or width is None:
             return
         kv = kv or heads
-        if heads % self.ways:
+        copied = kv < self.ways  # each rank computes all heads of keys and values, and goes on with one
+        packed = any(names[n] in splits and splits[names[n]].parts for n in ours)
+        unfit = heads % self.ways or self.ways % kv if copied and kv > 1 else packed and kv < heads and kv % self.ways
+        if heads < self.ways or heads % kv or unfit:
             raise DeepSpeedConfigError(
-                f"{self.key} {self.ways} does not divide the {heads} attention heads of {path}; use a "
-                f"divisor of {heads}"
+                f"{self.key} {self.ways} does not fit the attention of {path}, whose heads are {heads} ({kv} of keys "
+                f"and values); use a divisor of {kv}"
             )
-        if kv % self.ways and self.ways % kv:
-            raise DeepSpeedConfigError(
-                f"{self.key} {self.ways} neither divides the {kv} heads of keys and values of {path} "
-                "nor is a multiple of them; use a divisor or a multiple"
-            )
+        group = 1 if copied else heads // kv  # queries that stay beside their head of keys
+        edges = bounds(heads // group, self.ways)
         for name in names:
             split = splits.get(names[name])
-            if split is None or split.way not in ("column", "row") or split.whole or split.parts:
+            if split is None or split.way not in ("column", "row") or split.whole:
                 continue
-            if name in _KEY_VALUE and kv < self.ways:
+            if name in _KEY_VALUE and copied:
                 splits[names[name]] = Split("heads", heads=kv)
             elif split.unit == 1:
-                splits[names[name]] = replace(split, unit=width)
-        local_kv = max(1, kv // self.ways)
-        self._adapt(path, _HEADS, heads, heads // self.ways)
+                splits[names[name]] = replace(split, unit=width if name in _KEY_VALUE | _PACKED else group * width)
+        local = group * (edges[self.rank + 1] - edges[self.rank])
+        local_kv = 1 if copied else local // group
+        self._adapt(path, _HEADS, heads, local)
         self._adapt(path, _KV_HEADS, kv, local_kv)
-        self._adapt(path, _GROUPS, heads // kv, heads // self.ways // local_kv)
-        self._adapt(path, _WIDTHS, heads * width, heads * width // self.ways)
+        self._adapt(path, _GROUPS, heads // kv, local // local_kv)
+        self._adapt(path, _WIDTHS, heads * width, local * width)
         self._adapt(path, _KV_WIDTHS, kv * width, local_kv * width)
 
     def _adapt(self, path: str, names: Iterable[str], value: int, local: int) -> None:

@@ -118,7 +118,7 @@ def build(
     born_sharded = any(hasattr(p, "_ds_unit") and p not in shared for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
     facts_of = facts_of or (lambda *_: facts)
-    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
+    parts = partition(model, plan, mesh.tp.size, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
     layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ from torch import nn
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.zero.param import is_composed, shape_on_rank
+from deepspeed.zero.param import is_composed, local_of
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
 
 if TYPE_CHECKING:
@@ -146,10 +147,10 @@ class UnitSpec:
     names: list[str] = field(default_factory=list)
     numel: int = 0
 
-    def add(self, name: str, param: nn.Parameter) -> None:
+    def add(self, name: str, param: nn.Parameter, numel: int) -> None:
         self.params.append(param)
         self.names.append(name)
-        self.numel += prod(shape_on_rank(param))
+        self.numel += numel
 
 
 @dataclass
@@ -219,20 +220,22 @@ def is_read(param: nn.Parameter) -> bool:
 def partition(
     model: nn.Module,
     plan: ZeroPlan,
+    ways: int = 1,
     *,
     trainable: Iterable[nn.Parameter],
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
-    """Divide all parameters of ``model`` into units according to ``plan``, but for those made of other tensors and
-    those that another engine shares.
+    """Divide all parameters of ``model``, of which ``ways`` ranks have parts, into units according to ``plan``, but for
+    those made of other tensors and those that another engine shares.
 
     ``trainable``: those with gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored in.
     ``facts_of(name, param)``: who shares it; a unit holds parameters with equal facts. Tied parameters are owned by the
     first module that holds them; every module that touches a unit directly is listed for it, and so is its root.
     """
+    numel_of = partial(_even_numel, ways=ways)
     names = {p: n for n, p in model.named_parameters() if not (is_composed(p) or is_shared(p))}
-    trained, small = set(trainable), _persistent(names, plan)
+    trained, small = set(trainable), _persistent(names, plan, numel_of)
     roots = dict(find_blocks(model))
     block_of = {m: path for path, block in roots.items() for m in block.modules()}
     limits = [min(plan.pack_numel, _PACK_NUMEL), min(plan.pack_numel, _BUCKET_NUMEL)]
@@ -249,14 +252,14 @@ def partition(
             index = latest.get(scope)
             if index is None or not (
                 (block is not None and not replicated)
-                or specs[index].numel + prod(shape_on_rank(param)) <= limits[replicated]
+                or specs[index].numel + numel_of(param) <= limits[replicated]
                 or (not replicated and name.rpartition(".")[0] == specs[index].names[-1].rpartition(".")[0])
             ):
                 index = latest[scope] = len(specs)
                 label = f"{'small' if param in small else 'bucket'}#{index}"
                 home = path if block is None else block
                 specs.append(UnitSpec(label if replicated else home or "root", *kind))
-            specs[index].add(name, param)
+            specs[index].add(name, param, numel_of(param))
             index_of[param] = index
     touches: dict[nn.Module, list[int]] = {}
     for module in model.modules():
@@ -269,12 +272,20 @@ def partition(
     return Partition(specs, touches, set(entries))
 
 
-def _persistent(params: Iterable[nn.Parameter], plan: ZeroPlan) -> set[nn.Parameter]:
+def _even_numel(param: nn.Parameter, ways: int) -> int:
+    """Elements of a rank's part if all ``ways`` were equal: the same on all of them, which must make equal units."""
+    place = getattr(param, "tp_place", None)
+    return -(-prod(place.shape) * place.copies // ways) if place else prod(local_of(param).shape)
+
+
+def _persistent(
+    params: Iterable[nn.Parameter], plan: ZeroPlan, numel_of: Callable[[nn.Parameter], int]
+) -> set[nn.Parameter]:
     """Small parameters that stay whole: each at most the threshold, together at most the model threshold."""
     chosen: set[nn.Parameter] = set()
     total = 0
     for param in params if plan.regular.param.sharded else ():
-        numel = prod(shape_on_rank(param))
+        numel = numel_of(param)
         if numel <= plan.persistence_numel and total + numel <= plan.model_persistence_numel:
             chosen.add(param)
             total += numel

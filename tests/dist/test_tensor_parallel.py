@@ -41,6 +41,12 @@ MODELS: dict[str, Any] = {
     "gpt2": lambda: GPT2(),
     "neox": lambda: GPT2(interleaved=True),
 }
+UNEVEN: dict[str, Any] = {
+    "ten heads, five of keys": lambda: Llama(heads=10, kv=5, bias=True, head_norms=True),
+    "five heads, one of keys": lambda: Llama(heads=5, kv=1, bias=True),
+    "gpt2 of five heads": lambda: GPT2(heads=5),
+    "neox of five heads": lambda: GPT2(heads=5, interleaved=True),
+}
 
 
 def config(stage: int, ways: int = 2, **changes: Any) -> dict[str, Any]:
@@ -54,7 +60,7 @@ class Reference:
     """Plain training on the data of ``ways`` data-parallel ranks."""
 
     def __init__(self, name: str, ways: int) -> None:
-        self.model, self.ways = MODELS[name](), ways
+        self.model, self.ways = (MODELS | UNEVEN)[name](), ways
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW["params"])
 
     def step(self, step: int) -> tuple[list[float], float, dict[str, Tensor]]:
@@ -74,7 +80,7 @@ def _worst(pairs: Any) -> float:
 
 def train(name: str, settings: dict[str, Any], ways: int, steps: int = 3) -> list[float]:
     """Largest errors of losses and norms (relative), gradients, parameters and moments."""
-    model = MODELS[name]()
+    model = (MODELS | UNEVEN)[name]()
     names = list(dict(model.named_parameters()))
     engine = deepspeed.initialize(model=model, config=settings)[0]
     assert list(dict(engine.module.named_parameters())) == names
@@ -222,6 +228,15 @@ def test_four_ranks_share_each_layer(pool4: RankPool, name: str) -> None:
         assert max(errors) < 1e-6, errors
 
 
+@pytest.mark.parametrize(("stage", "ways"), [(0, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_heads_that_ranks_do_not_divide_are_dealt_out_unevenly(
+    pool4: RankPool, name: str, stage: int, ways: int
+) -> None:
+    for errors in pool4.run(train, name, config(stage, ways), ways):
+        assert max(errors) < 1e-6, errors
+
+
 def _whole_values(stage: int) -> list[float]:
     """Errors of what GatheredParameters, consolidation and a setter show or take of a model in parts."""
     name = "llama, tied, with biases and norms of heads"
@@ -265,7 +280,7 @@ def test_whole_values_come_and_go_where_layers_are_in_parts(pool4: RankPool, sta
 def _save(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     """Train two steps and half a window, save; the state's digest and the loss of the next step."""
     settings = config(stage, ways, gradient_accumulation_steps=2)
-    engine = deepspeed.initialize(model=MODELS[name](), config=settings)[0]
+    engine = deepspeed.initialize(model=(MODELS | UNEVEN)[name](), config=settings)[0]
     for step in range(5):
         engine.backward(loss_of(engine, batch(step, 0)))
         engine.step()
@@ -293,7 +308,7 @@ def _digest(engine: Any) -> str:
 
 def _load(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     settings = config(stage, ways, gradient_accumulation_steps=2)
-    engine = deepspeed.initialize(model=MODELS[name](), config=settings)[0]
+    engine = deepspeed.initialize(model=(MODELS | UNEVEN)[name](), config=settings)[0]
     with torch.no_grad(), deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
         for param in engine.module.parameters():
             param.zero_()
@@ -302,7 +317,7 @@ def _load(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     return _digest(engine), _next(engine)
 
 
-@pytest.mark.parametrize("name", ["llama, tied, with biases and norms of heads", "gpt2"])
+@pytest.mark.parametrize("name", ["llama, tied, with biases and norms of heads", "gpt2", "gpt2 of five heads"])
 def test_saved_at_one_layout_and_loaded_at_any_other(
     pool1: RankPool, pool2: RankPool, pool4: RankPool, tmp_path: Path, name: str
 ) -> None:
@@ -372,8 +387,8 @@ def _refusals() -> list[str]:
         (Llama, config(0, optimizer={"type": "Muon", "params": {"lr": 0.1}}), {}),
         (Llama, config(0, tensor_parallel={"vocab_parallel_lm_head": True}), {}),
         (lambda: deepspeed.tp_model_init(Llama(), 4), config(0, 2), {}),
-        (lambda: _with_heads(Llama(), 6), config(0, 4), {}),
-        (lambda: _with_heads(Llama(kv=4), 8, kv=3), config(0, 2), {}),
+        (lambda: Llama(heads=6), config(0, 4), {}),
+        (lambda: Llama(heads=6, kv=3), config(0, 4), {}),
     ]
     texts = []
     for build, settings, more in cases:
@@ -392,15 +407,6 @@ def _refusals() -> list[str]:
     return [*texts, str(differs.value)]
 
 
-def _with_heads(model: Llama, heads: int, kv: int | None = None) -> Llama:
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        attention.q_proj, attention.o_proj = torch.nn.Linear(16, heads * 4), torch.nn.Linear(heads * 4, 16)
-        attention.k_proj = torch.nn.Linear(16, 4 * (kv or 2))
-    model.config.num_attention_heads = heads
-    return model
-
-
 def test_what_cannot_be_split_is_refused_in_a_sentence(pool4: RankPool) -> None:
     expected = (
         "'decoder.layers' names no parameter of Llama; patterns are regular expressions",
@@ -409,8 +415,8 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(pool4: RankPool) -> None:
         "MuonWithAuxAdam looks at whole tensors",
         "Llama has no loss_function",
         "autotp_size is 2, but tp_model_init says 4",
-        "autotp_size 4 does not divide the 6 attention heads of model.layers.0.self_attn; use a divisor of 6",
-        "2 neither divides the 3 heads of keys and values of model.layers.0.self_attn",
+        "autotp_size 4 does not fit the attention of model.layers.0.self_attn, whose heads are 6 (2 of",
+        "autotp_size 4 does not fit the attention of model.layers.0.self_attn, whose heads are 6 (3 of",
         "share every layer (tensor parallelism) and were fed different batches",
     )
     for texts in pool4.run(_refusals):

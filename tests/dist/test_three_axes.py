@@ -128,12 +128,12 @@ def build() -> Any:
 
 
 class Blocks(nn.Module):
-    """A user's model with a list of blocks, of three heads."""
+    """A user's model with a list of blocks, of one head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 12)
-        self.blocks = nn.ModuleList(ThreeHeads() for _ in range(2))
+        self.blocks = nn.ModuleList(OneHead() for _ in range(2))
         self.head = nn.Linear(12, 13)
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
@@ -143,18 +143,18 @@ class Blocks(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
 
 
-class ThreeHeads(nn.Module):
+class OneHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = 3, 4
+        self.num_heads, self.head_dim = 1, 12
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(12, 12) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p(x).unflatten(-1, (-1, 12)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         return x + self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def build_of_three_heads() -> Any:
+def build_of_one_head() -> Any:
     """The contract with a dict of arguments."""
     return Blocks(), lambda *place: {"ids": torch.arange(8).view(2, 4).add(sum(place)) % 13}
 
@@ -170,10 +170,10 @@ def _refusal(one: GridCell) -> str:
 def test_a_layout_that_is_refused_is_counted_apart_with_the_words_of_initialize(
     capsys: pytest.CaptureFixture[str], pool2: RankPool
 ) -> None:
-    refused = replace(LAYOUTS["parts"], model=f"{HERE}:build_of_three_heads")
+    refused = replace(LAYOUTS["parts"], model=f"{HERE}:build_of_one_head")
     good = [replace(refused, tp=1), replace(refused, tp=1, pp=2)]
     reason = pool2.run(_refusal, refused)[0]
-    assert "autotp_size 2 does not divide the 3 attention heads of blocks.0;" in reason
+    assert "autotp_size 2 does not fit the attention of blocks.0, whose heads are 1" in reason
     with Pools(60.0) as pools:
         options = Namespace(steps=1, tolerance=TOLERANCE)
         assert compare_layouts(options, [refused, *good], pools, Printout(sys.stdout)) == 0

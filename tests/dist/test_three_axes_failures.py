@@ -268,12 +268,12 @@ def test_data_that_differ_between_ranks_of_one_pipeline(pool4: RankPool, what: s
 
 
 # -- what cannot be cut -----------------------------------------------------------------------------------------------
-class ThreeHeads(nn.Module):
+class OneHead(nn.Module):
     """Attention that two ranks cannot share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = 3, 4
+        self.num_heads, self.head_dim = 1, 12
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 12) for _ in range(3))
         self.o_proj = nn.Linear(12, 16)
 
@@ -287,7 +287,7 @@ class Silent(nn.Module):
 
 def refusals() -> list[str]:
     heads, silent = decoder_layers(), [*decoder_layers()[:4], *[LayerSpec(Silent)] * 4]
-    heads[6] = LayerSpec(ThreeHeads)
+    heads[6] = LayerSpec(OneHead)
     nothing = [{"patterns": ["decoder\\.layers"], "partition_type": "row"}]
     return [
         outcome(lambda: engine_of(layers=heads)),
@@ -298,7 +298,7 @@ def refusals() -> list[str]:
 
 
 WORDS = [
-    "autotp_size 2 does not divide the 3 attention heads of 6; use a divisor of 3",
+    "autotp_size 2 does not fit the attention of 6, whose heads are 1 (1 of keys and values); use a divisor of 1",
     "'decoder\\\\.layers' names no parameter of PipelineModule; patterns are regular expressions",
     "rank 2 (pipeline stage 1, layers 4-7) has no parameters; use fewer stages or another partition_method",
     "1 layers cannot be dealt out to 2 pipeline stages or chunks; use fewer",

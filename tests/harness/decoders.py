@@ -36,10 +36,11 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(WIDTH, HEADS * self.head_dim, bias=config.bias)
+        heads = config.num_attention_heads
+        self.q_proj = nn.Linear(WIDTH, heads * self.head_dim, bias=config.bias)
         self.k_proj = nn.Linear(WIDTH, config.num_key_value_heads * self.head_dim, bias=config.bias)
         self.v_proj = nn.Linear(WIDTH, config.num_key_value_heads * self.head_dim, bias=config.bias)
-        self.o_proj = nn.Linear(HEADS * self.head_dim, WIDTH, bias=config.bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, WIDTH, bias=config.bias)
         if config.head_norms:
             self.q_norm, self.k_norm = Norm(self.head_dim), Norm(self.head_dim)
 
@@ -75,10 +76,12 @@ class LlamaLayer(nn.Module):
 class Llama(nn.Module):
     """A decoder whose weights have the names of LlamaForCausalLM."""
 
-    def __init__(self, *, kv: int = 2, tied: bool = False, bias: bool = False, head_norms: bool = False) -> None:
+    def __init__(
+        self, *, heads: int = HEADS, kv: int = 2, tied: bool = False, bias: bool = False, head_norms: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
-        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": kv, "head_dim": 4, "inner": 21}
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 4, "inner": 21}
         self.config = SimpleNamespace(**sizes, bias=bias, head_norms=head_norms, model_type="own")
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(WORDS, WIDTH, padding_idx=0)
@@ -111,14 +114,15 @@ class Conv1D(nn.Module):
 class GPT2Attention(nn.Module):
     """Queries, keys and values in one transposed layer; sizes in numbers of the module."""
 
-    def __init__(self, *, interleaved: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, *, heads: int = HEADS, interleaved: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.split_size = HEADS, WIDTH // HEADS, WIDTH
+        inner = heads * WIDTH // HEADS
+        self.num_heads, self.head_dim, self.split_size = heads, WIDTH // HEADS, inner
         self.dropout = dropout
         if interleaved:
-            self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * inner), nn.Linear(inner, WIDTH)
         else:
-            self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+            self.c_attn, self.c_proj = Conv1D(3 * inner, WIDTH), Conv1D(WIDTH, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:2], self.num_heads, self.head_dim)
@@ -140,11 +144,11 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    def __init__(self, *, interleaved: bool, dropout: float) -> None:
+    def __init__(self, **attention: Any) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = GPT2Attention(interleaved=interleaved, dropout=dropout), GPT2MLP()
-        self.resid_dropout = nn.Dropout(dropout)
+        self.attn, self.mlp = GPT2Attention(**attention), GPT2MLP()
+        self.resid_dropout = nn.Dropout(self.attn.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.resid_dropout(self.attn(self.ln_1(x)))
@@ -154,11 +158,11 @@ class GPT2Block(nn.Module):
 class GPT2(nn.Module):
     """A decoder whose weights have the names of GPT2LMHeadModel (``interleaved``: of GPT-NeoX), its embedding tied."""
 
-    def __init__(self, *, interleaved: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, **attention: Any) -> None:
         super().__init__()
         torch.manual_seed(8)
         self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.h = nn.ModuleList(GPT2Block(interleaved=interleaved, dropout=dropout) for _ in range(2))
+        self.h = nn.ModuleList(GPT2Block(**attention) for _ in range(2))
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         self.lm_head.weight = self.wte.weight
