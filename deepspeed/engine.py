@@ -197,8 +197,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if boundary := self.is_gradient_accumulation_boundary():
             with self._clock("step"):
                 self.update()
-            if self.lr_scheduler is not None and self.was_step_applied():
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+            if self.lr_scheduler is not None:
+                self._step_schedule(lr_kwargs or {})
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
                 self.timers.log(PHASES)
                 rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
@@ -218,9 +218,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self._backwards == 0 and not self.runtime.gradients.collect():
             raise UsageError("step() was called before backward(): there are no gradients. Call that first")
         assert self.basic_optimizer is not None
-        config = self._config
+        config, schedule = self._config, self.lr_scheduler
         try:
             self._parts.hooks.take_edits()
+            if schedule is not None:
+                self._hear()  # the schedule is as the last update left it
             result = take_step(
                 self.runtime,
                 self._views,
@@ -228,7 +230,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
                 need_norm=config.zero.compute_grad_norm,
                 skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                 loss_scale=self._scaler.loss_scale,
-                at_once=self._scaler.dynamic or self.lr_scheduler is not None,
+                at_once=self._scaler.dynamic or not hasattr(schedule or self.basic_optimizer, "load_state_dict"),
                 weight=None if self._tokens is None else self._tokens.total,
             )
         except BaseException as error:

@@ -4,6 +4,7 @@ Switched off, the measurements synchronise and time nothing.
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import math
@@ -29,6 +30,7 @@ from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, Thro
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
+from deepspeed.zero.optim_view import captured_groups
 from deepspeed.zero.plan import StatePlan
 from deepspeed.zero.step import StepResult
 from deepspeed.zero.unit import Unit
@@ -192,9 +194,9 @@ class EngineReports:
     )
     get_sequence_parallel_group = answers("seq_parallel_group")
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
-    get_lr = answers(lambda self: [group["lr"] for group in self._groups()])
+    get_lr = answers(lambda self: [group["lr"] for group in self._hear()._groups()])
     get_type = answers(lambda self: [group.get("type") for group in self._groups()])
-    get_mom = answers(lambda self: [group.get("betas", group.get("momentum")) for group in self._groups()])
+    get_mom = answers(lambda self: [group.get("betas", group.get("momentum")) for group in self._hear()._groups()])
 
     def optimizer_name(self) -> str | None:
         if self._config.optimizer is not None:
@@ -251,7 +253,27 @@ class EngineReports:
             self._skipped += self._overflowed
             self._bad_row = self._bad_row + 1 if self._overflowed else 0
             self._culprit = result.culprit if self._bad_row == 1 else self._culprit
+            if self._overflowed and result.undo is not None:
+                result.undo()
         return self
+
+    def _step_schedule(self, settings: dict[str, Any]) -> None:
+        """Step the schedule behind an update that was applied. One that the device may still leave out counts as such
+        until that is heard, before the next update: then schedule and groups are put back.
+        """
+        schedule, optimizer = self.lr_scheduler, self.basic_optimizer
+        if self._hear(wait=False)._unheard:
+            before, groups = copy.deepcopy(schedule.state_dict()), captured_groups(optimizer)
+
+            def put_back() -> None:
+                schedule.load_state_dict(before)
+                for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(settings)
+
+            self._unheard[-1].undo = put_back
+        elif not self.was_step_applied():
+            return
+        schedule.step(**settings)
 
     def _hear_or_end(self, limit: int) -> None:
         """Take note of what is known; UsageError on all ranks after ``limit`` skipped updates in a row (0: never)."""

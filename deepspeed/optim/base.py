@@ -13,6 +13,7 @@ from deepspeed.errors import OptimizerConfigError
 from deepspeed.native.spec import OpSpec
 from deepspeed.observe.hostmem import prefer_huge_pages
 from deepspeed.optim import cuda, host
+from deepspeed.optim.host import Scalar
 
 Group = dict[str, Any]
 Tensors = list[torch.Tensor]
@@ -64,7 +65,7 @@ class GroupStep(torch.optim.Optimizer):
     host_cores = 1.0  # the share of torch's threads that host kernels take
     heeds_skip = False  # whether ``_on_cuda`` leaves everything as it is where ``self._skip`` is not 0
     # where the rounded parameters of one step go, those that went there, and what gradients are to be multiplied by
-    _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor], Mapping[torch.Tensor, float]] | None = None
+    _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor], Mapping[torch.Tensor, Scalar]] | None = None
     before_looking: Callable[[], None] | None = None  # an engine's: until the state of an update under way is there
     _skip: torch.Tensor | None = None  # a number on the device: where it is not 0 the step changes nothing
 
@@ -132,8 +133,10 @@ class GroupStep(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none and self.defaults.get("set_grad_none", True))
 
     def _checked_params(self, group: Group) -> list[Tensors]:
-        """Parameters with gradients, a list for each kind of device: half of a group may rest in host memory."""
-        name, kinds = type(self).__name__, dict[str, Tensors]()
+        """Parameters with gradients, a list for each kind of device (half of a group may rest in host memory) and each
+        scale of gradients: a kernel takes one.
+        """
+        name, kinds = type(self).__name__, dict[tuple[str, int], Tensors]()
         for param in (p for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and not (self.sparse and group["eps"] and not group["weight_decay"]):
                 what = f"a sparse gradient of shape {tuple(param.shape)}"
@@ -143,7 +146,7 @@ class GroupStep(torch.optim.Optimizer):
                 what = f"a parameter of shape {tuple(param.shape)} is on {param.device}"
                 hint = "offload the optimizer state or use the Fused class of the same name"
                 raise AssertionError(f"{name} updates tensors in host memory, but {what}; {hint}")
-            kinds.setdefault(param.device.type, []).append(param)
+            kinds.setdefault((param.device.type, id(self._scale_of(param))), []).append(param)
         return list(kinds.values())
 
     def _update_group(self, params: Tensors, grads: Tensors, group: Group) -> None:
@@ -193,7 +196,7 @@ class GroupStep(torch.optim.Optimizer):
         self._on_host(tensors, state, group, self._output_of(param))
         return True
 
-    def _scale_of(self, param: torch.Tensor) -> float:
+    def _scale_of(self, param: torch.Tensor) -> Any:
         """What the gradient of ``param`` is still to be multiplied by."""
         return 1.0 if self._outputs is None else self._outputs[2].get(param, 1.0)
 
@@ -201,7 +204,8 @@ class GroupStep(torch.optim.Optimizer):
         if self._outputs is None or param not in self._outputs[2]:
             return grad
         grad = grad.to(param.dtype)
-        return grad if (scale := self._scale_of(param)) == 1.0 else grad.mul_(scale)
+        scale = self._scale_of(param)
+        return grad if isinstance(scale, float) and scale == 1.0 else grad.mul_(scale)
 
     def undisturbed(self) -> bool:
         """Whether no code of the user's runs in a step, or can tell whether it is one call or several."""
@@ -222,14 +226,14 @@ class GroupStep(torch.optim.Optimizer):
         outputs: Mapping[torch.Tensor, torch.Tensor],
         *,
         skip: torch.Tensor | None = None,
-        scales: Mapping[torch.Tensor, float] | None = None,
+        scales: Mapping[torch.Tensor, Scalar] | None = None,
     ) -> Iterator[Collection[torch.Tensor]]:
         """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
         output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
         Gives the parameters whose output has the new value after the step: none where the user's code may run behind
         the kernels. ``skip``, one fp32 number on the device: where it is not 0 the step changes nothing, and
-        outputs, which must have held the old values, still do. ``scales``: what the gradients of some parameters in
-        host memory, which may be of 16 bits then, are multiplied by.
+        outputs, which must have held the old values, still do. ``scales``: what the gradients of some parameters, which
+        may be of 16 bits then, are multiplied by: a number, or for all parameters on a device the same tensor there.
         """
         written: set[torch.Tensor] = set()
         pairs = outputs.items() if self._ends_with_the_kernels() else ()

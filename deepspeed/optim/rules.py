@@ -94,7 +94,7 @@ class AdamBase(GroupStep, torch.optim.Adam):
             *columns,
             step=steps,
             **_numbers(group),
-            grad_scale=1.0 if scale is None else scale.reciprocal(),
+            grad_scale=self._scale_of(params[0]) if scale is None else scale.reciprocal(),
             found_inf=skip,
             # where GradScaler finds an overflow nobody knows what the outputs hold, and the kernel writes nothing
             outs=[self._output_of(p) for p in params] if found_inf is None else None,
@@ -176,7 +176,7 @@ class Lion(GroupStep):
     slots = ("exp_avg",)
 
     def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
-        settings = {name: group[name] for name in Lion.keywords}
+        settings = {name: group[name] for name in Lion.keywords} | {"grad_scale": self._scale_of(columns[0][0])}
         cuda.lion_step(*columns, **settings, found_inf=self._skip, outs=[self._output_of(p) for p in columns[0]])
         return True
 
@@ -235,7 +235,8 @@ class Lamb(GroupStep):
             return False
         for state in states:
             state["step"] += 1
-        numbers, outs = {name: group[name] for name in Lamb.keywords}, [self._output_of(p) for p in columns[0]]
+        numbers = {name: group[name] for name in Lamb.keywords} | {"grad_scale": self._scale_of(columns[0][0])}
+        outs = [self._output_of(p) for p in columns[0]]
         self._remember(columns[0], cuda.lamb_step(*columns, step=number, **numbers, outs=outs))
         return True
 

@@ -73,7 +73,11 @@ class UpdateMetrics:
         if not self._monitor.enabled:
             return
         scale = engine.loss_scale() if engine.fp16_enabled() else None
-        values = {"lr": next(iter(engine.get_lr()), None), "loss_scale": scale, "train_loss": loss}
+        values = {
+            "lr": next((group["lr"] for group in engine._groups()), None),
+            "loss_scale": scale,
+            "train_loss": loss,
+        }
         if norm is not None:
             values["grad_norm"] = norm
             if engine.was_step_applied():

@@ -272,7 +272,7 @@ class Observer:
 
     def _facts(self) -> dict[str, Any]:
         engine = self._engine
-        facts = {"samples": engine.global_samples, "lr": next(iter(engine.get_lr()), None)}
+        facts = {"samples": engine.global_samples, "lr": next((group["lr"] for group in engine._groups()), None)}
         facts |= {"loss_scale": engine.loss_scale()} if engine.fp16_enabled() else {}
         return facts | ({"metrics": dict(self._metrics)} if self._metrics else {})
 

@@ -206,10 +206,11 @@ def run_step(
     frozen = frozen_later(views) if frozen is None else frozen
     writable = [v for v in views if v.unit not in frozen] if writing is not None else []
     outputs = {v.param: out for v in writable if (out := v.output(places.get(v.unit))) is not None}
-    on_host = (v for v in views if writing is not None and v.param.device.type == "cpu")
-    scales = {v.param: float(factor * v.unit.facts.after) for v in on_host}
-    if scales and not optimizer.scales_on_host():  # type: ignore[attr-defined]
-        scales = {}
+    scales: dict[torch.Tensor, Scalar] = {}
+    if writing is not None and optimizer.undisturbed():  # type: ignore[attr-defined]
+        each = {after: factor * after for after in {v.unit.facts.after for v in views}}
+        scales = {v.param: each[v.unit.facts.after] for v in views}
+        scales |= {p: float(scale) for p, scale in scales.items() if p.device.type == "cpu"}
     standing = Standing(optimizer, frozen)
     try:
         for view in views:

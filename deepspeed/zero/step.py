@@ -40,6 +40,7 @@ class StepResult:
     """
 
     culprit = ""
+    undo: Callable[[], None] | None = None  # what was done as if this update was not left out
 
     def __init__(self, norm: float | None = None, *, overflow: bool = False, weight: float = 0.0) -> None:
         self._norm, self._overflow, self.weight = norm, overflow, weight

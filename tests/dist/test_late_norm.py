@@ -76,7 +76,9 @@ def _poisoned(engine: Any, now: dict[str, bool], value: float) -> str:
 def trained(stage: int, config: dict[str, Any]) -> dict[str, Any]:
     """Parameters after each step, of which some have bad gradients, and what engine and log say at the end."""
     case, now = case_named("plain"), {"bad": False}
-    engine = start(case.build(), make_config(stage, **config))
+    schedule = config.get("schedule")
+    settings = {key: value for key, value in config.items() if key != "schedule"}
+    engine = start(case.build(), make_config(stage, **settings), lr_scheduler=schedule)
     name, weights = _poisoned(engine, now, math.nan), []
     with logged() as lines:
         for number in range(STEPS):
@@ -87,6 +89,7 @@ def trained(stage: int, config: dict[str, Any]) -> dict[str, Any]:
         counts = (engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied())
         norm = engine.get_global_grad_norm()
     found = {"weights": weights, "counts": counts, "norm": norm, "lines": _bad(lines), "early": early, "name": name}
+    found["rates"] = engine.get_lr(), engine.get_mom()
     engine.destroy()
     return found
 
@@ -96,7 +99,7 @@ def both(stage: int, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     at_once = trained(stage, config)
     with late() as reads:
         behind = trained(stage, config)
-    assert len(reads) == STEPS  # each once, at the end
+    assert len(reads) == STEPS  # each once
     differ = [
         f"{number} {name}"
         for number, (one, other) in enumerate(zip(at_once.pop("weights"), behind.pop("weights"), strict=True))
@@ -123,6 +126,26 @@ def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: st
         for text, number in zip(behind["lines"], BAD, strict=True):
             assert f"step {number + 1} skipped" in text
             assert rank == 0 or (behind["name"] in text and "rank 1" in text), text
+
+
+def _restarts(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
+
+
+CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}}},
+    "OneCycle": {"scheduler": {"type": "OneCycle", "params": CYCLE}},  # of momenta, too
+    "the client's": {"schedule": _restarts},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_does_not_go_on_with_an_update_that_was_left_out(pool2: RankPool, name: str) -> None:
+    """It has taken its step before that is known, and takes it back before the next update."""
+    for at_once, behind, differ in pool2.run(both, 3, DTYPES["bf16"] | SCHEDULES[name]):
+        assert not differ
+        assert (behind["counts"], behind["rates"]) == (at_once["counts"], at_once["rates"])
 
 
 class _WithAnEmptyOne(torch.nn.Module):
@@ -223,7 +246,7 @@ SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     [
         ({}, 0),
         ({"gradient_clipping": 1.0}, 0),  # by what the gradient is multiplied is known where it is
-        ({"scheduler": SCHEDULE}, 3),  # does the schedule go on?
+        ({"scheduler": SCHEDULE}, 2),  # did the schedule rightly go on? asked at the next update
         ({"scheduler": SCHEDULE, "bf16": {"enabled": True, "check_grad_overflow": False}}, 0),  # it always does
         ({"fp16": {"enabled": True}}, 3),  # does the scale change?
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 3),  # cannot leave out anything

@@ -313,6 +313,7 @@ def planted() -> dict[str, list[str]]:
 def run(name: str) -> dict[str, Any]:
     """Two steps of one configuration, as facts; with drives three, as two make room for an optimizer's slots."""
     begin, published, crossed = time.process_time(), list[int](), Counter[str]()
+    scaled: list[str] = []
     _, steps = LOOPS.get(name.partition("-")[0], (None, 3 if name.endswith("drive") else 2))
 
     def hear(event: Event) -> None:
@@ -321,6 +322,8 @@ def run(name: str) -> dict[str, Any]:
             published.append(event.work.nbytes)
         if isinstance(event, Launch) and event.work.kind in ("down", "up"):
             crossed.update({function: event.work.nbytes for *_, function in event.site})
+        if isinstance(event, Launch) and {"gradient", "_scaled"} & {function for *_, function in event.site}:
+            scaled.append(event.name)
 
     with _hear(hear):
         world = 1 if name.startswith("single") else WORLD
@@ -338,6 +341,7 @@ def run(name: str) -> dict[str, Any]:
         "planned": {line.what: line.host for line in outcome.plan.lines},
         "waits": sorted({f"{what}: {_LINE.sub(' ', where.partition(' <- ')[0])}" for what, where in outcome.waits}),
         "times": sum(outcome.waits.values()),
+        "scaled": sorted(set(scaled)),
         "unordered": [str(problem) for problem in outcome.unordered],
         "took": time.process_time() - begin,
     }

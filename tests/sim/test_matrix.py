@@ -131,6 +131,13 @@ def test_with_clipping_either_and_under_a_loss_scale_for_the_norm_once(
     assert (facts[name]["times"], facts[name]["waits"]) == ((1, [NORM]) if scaled else (0, []))
 
 
+@pytest.mark.parametrize("name", of(ON_DEVICE))
+def test_the_kernel_of_the_update_takes_the_factor_of_clipping_and_no_pass_over_gradients(
+    facts: dict[str, dict[str, Any]], name: str
+) -> None:
+    assert facts[name]["scaled"] == []
+
+
 # Bytes a parameter: its share of 16-bit weights, fp32 gradients and fp32 master and moments.
 PARAM, GRAD, OPTIM = 2.0, 4.0, 12.0
 STATES = {
