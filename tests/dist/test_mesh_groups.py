@@ -128,7 +128,7 @@ def _made_of_one_rank() -> tuple[list[object], str]:
                 mock.patch.object(c10d, "ProcessGroupNCCL", _Nccl, create=True),
                 mock.patch.object(dist, "get_backend", return_value="nccl"),
             ):
-                group = group_over(world, (0,))
+                group = group_over.__wrapped__(world, (0,))  # not one that was made before
             bound = str(world.bound_device_id)
         finally:
             world.bound_device_id = None
