@@ -26,7 +26,7 @@ from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.observe.log import log_dist
-from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
+from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, profiled, see_memory_usage
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
@@ -323,7 +323,7 @@ class EngineReports:
         before = timer.elapsed(reset=False)
         timer.start()
         try:
-            with contextlib.nullcontext() if profile is None else profile.phase(name):
+            with profiled(name), contextlib.nullcontext() if profile is None else profile.phase(name):
                 yield
         finally:
             timer.stop()

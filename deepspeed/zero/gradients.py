@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.observe.timers import profiled
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.param import (
@@ -177,7 +178,8 @@ class Gradients:
             self._land()
         target = self._rest(unit, contribution=partial.dtype)
         ways, add = self._streams, target.filled
-        transfer = reduce_over_axes(unit, partial, target.memory, ways, accumulate=add, after=target.ready)
+        with profiled(f"reduce {unit.name}"):
+            transfer = reduce_over_axes(unit, partial, target.memory, ways, accumulate=add, after=target.ready)
         if self._reuses and partial.device.type == "cpu":  # whose pages the system has to clear each time
             target = target._replace(spent=partial)
         self._send(unit, transfer, target)

@@ -112,6 +112,11 @@ class UnitFacts:
         """What the reduced gradient has still to be multiplied by."""
         return self.early / self.divisor
 
+    def sharing(self, spread: Spreads) -> list[AxisGroup]:
+        """The groups of ranks over which a state with that ``spread`` is cut."""
+        axes = zip(spread, self.mesh.groups, strict=True)
+        return [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
+
 
 def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
     """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.observe import hostmem
+from deepspeed.observe.timers import profiled
 from deepspeed.tier.store import Memory, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
@@ -35,8 +36,7 @@ class Unit:
         self.name, self.params, self.layout, self.plan = name, params, layout, plan
         self.facts, self.mesh = facts, facts.mesh
         # PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release.
-        cut = any(w is Spread.SHARDED and a.size > 1 for w, a in zip(plan.param.spread, self.mesh.groups, strict=True))
-        self.movable = plan.param.away or cut
+        self.movable = plan.param.away or bool(facts.sharing(plan.param.spread))
         self.state = UnitState.READY
         self.grad_state = GradState.EMPTY
         self.users = self.pins = self.version = self.fetched_version = self._unused = self._bare = 0
@@ -410,14 +410,14 @@ class Unit:
         """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
         self._updating.wait()
         full = self.full if full is None else full
-        axes = zip(self.plan.param.spread, self.mesh.groups, strict=True)
-        cut = [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
+        cut = self.facts.sharing(self.plan.param.spread)
         start, stop = self.range_of(StateKind.PARAM)
         piece, rest = full[start:stop], self.rest[StateKind.PARAM]
-        if cut and not rest.on_drive and rest.tensor.device == piece.device:
-            return collectives.all_gather(full, rest.tensor, cut[0])
-        rest.get(piece).wait()
-        return collectives.all_gather(full, piece, cut[0]) if cut else ARRIVED
+        with profiled(f"gather {self.name}"):
+            if cut and not rest.on_drive and rest.tensor.device == piece.device:
+                return collectives.all_gather(full, rest.tensor, cut[0])
+            rest.get(piece).wait()
+            return collectives.all_gather(full, piece, cut[0]) if cut else ARRIVED
 
     def read_ahead(self) -> bool:
         """Start reading the shard from its drive for a later fetch; False if it is not there yet, or no buffer free."""

@@ -25,7 +25,7 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.failures import settle_together
 from deepspeed.zero.optim_view import OptimView, captured_groups
 from deepspeed.zero.param import requiring
-from deepspeed.zero.plan import ColumnsPlan, Spread, StateKind
+from deepspeed.zero.plan import ColumnsPlan, StateKind
 from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.chosen import Chosen, WindowSum, chosen_in, shapes_of
@@ -339,10 +339,11 @@ class ZenFlow(Delayed):
         _attempt(failed, lambda: self._square_all(units))
         meshes: dict[tuple[int, ...], list[Unit]] = {}
         for unit in units:
-            meshes.setdefault(tuple(id(group) for group in _sharing(unit)), []).append(unit)
+            groups = unit.facts.sharing(unit.plan.of(StateKind.GRAD).spread)
+            meshes.setdefault(tuple(map(id, groups)), []).append(unit)
         for those in meshes.values():  # in the same order on all ranks: that of their first units
             together = torch.cat([self._squares[unit] for unit in those])
-            for group in _sharing(those[0]):
+            for group in those[0].facts.sharing(those[0].plan.of(StateKind.GRAD).spread):
                 collectives.sum_in_place(together, group)
             sizes = [self._squares[unit].numel() for unit in those]
             for unit, squares in zip(those, together.split(sizes), strict=True):
@@ -575,9 +576,3 @@ def _widths(unit: Unit) -> list[int]:
 def _room(unit: Unit) -> torch.Tensor:
     """For the sums of squares of these columns, of this rank's part of the gradient."""
     return torch.zeros(sum(_widths(unit)), dtype=torch.float32, device=unit.device)
-
-
-def _sharing(unit: Unit) -> list[collectives.AxisGroup]:
-    """The groups over which the gradient of ``unit`` is cut."""
-    axes = zip(unit.plan.of(StateKind.GRAD).spread, unit.mesh.groups, strict=True)
-    return [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
