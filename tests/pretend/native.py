@@ -6,6 +6,8 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from deepspeed.errors import BuildError
 from deepspeed.native import build, cache
 from deepspeed.native.spec import OpSpec
@@ -34,6 +36,8 @@ def library() -> Path:
 
 def reason() -> str:
     """Why there is none here; empty where there is one."""
+    if torch.version.cuda is not None:
+        return "the device that pretends is not here: torch with CUDA takes no other device"
     try:
         library()
     except BuildError as error:

@@ -82,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"stage{stage}-unclipped": _config(stage, clip=0.0) for stage in range(4)},
     "stage3-fp32-unclipped": _config(3, dtype="fp32", clip=0.0),
     "stage2-accumulated-unclipped": _config(2, accumulation=2, clip=0.0),
+    "stage3-scheduled": _config(3) | {"scheduler": {"type": "WarmupLR"}},
     "mics-unclipped": _config(3, clip=0.0, mics_shard_size=4),
     # the window of stage3-accumulated, which follows from the batch
     "stage3-derived": _derived(_config(3)),

@@ -30,8 +30,8 @@ def build():
 THIMBLE = {"name": "a thimble", "like": "h100", "constants": {"device_bytes": [1000, "a test"]}}
 LIMITS = ["--max-memory", "1K", "--max-exposed", "0.001%", "--no-sync"]
 COMMANDS: dict[str, list[str]] = {
-    "report": ["--config", "scheduled.json", "--gpus", "4", "--rank", "2", "--steps", "2", "--trace", "step.json"],
-    "facts": ["--config", "scheduled.json", "--json", "--steps", "2", *LIMITS],
+    "report": ["--config", "scaled.json", "--gpus", "4", "--rank", "2", "--steps", "2", "--trace", "step.json"],
+    "facts": ["--config", "scaled.json", "--json", "--steps", "2", *LIMITS],
     "a model of theirs": ["--model", "mine:build", "--steps", "1", "--device", "thimble.json"],
     "a wrong key": ["--config", "wrong.json"],
     "over nodes": ["--steps", "1", "--config", "offload.json", "--gpus", "64", "--device", "host.json"],
@@ -42,7 +42,10 @@ COMMANDS: dict[str, list[str]] = {
     "as measured here": ["--steps", "2", "--gpus", "1", "--device", "measured.json"],
 }
 STAGES = {"gradient_accumulation_steps": 4, "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}
-SCHEDULED = {"scheduler": {"type": "WarmupLR"}}  # it goes on behind an update only, so the program waits
+SCALED = {
+    "bf16": {"enabled": False},
+    "fp16": {"enabled": True},
+}  # the scale goes on behind an update, so the program waits
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 HOST = {"name": "small nodes", "like": "h100", "constants": {"host_bytes": [30_000_000, "a test"]}}
 # What a calibration of a CPU writes, in short.
@@ -55,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
     files = {"model": MODEL, "config": CONFIG, "wrong": CONFIG | {"zero_optimisation": {}}, "thimble": THIMBLE}
     files |= {
-        "scheduled": CONFIG | SCHEDULED,
+        "scaled": CONFIG | SCALED,
         "measured": MEASURED,
         "host": HOST,
         "offload": CONFIG | {"zero_optimization": OFFLOAD},
