@@ -14,7 +14,7 @@ from tests.harness.training import here, make_config, start
 
 pytestmark = pytest.mark.timeout(120)
 Loop = Callable[[Any], None]
-STEPS = 6  # rounds of each loop
+STEPS = 3  # rounds of each loop
 
 
 def loss_of(engine: Any, number: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ def at_boundaries_with_no_sync(engine: Any) -> None:
 
 @pytest.mark.parametrize("loop", [at_boundaries, at_boundaries_with_no_sync])
 def test_steps_at_the_boundary_only_are_told_once(pool2: RankPool, loop: Loop) -> None:
-    first, second = pool2.run(said, loop, 4, 2 * STEPS, {})
+    first, second = pool2.run(said, loop, 4, 4 * STEPS, {})
     assert not second and len(first) == 1
     assert "every 4 micro-batches only" in first[0] and "after 16 micro" in first[0], first
     assert "call it after every backward(), or see set_gradient_accumulation_boundary()" in first[0]
@@ -172,9 +172,9 @@ def behind_the_question(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(("loop", "accumulation"), [(never, 1), (never, 2), (behind_the_question, 4)])
-def test_a_forgotten_step_is_told_once(pool2: RankPool, loop: Loop, accumulation: int) -> None:
-    first, second = pool2.run(said, loop, accumulation, 600 if accumulation == 1 else 80, {})
-    assert not second and len(first) == 1
+def test_a_forgotten_step_is_told_once(pool1: RankPool, loop: Loop, accumulation: int) -> None:
+    (first,) = pool1.run(said, loop, accumulation, 600 if accumulation == 1 else 80, {})
+    assert len(first) == 1
     assert "micro-batches have come without engine.step(): nothing is updated" in first[0], first
 
 
