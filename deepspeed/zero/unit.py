@@ -477,8 +477,9 @@ class Unit:
 
     def abandon(self) -> None:
         """After an error: nobody uses the unit."""
-        self.users = 0
-        self.end_backward(keep=False)
+        self.users, self.kept = 0, False
+        self._done.clear()
+        self.arrived.clear()
 
     def absorb(self, position: int) -> None:
         """Make resting copies of a parameter follow its values, which are here; masters that round to these stay."""

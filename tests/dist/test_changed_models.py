@@ -1,5 +1,6 @@
 """A model that is changed after initialize trains as in plain torch, or is refused by a sentence that names what."""
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import MicroBatch, case_named
+from deepspeed.verify.models import MicroBatch, case_named, regression_batch
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, outcome, start
+from tests.harness.training import STAGES, here, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(90)
 CASE = case_named("plain")
@@ -229,14 +230,26 @@ def test_writing_into_shards_is_refused_with_the_context_that_can(pool2: RankPoo
         assert "GatheredParameters" in said and "modifier_rank" in said and "weight" in said
 
 
-def frozen(stage: int, place: str) -> tuple[float, bool, list[str]]:
-    """Frozen for two steps, then trained again; the error meanwhile, whether it stood still, and what is said."""
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def frozen(stage: int, place: str, *, fails: bool = False) -> tuple[float, bool, list[str]]:
+    """Frozen for two steps, then trained again; the error meanwhile, whether it stood still, and what is said.
+
+    ``fails``: a forward fails right before.
+    """
     engine, plain = engine_of(stage, place), Plain()
     wrong: list[str] = []
     names = [n for n, _ in plain.model.named_parameters() if "layers.0" in n]
     before: dict[str, Tensor] = {}
     for number in range(4):
         if number == 2:
+            if fails:
+                handle = [*engine.module.modules()][-1].register_forward_pre_hook(_fail)
+                with contextlib.suppress(ZeroDivisionError):
+                    engine(regression_batch(here(number))[0])
+                handle.remove()
             before = {n: v.clone() for n, v in full_parameters(engine.module).items() if n in names}
             for model in (engine.module, plain.model):
                 for name in names:
@@ -256,6 +269,13 @@ def frozen(stage: int, place: str) -> tuple[float, bool, list[str]]:
 @pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device"), (3, "host")])
 def test_what_is_frozen_stands_still_and_the_rest_trains_on(pool2: RankPool, stage: int, place: str) -> None:
     for error, still, wrong in pool2.run(frozen, stage, place):
+        assert error < 1e-6 and still and wrong == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_that_failed_is_no_part_of_a_window(pool2: RankPool, stage: int) -> None:
+    """What is frozen behind it stands still from there."""
+    for error, still, wrong in pool2.run(frozen, stage, "device", fails=True):
         assert error < 1e-6 and still and wrong == []
 
 
