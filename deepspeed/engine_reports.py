@@ -46,61 +46,48 @@ def _heard(name: str) -> Any:
     return property(lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value))
 
 
-@dataclass
-class _Calls:
-    """What has come since the last call of ``step``."""
-
-    backwards: int = 0
-    pairs: int = 0  # backwards with a forward before each
-    outside: int = 0  # of these outside no_sync
-    length: int = 1  # of the window
-    stepped: bool = False  # ever
-
-    def tell_at_end(self) -> None:
-        """Warn where an engine ends that has never updated."""
-        if self.outside > self.length and not self.stepped:
-            log_dist(f"{self.outside} micro-batches, and engine.step() was never called: {_ADVICE}", level=WARNING)
-
-
 _ADVICE = "call it after every backward(), or see set_gradient_accumulation_boundary()"
 
 
+@dataclass
 class StepCalls:
     """Warn once where ``step`` is not called as the engine counts, by the order of calls between two of them; and at
     the end of an engine, or of the process, where it was never called.
     """
 
-    _warned = _forward = False
-    _alike = 0  # calls in a row that came only after a whole window
+    backwards: int = 0  # since the last call of ``step``
+    pairs: int = 0  # of these with a forward before each
+    outside: int = 0  # of those outside no_sync
+    length: int = 1  # of the window
+    stepped: bool = False  # ever
+    alike: int = 0  # calls in a row that came only after a whole window
+    _forward: bool = False
+    _warned: bool = False
 
-    def __init__(self) -> None:
-        self._since = _Calls()
-        weakref.finalize(self, self._since.tell_at_end)
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _tell_at_end, vars(self))  # which does not keep this alive
 
     def restart(self, *, stepped: bool = False) -> None:
         """Forget what has come since the last call."""
-        since = self._since
-        since.backwards = since.pairs = since.outside = 0
-        since.stepped |= stepped
+        self.backwards = self.pairs = self.outside = 0
+        self.stepped |= stepped
 
     def forward(self) -> None:
         self._forward |= torch.is_grad_enabled()
 
     def backward(self, length: int, *, local: bool) -> None:
         """A backward has begun, in a window of ``length`` calls of ``step``; ``local``: inside no_sync."""
-        since = self._since
-        since.backwards += 1
-        since.pairs += self._forward
-        since.outside += self._forward and not local
-        since.length, self._forward = length, False
+        self.backwards += 1
+        self.pairs += self._forward
+        self.outside += self._forward and not local
+        self.length, self._forward = length, False
         # Several losses of a micro-batch are legal, and so is a sum by hand of many micro-batches.
-        if since.outside >= (max(4 * length, 32) if length > 1 else 512):
-            self._warn(f"{since.outside} micro-batches have come without engine.step(): nothing is updated")
+        if self.outside >= (max(4 * length, 32) if length > 1 else 512):
+            self._warn(f"{self.outside} micro-batches have come without engine.step(): nothing is updated")
 
     def step(self, length: int) -> None:
-        since = self._since
-        self._alike = self._alike + 1 if length > 1 and since.pairs == since.backwards == length else 0
-        if self._alike >= length > 1:
+        self.alike = self.alike + 1 if length > 1 and self.pairs == self.backwards == length else 0
+        if self.alike >= length > 1:
             self._warn(
                 f"engine.step() comes after every {length} micro-batches only, and as gradient_accumulation_steps is "
                 f"{length} the engine updates at every {length}th call, after {length * length} micro-batches"
@@ -110,7 +97,13 @@ class StepCalls:
     def _warn(self, text: str) -> None:
         if not self._warned:
             log_dist(f"{text}; {_ADVICE}", level=WARNING)
-        self._warned = self._since.stepped = True
+        self._warned = self.stepped = True
+
+
+def _tell_at_end(calls: dict[str, Any]) -> None:
+    """Warn where an engine ends that has never updated."""
+    if calls["outside"] > calls["length"] and not calls["stepped"]:
+        log_dist(f"{calls['outside']} micro-batches, and engine.step() was never called: {_ADVICE}", level=WARNING)
 
 
 class EngineReports:
