@@ -169,12 +169,12 @@ class ModuleHooks:
 
     def install(self, *, compiled: bool = False) -> None:
         """Register every hook (idempotent); ``compiled``: some forward is. After an error all is as it was."""
-        units, known = self._runtime.units, self._compiled
+        known = self._compiled
         old = self.forward_handles, self.backward_handles
         self.forward_handles, self.backward_handles = [], []
         self._compiled = known or compiled or any(map(_is_compiled, self._modules))
         try:
-            self._register(units)
+            self._register()
         except BaseException:
             old, (self.forward_handles, self.backward_handles) = (self.forward_handles, self.backward_handles), old
             self._compiled = known
@@ -183,7 +183,8 @@ class ModuleHooks:
             for handle in (*old[0], *old[1]):
                 handle.remove()
 
-    def _register(self, units: list[Unit]) -> None:
+    def _register(self) -> None:
+        units = self._runtime.units
         for module, indices in self._touches.items():
             movable = [units[i] for i in indices if units[i].movable]
             late = [units[i] for i in indices if self._late(units[i])]
@@ -402,12 +403,9 @@ class ModuleHooks:
             hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
             hold(functools.partial(self._before_backward, units, inner=inner))
             if whole and not isinstance(origin, torch.Tensor):
-                origin.register_prehook(functools.partial(self._begin_graph, graph))
+                origin.register_prehook(lambda _: self._graphs.discard(graph))
                 self._graphs.add(graph)
         return bool(origins)
-
-    def _begin_graph(self, graph: _Graph, _: Any) -> None:
-        self._graphs.discard(graph)
 
     def awaits_backward(self) -> bool:
         """Whether there is the graph of a forward of the model through which no backward has come."""
