@@ -51,6 +51,10 @@ class OptimView:
         """Whether its values come into memory for the update only."""
         return self.unit.on_drive(StateKind.OPTIM)
 
+    def within(self, kind: StateKind, flat: torch.Tensor) -> torch.Tensor:
+        """Of ``flat``, this rank's range of a state of the unit, what the view covers."""
+        return self.unit.within(kind, flat, self.start, self.stop)
+
     def output(self, apart: TierStore | None = None) -> torch.Tensor | None:
         """The part of PARAM at rest, or on its way there, that the optimizer may round this view's weights into; None:
         rounded afterwards. ``apart``: only on its way there, in what is free behind a gradient in that place.
@@ -59,13 +63,13 @@ class OptimView:
         if apart is not None:
             away = unit.device.type != "cpu" and resting.dtype is not self.param.dtype
             box = apart.spare(resting.dtype, keep=True) if away else None
-            return None if box is None else unit.within(StateKind.OPTIM, box, self.start, self.stop)
+            return None if box is None else self.within(StateKind.OPTIM, box)
         if unit.master_is_param or unit.on_drive(StateKind.PARAM):
             return None
         if resting.device == self.param.device:
-            return unit.within(StateKind.PARAM, resting, self.start, self.stop)
+            return self.within(StateKind.PARAM, resting)
         box = unit.outbox(spent=False)
-        return None if box is None else unit.within(StateKind.OPTIM, box, self.start, self.stop)
+        return None if box is None else self.within(StateKind.OPTIM, box)
 
     def gradient(self, factor: Scalar, *, source: torch.Tensor | None = None, plain: bool = False) -> torch.Tensor:
         """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
@@ -77,7 +81,7 @@ class OptimView:
         if source is None:
             assert self.unit.grad is not None
             self.unit.landed.wait()
-            source = self.unit.within(StateKind.GRAD, self.unit.grad, self.start, self.stop)
+            source = self.within(StateKind.GRAD, self.unit.grad)
         piece = source.view(self.param.shape)
         if plain:
             return piece
@@ -216,7 +220,7 @@ def run_step(
         for view in views:
             place = places.get(view.unit)
             if place is not None:
-                source = view.unit.within(StateKind.GRAD, place.tensor, view.start, view.stop)
+                source = view.within(StateKind.GRAD, place.tensor)
             grad = view.gradient(factor, source=source, plain=view.param in scales)
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
@@ -383,11 +387,6 @@ class _Tile:
             self.region = None
 
 
-def _take(course: Iterator[None], count: int) -> None:
-    for _ in itertools.islice(course, count):
-        pass
-
-
 class OptimTiles:
     """The views of one engine that are updated one by one, each in a buffer of ``staging``, wherever they rest."""
 
@@ -426,7 +425,7 @@ class OptimTiles:
             self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
         course = self._one_by_one(self._later(views, factor) if left else self._now(turns, factor))
         self.torn = True
-        _take(course, len(self._tiles) - sum(left.values()))
+        deque(itertools.islice(course, len(self._tiles) - sum(left.values())), maxlen=0)
         self.torn = False
         for unit, count in left.items():
             assert worker is not None
@@ -489,7 +488,7 @@ class OptimTiles:
 
     def _go_on(self, course: Iterator[None], count: int) -> Transfer:
         try:
-            _take(course, count)
+            deque(itertools.islice(course, count), maxlen=0)
         except BaseException as error:
             self.torn, self._why = True, f" ({type(error).__name__}: {error})"
             raise

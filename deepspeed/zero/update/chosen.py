@@ -45,10 +45,10 @@ class Chosen:
             band.put(flat, near if flat.device == near.device else host, piece)
 
     def compact(self, flat: torch.Tensor | None) -> torch.Tensor:
-        """The columns of ``flat``, which rests on the host, on the device; zeros for what is not there yet."""
+        """The columns of ``flat``, wherever it rests, on the device; zeros for what is not there yet."""
         if flat is None:
             return torch.zeros_like(self.grad)
-        return self.take(flat, torch.empty_like(self.grad, device="cpu", dtype=flat.dtype)).to(self.grad.device)
+        return self.take(flat, torch.empty_like(self.grad, device=flat.device, dtype=flat.dtype)).to(self.grad.device)
 
 
 def chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:

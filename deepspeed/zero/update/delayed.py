@@ -74,7 +74,9 @@ class Delayed:
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
             self._begun.append(begun := Begun(unit, store, []))
-            calls.append(self._turn_of(begun, list(those), groups, factor))
+            # behind the gradient masters that are published: in fp32 the device copies these
+            first, mine = unit.landed.wait, list(those)
+            calls.append(self._turn_of(begun, mine, groups, factor, first=first, frozen=frozen_later(mine)))
         worker = self._runtime.worker
         if not undisturbed:
             Several([unit.landed for unit in gradients]).wait()
@@ -103,14 +105,21 @@ class Delayed:
             each.rounded += [(view, view.param._version) for view in written if view.unit is each.unit]
 
     def _turn_of(
-        self, begun: Begun, views: list[OptimView], groups: list[dict[str, Any]], factor: float
+        self,
+        begun: Begun,
+        views: list[OptimView],
+        groups: list[dict[str, Any]],
+        factor: float,
+        *,
+        first: Callable[[], object],
+        frozen: dict[Unit, list[Segment]],
     ) -> Callable[[], Transfer]:
+        """The update of one unit with the settings ``groups``, after a call of ``first``."""
         mine = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
-        step, frozen = functools.partial(self._optimizer.update, mine), frozen_later(views)
-        landed = begun.unit.landed  # behind the gradient masters that are published: in fp32 the device copies these
+        step = functools.partial(self._optimizer.update, mine)
 
         def turn() -> Transfer:
-            landed.wait()
+            first()
             self._update([begun], views, step, factor, frozen=frozen)
             return ARRIVED
 

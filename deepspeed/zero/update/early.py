@@ -89,8 +89,8 @@ class EarlyUpdate:
 
     def _compute(self, view: OptimView, whole: torch.Tensor, moments: list[torch.Tensor]) -> None:
         unit, store = self.unit, self.unit.rest[StateKind.GRAD]
-        grad = unit.within(StateKind.GRAD, store.tensor, view.start, view.stop).view(view.param.shape)
-        masters = unit.within(StateKind.OPTIM, whole, view.start, view.stop).view(view.param.shape)
+        grad = view.within(StateKind.GRAD, store.tensor).view(view.param.shape)
+        masters = view.within(StateKind.OPTIM, whole).view(view.param.shape)
         # elsewhere PARAM itself rests, which the running backward reads
         out = view.output(apart=store) if unit.shard.device.type != "cpu" else None
         self.optimizer.update_beside(

@@ -124,21 +124,16 @@ class ZenFlow(Delayed):
                 self._publication(masters=False).finish()
             if ends:
                 self._pending = True
-                with contextlib.nullcontext() if beside else self._others_served():
+                try:
                     self._end_window(views, groups if undisturbed else None, factor, count, beside=beside)
+                except Exception:
+                    if not beside:  # the other ranks, which know nothing of it, wait for this one
+                        self._serve()
+                    raise
                 if not beside:
                     self._publish()
         if self._pending and any(unit.movable and unit.pins for unit in self._runtime.units):
             self.publish()  # into a context of the user's, whose edits would else be made to what is old
-
-    @contextlib.contextmanager
-    def _others_served(self) -> Iterator[None]:
-        """An error inside is raised when the other ranks, which know nothing of it, have what they wait for."""
-        try:
-            yield
-        except Exception:
-            self._serve()
-            raise
 
     def _serve(self) -> None:
         with contextlib.suppress(Exception):
@@ -200,16 +195,7 @@ class ZenFlow(Delayed):
             self._bring_out()  # with what has been written
             return
         for begun, add, mine, landed, frozen in calls:
-            some = [group | {"params": [v.param for v in mine if v.group == i]} for i, group in enumerate(groups)]
-            step = functools.partial(self._optimizer.update, some)
-
-            def turn(
-                begun: Begun = begun, add: Any = add, mine: Any = mine, step: Any = step, frozen: Any = frozen
-            ) -> Any:
-                add()
-                self._update([begun], mine, step, 1 / count, frozen=frozen)
-                return ARRIVED
-
+            turn = self._turn_of(begun, mine, groups, 1 / count, first=add, frozen=frozen)
             if worker is not None:
                 begun.turn = worker.hand_over(turn, place=begun.unit.index, after=landed)
             else:
@@ -229,12 +215,9 @@ class ZenFlow(Delayed):
     def _write_chosen(self, unit: Unit, piece: torch.Tensor, masters: Transfer) -> None:
         """Into ``piece``, PARAM over the range of OPTIM, behind the ``masters`` of the rest."""
         masters.wait()
-        base, _ = unit.range_of(StateKind.OPTIM)
         for view in unit.views:
             if view.param in self._chosen and (param := self._chosen[view.param].param) is not None:
-                self._chosen[view.param].put(
-                    piece[view.start - base : view.stop - base], param.detach().to(piece.dtype)
-                )
+                self._chosen[view.param].put(view.within(StateKind.OPTIM, piece), param.detach().to(piece.dtype))
 
     # -- sums on the host ------------------------------------------------------------------------------------------
     def _sums_of(self, unit: Unit) -> list[torch.Tensor]:
@@ -246,18 +229,16 @@ class ZenFlow(Delayed):
             places.append(unit.tiers.arena.empty(stop - start, dtype=unit.master.dtype))
         return places
 
-    def _add_behind(self, unit: Unit, factor: float, *, begins: bool) -> None:
-        self._until_added(unit)
-        worker, store = self._runtime.worker, unit.rest[StateKind.GRAD]
-        call = functools.partial(_add, self._sums_of(unit)[0], store, factor, unit.landed, begins=begins)
-        if worker is None:
-            call()
-        else:  # the last one first: the backward needs its memory first
-            self._adding[unit] = worker.hand_over(call, place=-unit.index, after=unit.landed)
-
     def _add_all(self, factor: float, *, begins: bool) -> None:
+        worker = self._runtime.worker
         for unit in self._units():
-            self._add_behind(unit, factor, begins=begins)
+            self._until_added(unit)
+            total, store = self._sums_of(unit)[0], unit.rest[StateKind.GRAD]
+            call = functools.partial(_add, total, store, factor, unit.landed, begins=begins)
+            if worker is None:
+                call()
+            else:  # the last one first: the backward needs its memory first
+                self._adding[unit] = worker.hand_over(call, place=-unit.index, after=unit.landed)
 
     def _until_ended(self) -> None:
         """What this rank has begun in earlier steps, which may have failed."""
@@ -270,13 +251,11 @@ class ZenFlow(Delayed):
     def _see(self, unit: Unit, grad: torch.Tensor) -> None:
         """The whole gradient of ``unit`` is on its way to the host; this runs on its stream."""
         assert unit.grad is not None
-        base, version = unit.range_of(StateKind.GRAD)[0], unit.grad._version
+        version = unit.grad._version
         if self._out:
             for view in unit.views:
                 if view.param in self._chosen:
-                    self._chosen[view.param].take(
-                        grad[view.start - base : view.stop - base], self._chosen[view.param].grad
-                    )
+                    self._chosen[view.param].take(view.within(StateKind.GRAD, grad), self._chosen[view.param].grad)
             self._taken[unit] = version
         if self._due():
             self._square(unit, grad)
@@ -299,10 +278,7 @@ class ZenFlow(Delayed):
             assert unit.grad is not None and param is not None
             if self._taken.get(unit) != unit.grad._version:
                 unit.landed.wait()
-                grad = unit.within(StateKind.GRAD, unit.grad, view.start, view.stop)
-                chosen.grad.copy_(
-                    chosen.take(grad, torch.empty_like(chosen.grad, device=grad.device, dtype=grad.dtype))
-                )
+                chosen.grad.copy_(chosen.compact(view.within(StateKind.GRAD, unit.grad)))
             param.grad = chosen.grad.mul_(factor * unit.facts.after)
             names, state = {segment.name for segment in frozen.get(unit, ())}, optimizer.state[param]
             for values in (param.detach(), *(state[name] for name in _MOMENTS)) if names else ():
@@ -407,7 +383,7 @@ class ZenFlow(Delayed):
                 self._come_home(leave=True)
 
     def settle(self) -> None:
-        Several([begun.turn for begun in self._begun]).wait()
+        super().settle()
         if not self._busy:
             for unit in [*self._adding]:
                 self._until_added(unit)
@@ -424,8 +400,7 @@ class ZenFlow(Delayed):
             if counts.since >= 0:  # on all ranks, also where nothing of a parameter is chosen
                 state[CHOSEN] = self._mask_of(view)
             if counts.window:
-                base, _ = view.unit.range_of(StateKind.GRAD)
-                state[SUM] = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
+                state[SUM] = view.within(StateKind.GRAD, self._sums_of(view.unit)[0])
             state |= counts.numbers()
         self._on_device, self._out = None, False
 
@@ -482,8 +457,7 @@ class ZenFlow(Delayed):
             if chosen is not None and chosen.parts:
                 chosen.mark, self._chosen[view.param] = None, chosen  # a mark keeps the mask alive
             if total is not None:
-                base, _ = view.unit.range_of(StateKind.GRAD)
-                place = self._sums_of(view.unit)[0][view.start - base : view.stop - base]
+                place = view.within(StateKind.GRAD, self._sums_of(view.unit)[0])
                 if place.data_ptr() != total.data_ptr():
                     place.copy_(total)
         return numbers
