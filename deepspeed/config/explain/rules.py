@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepspeed.config.model.blocks import OffloadDeviceEnum, OffloadParamConfig
+from deepspeed.config.model.blocks import OffloadDeviceEnum, OffloadOptimizerConfig, OffloadParamConfig
 from deepspeed.config.model.elastic import share_of
 from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
 from deepspeed.config.model.values import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, is_auto
@@ -124,19 +124,16 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
         homeless = block is not None and block.device is OffloadDeviceEnum.nvme and not block.nvme_path
         homeless &= name == "offload_optimizer" or stage == 3
         yield homeless, f"{_ZERO}.{name}.device", f'"nvme" needs {name}.nvme_path, a folder on the drive.'
-    shared = optimizer is not None and optimizer.ratio < 1.0
-    travels = optimizer is not None and optimizer.device_states == "travel"
+    asked, head = optimizer or OffloadOptimizerConfig(), f"{_ZERO}.offload_optimizer"
+    shared, travels = asked.ratio < 1.0, asked.device_states == "travel"
+    delayed, early, on_drive = asked.delayed_update, asked.super_offload, asked.device is OffloadDeviceEnum.nvme
     text = 'below 1.0 needs stage 3, or device_states "travel".'
-    yield shared and stage != 3 and not travels, f"{_ZERO}.offload_optimizer.ratio", text
-    path, on_drive = (
-        f"{_ZERO}.offload_optimizer.device_states",
-        optimizer is not None and optimizer.device is OffloadDeviceEnum.nvme,
-    )
+    yield shared and stage != 3 and not travels, f"{head}.ratio", text
+    path = f"{head}.device_states"
     yield travels and on_drive, path, '"travel" needs offload_optimizer.device "cpu": states on a drive do not travel.'
     text = '"travel" cannot be combined with offload_param: what the device updates is written where parameters rest.'
     yield travels and param is not None, path, text
-    delayed, path = optimizer is not None and optimizer.delayed_update, f"{_ZERO}.offload_optimizer.delayed_update"
-    early, beside = optimizer is not None and optimizer.super_offload, f"{_ZERO}.offload_optimizer.super_offload"
+    path, beside = f"{head}.delayed_update", f"{head}.super_offload"
     text = 'needs offload_optimizer.device "cpu": an update on a drive does not begin beside the backward.'
     yield early and on_drive, beside, text
     text = "cannot be combined with an update that is delayed, or that the device shares (ratio)."
@@ -144,13 +141,13 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield delayed and on_drive, path, 'needs offload_optimizer.device "cpu": an update on a drive is not delayed.'
     yield delayed and (shared or travels), path, "cannot be combined with an update that the device shares (ratio)."
     text = "needs stage 1, 2 or 3; the stage is 0."
-    yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", text
+    yield optimizer is not None and stage == 0, head, text
     text = f"needs stage 3; the stage is {stage}."
     yield zero.pipeline_loading_checkpoint and stage != 3, f"{_ZERO}.pipeline_loading_checkpoint", text
     if cfg.optimizer is not None:
         absent = (NOT_ON_DEVICE if optimizer is None else NOT_ON_HOST).get(cfg.optimizer.type.lower(), ())
         how = "without" if optimizer is None else "with"
-        text = f"is not a setting of {cfg.optimizer.type} {how} {_ZERO}.offload_optimizer."
+        text = f"is not a setting of {cfg.optimizer.type} {how} {head}."
         for name in absent:
             yield name in cfg.optimizer.params, f"optimizer.params.{name}", text
 
@@ -159,23 +156,17 @@ def _zenflow_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     zero, block, head = cfg.zero, cfg.zero.zenflow, f"{_ZERO}.zenflow"
     if block is None:
         return
-    optimizer, param, whole = zero.offload_optimizer, zero.offload_param, isinstance(block.select_interval, int)
-    on_host = optimizer is not None and optimizer.device is OffloadDeviceEnum.cpu
+    optimizer, param = zero.offload_optimizer or OffloadOptimizerConfig(), zero.offload_param
+    whole, on_host = isinstance(block.select_interval, int), optimizer.device is OffloadDeviceEnum.cpu
     yield not on_host, head, 'needs offload_optimizer.device "cpu": the host updates what is not chosen.'
     text = "cannot be combined with offload_param: the device writes the columns it updates where parameters rest."
     yield param is not None and zero.stage == 3, head, text
-    if optimizer is not None:
-        shared = optimizer.ratio < 1.0 or optimizer.device_states == "travel"
-        text = (
-            "cannot be combined with offload_optimizer.delayed_update, super_offload, ratio below 1 or device_states."
-        )
-        yield shared or optimizer.delayed_update or optimizer.super_offload, head, text
+    shared = optimizer.ratio < 1.0 or optimizer.device_states == "travel"
+    text = "cannot be combined with offload_optimizer.delayed_update, super_offload, ratio below 1 or device_states."
+    yield shared or optimizer.delayed_update or optimizer.super_offload, head, text
     yield cfg.gradient_allreduce_op == "sum", head, 'cannot be combined with gradient_allreduce_op "sum". Use "mean".'
-    yield (
-        cfg.tensor_parallel.autotp_size > 1,
-        head,
-        "cannot be combined with tensor_parallel: ranks have parts of columns.",
-    )
+    text = "cannot be combined with tensor_parallel: ranks have parts of columns."
+    yield cfg.tensor_parallel.autotp_size > 1, head, text
     path, auto = f"{head}.select_interval", block.select_strategy == "auto"
     yield auto and whole, path, 'is a number, so select_strategy must be "step" or "epoch", not "auto".'
     yield not auto and not whole, path, f'must be a number with select_strategy "{block.select_strategy}".'
