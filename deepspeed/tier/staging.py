@@ -36,21 +36,18 @@ class Staging:
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
         with self._lock:
-            return self._taken(nbytes)
-
-    def _taken(self, nbytes: int) -> torch.Tensor:
-        self._reap()
-        while not self._free and self._busy and self._total() >= self._count:
-            self._retire()
-        fitting = [i for i, b in enumerate(self._free) if b.numel() >= nbytes]
-        if fitting:
-            chosen = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
-        else:
-            while self._free and self._total() >= self._count:
-                self._free.pop()  # what is too small for this one gives its place to it
-            chosen = self._make(nbytes)
-        self._out += 1
-        return chosen
+            self._reap()
+            while not self._free and self._busy and self._total() >= self._count:
+                self._retire()
+            fitting = [i for i, b in enumerate(self._free) if b.numel() >= nbytes]
+            if fitting:
+                chosen = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
+            else:
+                while self._free and self._total() >= self._count:
+                    self._free.pop()  # what is too small for this one gives its place to it
+                chosen = self._make(nbytes)
+            self._out += 1
+            return chosen
 
     def give(self, buffer: torch.Tensor, *, after: Transfer | None = None) -> None:
         """Take ``buffer`` back, for the next user when ``after`` has ended."""

@@ -66,9 +66,6 @@ class TierStore:
         """What was fetched ahead is not wanted."""
 
 
-Memory = TierStore  # where it has to be that one
-
-
 class Landing(Transfer):
     """The copies of the current stream so far, into or out of page-locked memory: the program waits for them."""
 
@@ -110,6 +107,6 @@ def nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) -> TierStore:
     """``place`` with ``values`` in it; None: a copy of them where they are."""
     if place is None:
-        return Memory(values.to(dtype, copy=True))
+        return TierStore(values.to(dtype, copy=True))
     place.put(values).wait()
     return place

@@ -8,7 +8,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, SideStream
 from deepspeed.tier.behind import Worker
-from deepspeed.tier.store import Landing, Memory, round_into
+from deepspeed.tier.store import Landing, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.partition import UnitState
@@ -158,6 +158,6 @@ def publish_rest(
 
 
 def _climb(unit: Unit, source: torch.Tensor, piece: torch.Tensor) -> Transfer:
-    transfer = Memory(source).get(piece)
+    transfer = TierStore(source).get(piece)
     unit.note_landing(Landing(piece.nbytes))
     return transfer

@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.observe import hostmem
 from deepspeed.observe.timers import profiled
-from deepspeed.tier.store import Memory, TierStore, settled
+from deepspeed.tier.store import TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
@@ -78,7 +78,7 @@ class Unit:
         self._expose()
         start, stop = self.range_of(StateKind.PARAM)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
-        self.rest[StateKind.PARAM] = Memory(self.full[start:stop])
+        self.rest[StateKind.PARAM] = TierStore(self.full[start:stop])
         if self.movable:
             self.rest[StateKind.PARAM] = settled(self._place(StateKind.PARAM, dtype), self.shard, dtype)
         if keep_master and self.plan.optim is not None:
@@ -112,14 +112,14 @@ class Unit:
 
     def _alias_master(self) -> None:
         within = self.within(StateKind.PARAM, self.shard, *self.range_of(StateKind.OPTIM))
-        self.rest[StateKind.OPTIM] = Memory(within)
+        self.rest[StateKind.OPTIM] = TierStore(within)
 
     def open_grad(self, dtype: torch.dtype) -> TierStore:
         """The place of the rest gradient, made where there is none."""
         if StateKind.GRAD not in self.rest:
             start, stop = self.range_of(StateKind.GRAD)
             place = self._place(StateKind.GRAD, dtype)
-            self.rest[StateKind.GRAD] = place or Memory(collectives.fresh(stop - start, dtype, self.device))
+            self.rest[StateKind.GRAD] = place or TierStore(collectives.fresh(stop - start, dtype, self.device))
         return self.rest[StateKind.GRAD]
 
     def add_view(self, view: Any) -> None:
@@ -537,7 +537,7 @@ class Unit:
         """Let a state, if it is still there, rest in ``copy`` of its memory; what looks at it follows."""
         if kind not in self.rest:
             return
-        self.rest[kind] = Memory(copy(self.rest[kind].tensor))
+        self.rest[kind] = TierStore(copy(self.rest[kind].tensor))
         if kind is StateKind.PARAM:
             for segment, param in zip(self.layout.segments, self.params, strict=True):
                 if hasattr(param, "ds_tensor"):
@@ -583,7 +583,7 @@ class Unit:
         self.params, self.views, self._views = [], [], []
         self.drop_rest(*self.rest)
         self.full = torch.empty(0)
-        self.rest[StateKind.PARAM] = Memory(self.full)
+        self.rest[StateKind.PARAM] = TierStore(self.full)
         self.partial, self._spare, self._keeper = None, None, lambda: None
 
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:

@@ -8,7 +8,7 @@ from deepspeed.errors import UsageError
 from deepspeed.tier.arena import ALIGN, Arena
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
-from deepspeed.tier.store import Memory, TierStore
+from deepspeed.tier.store import TierStore
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
 
@@ -45,7 +45,7 @@ class Tiers:
         if tier is Tier.DEVICE or (self.device.type == "cpu" and not alone):
             return None
         pin = self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim
-        return Memory(self.arena.empty(numel, dtype=dtype, pin=pin))
+        return TierStore(self.arena.empty(numel, dtype=dtype, pin=pin))
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
         """Open the drives that ``rows`` need; what is wrong with them, or None. ``width``: bytes of a parameter."""
