@@ -17,7 +17,7 @@ from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
-from deepspeed.checkpoint.save.collect import States, region_of, regions, segments_of, shape_of
+from deepspeed.checkpoint.save.collect import States, region_of, regions, segments_of
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
@@ -216,7 +216,7 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
         first = next(iter(keys.values()))
         dtype, shape = source.entries[first]
         if by_parameter:
-            region = region_of(segments[0]) if shape == shape_of(segments[0]) else None
+            region = region_of(segments[0]) if shape == segments[0].whole_shape else None
             fillings[slot] = _all_of(source, first, region)
         else:
             fillings[slot] = (view.stop - view.start,), dtype, list(_elementwise(view, slot, keys, source))
@@ -237,10 +237,11 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
     for segment in (s for s in segments_of(view) if s.name in keys):
         lo, hi = max(segment.offset, view.start), min(segment.stop, view.stop)
         key = keys[segment.name]
-        if prod(source.entries[key].shape) != prod(shape_of(segment)):
+        if prod(source.entries[key].shape) != prod(segment.whole_shape):
             raise CheckpointError(
                 f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, the parameter "
-                f"{shape_of(segment)}: it was saved by an optimizer that sees whole tensors, and this one sees elements"
+                f"{segment.whole_shape}: it was saved by an optimizer that sees whole tensors, and this one sees "
+                "elements"
             )
         shift = segment.offset - view.start
         for first, last, at, region in regions(segment, lo - segment.offset, hi - segment.offset):

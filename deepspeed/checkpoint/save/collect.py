@@ -111,11 +111,6 @@ def regions(segment: Segment, lo: int, hi: int) -> Iterator[tuple[int, int, int,
         at += prod(box[1])
 
 
-def shape_of(segment: Segment) -> tuple[int, ...]:
-    """The global tensor's."""
-    return segment.shape if segment.global_shape is None else segment.global_shape
-
-
 def weights_of(unit: Unit) -> tuple[StateKind, str]:
     """Which state holds the authoritative weights of a unit, and its name in a checkpoint."""
     return (StateKind.OPTIM, "master") if unit.master is not None else (StateKind.PARAM, "param")
@@ -152,7 +147,7 @@ def _pieces(
         for at in range(first, last, step):
             begin = at + segment.offset - base
             part = elements.part(begin, begin + min(step, last - at))
-            yield TensorPart(state, segment.name, shape_of(segment), start + at - first, part, region, quiet)
+            yield TensorPart(state, segment.name, segment.whole_shape, start + at - first, part, region, quiet)
 
 
 def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) -> Iterator[TensorPart]:
@@ -177,8 +172,8 @@ def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
         if unit.mesh.zero.index == 0:  # in nobody's range, but a complete checkpoint names them
             nothing = Elements(torch.empty(0, dtype=unit.rest[kind].tensor.dtype, device="cpu"))
             for segment in unit.layout.segments:
-                if not prod(shape_of(segment)) and segment.name not in without:
-                    yield TensorPart(state, segment.name, shape_of(segment), 0, nothing, region_of(segment))
+                if not prod(segment.whole_shape) and segment.name not in without:
+                    yield TensorPart(state, segment.name, segment.whole_shape, 0, nothing, region_of(segment))
         for view in views.get(unit, ()) if kind is StateKind.OPTIM else ():
             first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])  # a unit may have a thousand of both
             last = bisect.bisect_left(ours, view.stop, key=lambda o: o[1])
@@ -285,7 +280,7 @@ def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]
             if segment.numel and segment.name not in without:
                 state, values = f"grad_partial@{unit.mesh.zero.index}", unit.partial[segment.offset : segment.stop]
                 for lo, hi, start, region in regions(segment, 0, segment.numel):
-                    yield TensorPart(state, segment.name, shape_of(segment), start, Elements(values[lo:hi]), region)
+                    yield TensorPart(state, segment.name, segment.whole_shape, start, Elements(values[lo:hi]), region)
 
 
 def sites(states: States) -> list[Site]:
@@ -318,6 +313,6 @@ def names_of(states: States) -> tuple[dict[str, tuple[int, ...]], dict[str, str]
     shapes, stored = dict[str, tuple[int, ...]](), dict[int, str]()
     for unit in states.units:
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            shapes[segment.name], stored[id(param)] = shape_of(segment), segment.name
+            shapes[segment.name], stored[id(param)] = segment.whole_shape, segment.name
     named = ((name, stored.get(id(p), name)) for name, p in states.module.named_parameters(remove_duplicate=False))
     return shapes, {name: real for name, real in named if name != real}
