@@ -193,7 +193,6 @@ def _assemble(
     place = {p: i for i, group in enumerate(groups) for p in group["params"]} if base is not None else None
     if base is not None:
         check_fresh(base)
-    if base is not None:
         plan = _shared_update(plan, base, mesh, device)
     facts, facts_of = _facts(cfg, mesh), None
     if isinstance(model, PipelineModule):
@@ -202,7 +201,7 @@ def _assemble(
     parts = build(model, plan, facts, rules=rules, group_of=place, facts_of=facts_of)
     views: list[OptimView] = []
     if base is not None:
-        views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
+        views = build_views(parts.runtime.units, len(groups), tile_numel=plan.offload.tile_numel)
         attach(base, views)
         if isinstance(base, GroupStep):
             base.load_kernels()

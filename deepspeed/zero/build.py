@@ -88,7 +88,6 @@ class ZeroParts:
 
     runtime: Runtime
     hooks: ModuleHooks
-    units: list[Unit]
     born_sharded: bool
     tiers: Tiers
     memory: MemoryPlan
@@ -151,7 +150,7 @@ def build(
     hooks.awaited = {p for p in group_of or () if not p.requires_grad}
     for param in shared:
         vars(param).setdefault("_ds_readers", WeakSet()).add(runtime)
-    return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory, shared)
+    return ZeroParts(runtime, hooks, born_sharded, tiers, fitted.memory, shared)
 
 
 def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
@@ -352,14 +351,16 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
     A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can
     be, so its units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.
     """
-    if not (together or parts.born_sharded) and any(unit.movable or unit.mesh.tp.size > 1 for unit in parts.units):
+    if not (together or parts.born_sharded) and any(
+        unit.movable or unit.mesh.tp.size > 1 for unit in parts.runtime.units
+    ):
         logger.warning(
             "some rank did not come to destroy(): the model stays in shards, for GatheredParameters or another "
             "engine to gather"
         )
     for param in parts.shared:
         param._ds_readers.discard(parts.runtime)  # type: ignore[attr-defined]
-    for unit in parts.units:
+    for unit in parts.runtime.units:
         if unit.movable and (parts.born_sharded or not together):
             unit.strip()
             continue
@@ -373,4 +374,4 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
             unit.forget(param)
         unit.drop()
     parts.runtime.gradients.close()
-    parts.tiers.close(params=not any(unit.drives for unit in parts.units))
+    parts.tiers.close(params=not any(unit.drives for unit in parts.runtime.units))
