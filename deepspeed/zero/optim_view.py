@@ -55,6 +55,11 @@ class OptimView:
         """Of ``flat``, this rank's range of a state of the unit, what the view covers."""
         return self.unit.within(kind, flat, self.start, self.stop)
 
+    def kept_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What ``optimizer`` keeps for it; not by its own door, at which everything comes home first."""
+        state: dict[str, Any] = vars(optimizer)["state"].get(self.param, {})
+        return state
+
     def output(self, apart: TierStore | None = None) -> torch.Tensor | None:
         """The part of PARAM at rest, or on its way there, that the optimizer may round this view's weights into; None:
         rounded afterwards. ``apart``: only on its way there, in what is free behind a gradient in that place.

@@ -60,13 +60,9 @@ class EarlyUpdate:
     def __post_init__(self) -> None:
         self._read, self._landed = self._reads(), self.unit.landed
 
-    def state(self, view: OptimView) -> dict[str, Any]:
-        """What the optimizer keeps for ``view``; not by its own door, behind which all this is forgotten."""
-        return vars(self.optimizer)["state"].get(view.param, {})
-
     def _reads(self) -> list[tuple[Any, Any]]:
         """What it is made of, and the versions: a client may hold the optimizer's dicts, and put or write there."""
-        slots = [self.state(view).get(name) for view in self.unit.views for name in ("step", *_MOMENTS)]
+        slots = [view.kept_by(self.optimizer).get(name) for view in self.unit.views for name in ("step", *_MOMENTS)]
         read = [self.unit.grad, *(view.param for view in self.unit.views), *slots]
         return [(each, getattr(each, "_version", None)) for each in read]
 
@@ -95,7 +91,7 @@ class EarlyUpdate:
         out = view.output(apart=store) if unit.shard.device.type != "cpu" else None
         self.optimizer.update_beside(
             [view.param.detach(), grad],
-            self.state(view),
+            view.kept_by(self.optimizer),
             self.groups[view.group],
             scale=self.factor * unit.facts.after,
             out=out,
@@ -125,7 +121,7 @@ class EarlyUpdate:
         if new is None or not self._untouched():
             self.spare += [new] if new is not None else []
             return ordinary()
-        states, masters = [self.state(view) for view in self.unit.views], self.unit.master
+        states, masters = [view.kept_by(self.optimizer) for view in self.unit.views], self.unit.master
         assert masters is not None
         # by ``data``, which counts versions for itself
         self.spare.append(_Place(masters.data, [[state[name].data for name in _MOMENTS] for state in states]))
@@ -166,7 +162,7 @@ class Early:
         if unit.master_is_param or not unit.views or not optimizer.scales_on_host() or frozen_later(unit.views):
             return False
         for view in unit.views:
-            state, group = vars(optimizer)["state"].get(view.param, {}), optimizer.param_groups[view.group]
+            state, group = view.kept_by(optimizer), optimizer.param_groups[view.group]
             tensors = [view.param, *(state.get(name) for name in _MOMENTS)]
             if any(t is None or t.dtype is not torch.float32 or not t.is_contiguous() for t in tensors):
                 return False  # before the first update there is nothing

@@ -31,17 +31,10 @@ class Turns:
 
     def take(self, views: "list[OptimView]") -> None:
         """One call of ``step`` that sees the parameters of ``views`` only; what it leaves must be what others left."""
-        groups = self._optimizer.param_groups
-        lists = [group["params"] for group in groups]
+        lists = [[v.param for v in views if v.group == i] for i in range(len(self._optimizer.param_groups))]
         self._restore(self._before)
-        for index, group in enumerate(groups):
-            group["params"] = [v.param for v in views if v.group == index]
-        try:
-            self._optimizer.step()
-        finally:
-            for group, params in zip(groups, lists, strict=True):
-                group["params"] = params
-        idle = {f"group {i}" for i in range(len(groups))} - {f"group {v.group}" for v in views}
+        step_over(self._optimizer, lists)
+        idle = {f"group {i}" for i in range(len(lists))} - {f"group {v.group}" for v in views}
         for name, holder in self._holders().items():
             if name in idle:
                 continue
@@ -72,6 +65,19 @@ class Turns:
         for name, holder in self._holders().items():
             if name in numbers:
                 _put_back(holder, numbers[name])
+
+
+def step_over(optimizer: torch.optim.Optimizer, lists: list[list[torch.nn.Parameter]]) -> None:
+    """One call of ``step`` that sees of each group only the parameters in one of ``lists``."""
+    groups = optimizer.param_groups
+    before = [group["params"] for group in groups]
+    for group, params in zip(groups, lists, strict=True):
+        group["params"] = params
+    try:
+        optimizer.step()
+    finally:
+        for group, params in zip(groups, before, strict=True):
+            group["params"] = params
 
 
 def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:

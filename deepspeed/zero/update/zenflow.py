@@ -32,6 +32,7 @@ from deepspeed.zero.update.chosen import Chosen, WindowSum, chosen_in, shapes_of
 from deepspeed.zero.update.columns import bands_of, chosen_of, width_of
 from deepspeed.zero.update.delayed import Begun, Delayed
 from deepspeed.zero.update.standing import frozen_later
+from deepspeed.zero.update.turns import step_over
 
 if TYPE_CHECKING:
     from deepspeed.zero.runtime import Runtime
@@ -105,7 +106,8 @@ class ZenFlow(Delayed):
             ends = warm or counts.window + 1 >= counts.length
             self._note_trained(begins=counts.window == 0)
             if undisturbed or not ends:
-                _attempt(failed, self._step_of_nothing)
+                # for whoever counts steps, as schedules do; without parameters, whose gradients may be the thread's
+                _attempt(failed, lambda: step_over(self._optimizer, [[] for _ in groups]))
             _attempt(failed, lambda: self._update_chosen(groups, factor))
             if not ends:
                 _attempt(failed, lambda: self._add_all(factor, begins=counts.window == 0))
@@ -138,18 +140,6 @@ class ZenFlow(Delayed):
     def _serve(self) -> None:
         with contextlib.suppress(Exception):
             self._publication(masters=False).finish()
-
-    def _step_of_nothing(self) -> None:
-        """Whoever counts steps, as schedules do, sees one; without parameters, whose gradients may be the thread's."""
-        groups = self._optimizer.param_groups
-        lists = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []
-        try:
-            self._optimizer.step()
-        finally:
-            for group, params in zip(groups, lists, strict=True):
-                group["params"] = params
 
     def _note_trained(self, *, begins: bool) -> None:
         """What is frozen in the middle of a window has been trained in it: its sum is part of the window's update."""
@@ -367,13 +357,8 @@ class ZenFlow(Delayed):
         return columns
 
     # -- here and there --------------------------------------------------------------------------------------------
-    def _state(self, view: OptimView) -> dict[str, Any]:
-        """Not by the optimizer's own door, at which all comes home."""
-        state: dict[str, Any] = vars(self._optimizer)["state"].get(view.param, {})
-        return state
-
     def _host_updates(self) -> int:
-        return max([0, *(int(self._state(view).get("step", 0)) for view in self._views)])
+        return max([0, *(int(view.kept_by(self._optimizer).get("step", 0)) for view in self._views)])
 
     def come_home(self) -> None:
         """Everything that is known goes to where the masters and moments rest. Local."""
@@ -447,7 +432,7 @@ class ZenFlow(Delayed):
         """What is chosen and the sums, from the optimizer's state; the counts that are there, too."""
         numbers: dict[str, int] = {}
         for view in self._views:
-            state = self._state(view)
+            state = view.kept_by(self._optimizer)
             mask, total = state.pop(CHOSEN, None), state.pop(SUM, None)
             counts = {name: int(state.pop(name)) for name in Counts().numbers() if name in state}
             numbers = counts or numbers
@@ -481,7 +466,7 @@ class ZenFlow(Delayed):
         params = [chosen.param for chosen in self._chosen.values()]
         optimizer = self._on_device = FusedAdam([param for param in params if param is not None])
         for chosen in self._chosen.values():
-            state, group = self._state(chosen.view), self._optimizer.param_groups[chosen.view.group]
+            state, group = chosen.view.kept_by(self._optimizer), self._optimizer.param_groups[chosen.view.group]
             fused = group.get("fused") or group.get("capturable")
             where = chosen.grad.device if fused else torch.device("cpu")
             moments = {name: chosen.compact(state.get(name)) for name in _MOMENTS}
