@@ -224,8 +224,7 @@ class EngineWeights:
                     saver(folder, state_dict=state)
                 return
             parcels, outputs = original_parcels(self.module, tensors)
-            flow = self._to_first(tensors, parcels)
-            with flow:
+            with self._to_first(tensors, parcels) as flow:
                 if self.mesh.first:
                     write_pretrained(saver, folder, flow, outputs, max_shard_size=max_shard_size)
                 for _ in flow:
@@ -271,8 +270,7 @@ class EngineWeights:
         """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
         if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
             raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
-        tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
-        return self._collected(tensors, aliases)
+        return self._collected(*state_names(self.module, exclude_frozen=exclude_frozen_parameters))
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

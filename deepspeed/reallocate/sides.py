@@ -105,7 +105,7 @@ def follow(unit: Unit, params: Iterable[torch.Tensor]) -> None:
         return
     with unit.values(StateKind.PARAM) as resting, unit.values(StateKind.OPTIM, write=True) as master:
         for param in params:
-            lo, hi = unit.layout.overlap(segment_of(param), *unit.range_of(StateKind.OPTIM))  # type: ignore[arg-type]
+            lo, hi = unit.layout.overlap(segment_of(param), *unit.range_of(StateKind.OPTIM))
             for start in range(lo, hi, _AT_ONCE):
                 stop = min(hi, start + _AT_ONCE)
                 part = unit.within(StateKind.PARAM, resting, start, stop)

@@ -20,6 +20,7 @@ import torch
 
 from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
+from deepspeed.checkpoint.weights.weights import plan_shards
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
@@ -142,24 +143,16 @@ class WeightFlow:
         self.entries = {name: next(each[name] for each in everyone if name in each) for name in names}
         self._pieces = {n: sources(n, [each.get(n) for each in everyone], target) for n in names}
         self._message_bytes = max(_ALIGNED, min(_MESSAGE_BYTES, max_bytes // 8))
-        self._todo = self._buckets(parcels or [Parcel((name,)) for name in names], max_bytes - self._message_bytes)
+        parcels = parcels or [Parcel((name,)) for name in names]
+        self._todo = plan_shards(parcels, max_bytes - self._message_bytes, self._nbytes)[::-1]  # the next one last
         self._wanted = target is None or target == mesh.job.index
         if target is not None and mesh.job.backend not in ("gloo", "none"):
             # Messages use the job's communicator, which nccl makes in the first call that all members make.
             collectives.broadcast(torch.zeros(1, device=device), mesh.job)
         self._number, self._over = 0, False
 
-    def _buckets(self, parcels: Sequence[Parcel], limit: int) -> list[list[Parcel]]:
-        """As many parcels as fit ``limit`` bytes, at least one."""
-        buckets, filled = [list[Parcel]()], 0
-        for parcel in parcels:
-            nbytes = sum(self.entries[name].nbytes for name in parcel.names)
-            if buckets[-1] and filled + nbytes > limit:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append(parcel)
-            filled += nbytes
-        return [bucket for bucket in reversed(buckets) if bucket]  # the next one last
+    def _nbytes(self, parcel: Parcel) -> int:
+        return sum(self.entries[name].nbytes for name in parcel.names)
 
     def __iter__(self) -> "WeightFlow":
         return self

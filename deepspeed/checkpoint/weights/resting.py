@@ -76,7 +76,7 @@ class RestingWeights:
             local = local_of(tensor.detach())
             assert not self._write or local.is_contiguous(), name
             return local.reshape(-1)[lo:hi]
-        at = _segment(tensor).offset - unit.range_of(StateKind.PARAM)[0]
+        at = segment_of(tensor).offset - unit.range_of(StateKind.PARAM)[0]
         return self._open(unit)[at + lo : at + hi]
 
     def _open(self, unit: Unit) -> torch.Tensor:
@@ -96,14 +96,10 @@ class RestingWeights:
             self._opened = {}
 
 
-def _segment(tensor: torch.Tensor) -> Segment:
-    return segment_of(tensor)  # type: ignore[arg-type]
-
-
 def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], _Runs]:
     """The dtype at rest, the global shape, and runs as of ``collect.regions``."""
     if (unit := getattr(tensor, "_ds_unit", None)) is not None:
-        segment = _segment(tensor)
+        segment = segment_of(tensor)
         lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
         ours = list(regions(segment, lo - segment.offset, hi - segment.offset)) if lo < hi else []
         return unit.shard.dtype, segment.whole_shape, ours

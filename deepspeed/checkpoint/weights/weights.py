@@ -9,8 +9,9 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 
 Progress = Callable[[int], None]
+Item = TypeVar("Item")
 _CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
 _PIECE = 8 << 20  # elements that are copied at once
 _NAMES = {
@@ -159,15 +161,17 @@ def torch_file(
             yield write
 
 
-def plan_shards(streams: Sequence[Stream], max_bytes: int | None) -> list[list[Stream]]:
-    """``streams`` in order, in shards of ``max_bytes`` at most (None: one shard) unless one tensor alone is larger."""
-    shards, filled = [list[Stream]()], 0
-    for s in streams:
-        if shards[-1] and max_bytes is not None and filled + s.nbytes > max_bytes:
+def plan_shards(
+    items: Sequence[Item], max_bytes: int | None, nbytes: Callable[[Item], int] = attrgetter("nbytes")
+) -> list[list[Item]]:
+    """``items`` in order, in shards of ``max_bytes`` at most (None: one shard) unless one item alone is larger."""
+    shards, filled = [list[Item]()], 0
+    for item in items:
+        if shards[-1] and max_bytes is not None and filled + nbytes(item) > max_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(s)
-        filled += s.nbytes
+        shards[-1].append(item)
+        filled += nbytes(item)
     return shards
 
 

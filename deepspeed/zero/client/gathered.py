@@ -230,7 +230,7 @@ def _settle(units: list[Unit]) -> None:
         unit.settle(stepping=True)
 
 
-def segment_of(param: nn.Parameter) -> Segment:
+def segment_of(param: torch.Tensor) -> Segment:
     """The place in its unit of a parameter that an engine has."""
     unit: Unit = param._ds_unit  # type: ignore[attr-defined]
     return unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ def segment_of(param: nn.Parameter) -> Segment:
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of a parameter the global tensor's shape."""
     taken = isinstance(tensor, nn.Parameter) and hasattr(tensor, "_ds_unit")
-    return segment_of(tensor).whole_shape if taken else tuple(tensor.shape)  # type: ignore[arg-type]
+    return segment_of(tensor).whole_shape if taken else tuple(tensor.shape)
 
 
 def _is_cut(param: nn.Parameter) -> bool:
