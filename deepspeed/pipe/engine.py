@@ -94,7 +94,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._links.dynamic = module.dynamic_shape
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._orders: dict[int, Program] = {}
         self._kinds: list[str] | None = None  # of the last batch, on every rank
         cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
         log_dist(f"pipeline: {module.schedule}, {cut}")
@@ -166,12 +165,8 @@ class PipelineEngine(DeepSpeedEngine):
         return (result, outputs) if return_logits else result
 
     def _order(self, micros: int) -> Program:
-        if micros not in self._orders:
-            module = self.module
-            self._orders[micros] = make_order(
-                module.schedule, module.num_stages, micros, chunks_per_rank=module.chunks_per_stage
-            )
-        return self._orders[micros]
+        module = self.module
+        return make_order(module.schedule, module.num_stages, micros, chunks_per_rank=module.chunks_per_stage)
 
     def _pass(self, order: Program, batch: list[Micro], kinds: list[str], **wanted: Any) -> PassResult:
         """Run the schedule on this rank, with every parameter whole. ``wanted``: options of ``Pass``."""

@@ -262,8 +262,7 @@ class PipelineModule(nn.Module):
         if self._sample is None:
             raise UsageError("partition_method 'profile' needs sample_input, an input of the first layer")
         times = measure_layers(self._specs, self._sample) if self.global_rank == 0 else None
-        everyone = gather_objects(times, self._world)
-        return list(everyone[0])
+        return list(gather_objects(times, self._world)[0])
 
     # -- the forward ----------------------------------------------------------------------------------------------
     def forward(self, value: Any, chunk: int = 0) -> Any:

@@ -24,15 +24,16 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(weights))
 
 
-def _heaviest(prefix: np.ndarray, parts: int) -> float:
-    """The least possible weight of the heaviest of ``parts`` non-empty parts, by dynamic programming over the cuts."""
-    items = len(prefix) - 1
-    best = np.where(np.arange(items + 1) > 0, prefix, np.inf)
+def _heaviest(weight: np.ndarray, parts: int) -> float:
+    """The least possible weight of the heaviest of ``parts`` non-empty parts, by dynamic programming over the cuts.
+
+    ``weight[j, i]``: of items i to j, infinite where there is none.
+    """
+    best = weight[:, 0]
     for _ in range(parts - 1):
         # best[j] = min over i < j of max(weight of the best cut of the first i items, weight of items i to j)
-        weight = np.where(np.tri(items + 1, k=-1, dtype=bool), prefix[:, None] - prefix[None, :], np.inf)
         best = np.maximum(weight, best[None, :]).min(axis=1)
-    return float(best[items])
+    return float(best[-1])
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
@@ -41,11 +42,10 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if not 1 <= num_parts <= items:
         raise UsageError(f"{items} layers cannot be cut into {num_parts} parts with at least one layer each")
     prefix = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
-    limit = _heaviest(prefix, num_parts) * (1 + 1e-12)
     weight = np.where(np.tri(items + 1, k=-1, dtype=bool), prefix[:, None] - prefix[None, :], np.inf)
+    limit = _heaviest(weight, num_parts) * (1 + 1e-12)
     cost = np.where(weight <= limit, weight**2, np.inf)
-    best, cuts = cost[:, 0].copy(), []
-    best[0] = np.inf
+    best, cuts = cost[:, 0], []
     for _ in range(num_parts - 1):
         total = cost + best[None, :]
         cuts.append(total.argmin(axis=1))

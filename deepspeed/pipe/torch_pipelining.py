@@ -9,7 +9,7 @@ others.
 
 import logging
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ _TORCH = "torch.distributed.pipelining"  # imported when it is used: it takes a 
 _Tensors = Sequence[torch.Tensor]
 
 
+@cache
 def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) -> Program:
     """The programs of all ranks. Where a schedule cannot do with so few or such a number of micro-batches, those of
     GPipe, chunk by chunk, which always can; the log says so. Raises PipelineError for an unknown schedule.
@@ -102,32 +103,32 @@ def split_backward(
     pairs = list(zip(outputs, grads, strict=True))
     far = [pair for pair, root in zip(pairs, roots, strict=True) if root not in between]
     near = [pair for pair, root in zip(pairs, roots, strict=True) if root in between]
-    try:
-        _run(near, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    _run(near, inputs, hooks=hooks)
 
     def second() -> None:
         for weights, nodes in groups:
             arrived = {node: noted.pop(node) for node in nodes}
             edges = [(GradientEdge(n, i), g) for n, gs in arrived.items() for i, g in enumerate(gs) if g is not None]
             again = [n.register_prehook(lambda _, gs=gs: gs) for n, gs in arrived.items() if len(arrived) > 1]
-            try:
-                _run(edges, weights)
-            finally:
-                for hook in again:
-                    hook.remove()
+            _run(edges, weights, hooks=again)
         _run(far)
 
     return second
 
 
-def _run(starts: Sequence[tuple[Any, torch.Tensor]], inputs: _Tensors | None = None) -> None:
-    """A backward from ``starts`` (tensors or edges, each with its gradient) to ``inputs``, or to all leaves."""
-    if starts:
-        places, grads = zip(*starts, strict=True)
-        torch.autograd.backward(places, grads, retain_graph=inputs is not None, inputs=inputs)
+def _run(
+    starts: Sequence[tuple[Any, torch.Tensor]], inputs: _Tensors | None = None, *, hooks: Sequence[Any] = ()
+) -> None:
+    """A backward from ``starts`` (tensors or edges, each with its gradient) to ``inputs``, or to all leaves; ``hooks``
+    of autograd's are taken off behind it.
+    """
+    try:
+        if starts:
+            places, grads = zip(*starts, strict=True)
+            torch.autograd.backward(places, grads, retain_graph=inputs is not None, inputs=inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
