@@ -134,8 +134,6 @@ def work_folder(folder: Path, name: str) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             if _is_dead(left):
                 shutil.rmtree(left, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{name}@{socket.gethostname()}@{os.getpid()}@", dir=folder))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    prefix = f".{name}@{socket.gethostname()}@{os.getpid()}@"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as work:
+        yield Path(work)
