@@ -368,7 +368,7 @@ def test_a_folder_that_takes_no_more_says_the_way_out(tiny: OpSpec, monkeypatch:
     """Its lock is there already and can be had."""
     library = build.build(tiny)
 
-    def refuse(**_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(cache.tempfile, "mkdtemp", refuse)
