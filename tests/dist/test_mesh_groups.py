@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -115,6 +116,19 @@ class _Nccl(dist.ProcessGroupGloo):
         self.split_from.append(getattr(options, "split_from", None))
 
 
+def _plugins() -> dict[str, Any]:
+    """From torch 2.15 on "nccl" is registered as others are."""
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        return {}
+    dist.Backend._ensure_backend_registered("nccl")
+
+    def make(job: Any, _: object) -> _Nccl:
+        options = SimpleNamespace(_timeout=job.timeout, split_from=job.split_from)
+        return _Nccl(job.store, job.group_rank, job.group_size, options)
+
+    return {"NCCL": dist.Backend._plugins["NCCL"]._replace(creator_fn=make)}
+
+
 def _made_of_one_rank() -> tuple[list[object], str]:
     """What rank 0's own group of a job with a bound device is split from, and the device bound afterwards."""
     if dist.get_rank() == 0:
@@ -127,6 +141,7 @@ def _made_of_one_rank() -> tuple[list[object], str]:
                 mock.patch.object(c10d, "is_nccl_available", return_value=True),
                 mock.patch.object(c10d, "ProcessGroupNCCL", _Nccl, create=True),
                 mock.patch.object(dist, "get_backend", return_value="nccl"),
+                mock.patch.dict(dist.Backend._plugins, _plugins()),
             ):
                 group = group_over.__wrapped__(world, (0,))  # not one that was made before
             bound = str(world.bound_device_id)
