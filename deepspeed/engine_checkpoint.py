@@ -144,6 +144,7 @@ class EngineCheckpoint:
     def _check_between_passes(self, call: str) -> None:
         if self.runtime.depth or self.runtime.in_backward or inside_backward():
             raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
+        self._hear()  # so that what an update came to is known, and a schedule stands where it belongs
 
     def _common_tag(self, tag: str | None) -> str:
         tags = gather_objects(str(tag) if tag is not None else f"global_step{self.global_steps}", self.mesh.talk)

@@ -252,21 +252,24 @@ class EngineReports:
 
     def _step_schedule(self, settings: dict[str, Any]) -> None:
         """Step the schedule behind an update that was applied. One that the device may still leave out counts as such
-        until that is heard, before the next update: then schedule and groups are put back.
+        until that is heard, before the next update or a save or load: then the schedule is put back, and what it has
+        written into groups, where nobody else has.
         """
         schedule, optimizer = self.lr_scheduler, self.basic_optimizer
-        if self._hear(wait=False)._unheard:
-            before, groups = copy.deepcopy(schedule.state_dict()), captured_groups(optimizer)
-
-            def put_back() -> None:
-                schedule.load_state_dict(before)
-                for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(settings)
-
-            self._unheard[-1].undo = put_back
-        elif not self.was_step_applied():
+        if not self._hear(wait=False)._unheard:
+            if self.was_step_applied():
+                schedule.step(**settings)
             return
+        state, before = copy.deepcopy(schedule.state_dict()), captured_groups(optimizer)
         schedule.step(**settings)
+        after = captured_groups(optimizer)
+
+        def put_back() -> None:
+            schedule.load_state_dict(state)
+            for group, old, new in zip(optimizer.param_groups, before, after, strict=True):
+                group.update({key: value for key, value in old.items() if group.get(key) == new.get(key)})
+
+        self._unheard[-1].undo = put_back
 
     def _hear_or_end(self, limit: int) -> None:
         """Take note of what is known; UsageError on all ranks after ``limit`` skipped updates in a row (0: never)."""

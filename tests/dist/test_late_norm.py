@@ -5,6 +5,7 @@ differs: not one bit, no count, and the log names parameter, rank and step as so
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -146,6 +147,32 @@ def test_a_schedule_does_not_go_on_with_an_update_that_was_left_out(pool2: RankP
     for at_once, behind, differ in pool2.run(both, 3, DTYPES["bf16"] | SCHEDULES[name]):
         assert not differ
         assert (behind["counts"], behind["rates"]) == (at_once["counts"], at_once["rates"])
+
+
+def _loaded_behind(folder: str) -> tuple[list[float], list[float], int]:
+    """Rates as saved, and as they are an update later, after a load behind an update that was left out."""
+    case, now = case_named("plain"), {"bad": False}
+    with late():
+        engine = start(case.build(), make_config(3, **DTYPES["bf16"] | SCHEDULES["WarmupLR"]))
+        _poisoned(engine, now, math.nan)
+        train_step(engine, case, 0)
+        train_step(engine, case, 1)
+        engine.save_checkpoint(folder)
+        saved = engine.get_lr()
+        train_step(engine, case, 2)
+        now["bad"] = True
+        train_step(engine, case, 3)
+        now["bad"] = False
+        engine.load_checkpoint(folder)
+        train_step(engine, case, 2)
+        rates, steps = engine.get_lr(), engine.lr_scheduler.last_batch_iteration
+        engine.destroy()
+    return saved, rates, steps
+
+
+def test_a_load_is_not_taken_back_with_an_update_that_was_left_out(pool2: RankPool, tmp_path: Path) -> None:
+    for saved, rates, steps in pool2.run(_loaded_behind, str(tmp_path)):
+        assert saved < rates and steps == 2
 
 
 class _WithAnEmptyOne(torch.nn.Module):
