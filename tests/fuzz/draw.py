@@ -217,12 +217,15 @@ def _legal(case: Case) -> Case:
         case = replace(case, tokens=False, dtype="fp32", born=False, look=1)
         zero = {k: v for k, v in zero.items() if not k.startswith(("mics", "zero_hpz"))}
         top = {k: v for k, v in top.items() if k == "gradient_clipping"}
+        if case.optimizer == "client UserWholeTensor":  # refused, as ranks have parts of tensors
+            case = replace(case, optimizer="client UserElementwise")
     if case.late == "delayed":  # the documents refuse edits there; a plain schedule of what is shown when
         case = replace(case, optimizer="AdamW", dtype="fp32", front="values" if case.front == "pipe" else case.front)
         case = changed_events(case, lambda _, e: e if e.name in ("lr", "eval", "no_grad", "see_grad") else None)
         case = replace(case, layers=tuple("square" if name == "clamped" else name for name in case.layers))
     if "clamped" in case.layers:  # plain torch, too, stops halfway there; what is written there is refused
         case = changed_events(case, lambda _, e: None if e.name in ("fail_forward", "unsharded") else e)
+        case = changed_hows(case, lambda how, *_: "engine" if how == "parts" else how)  # it reads a child's weight
     if case.late == "early" or (case.late and case.optimizer.startswith("client")):
         case = replace(case, optimizer="AdamW")
     case = at_stage(replace(case, zero=zero, top=top), case.stage)
