@@ -140,8 +140,8 @@ class Runtime:
         """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.drop_user(keep=keep)
-            if unit.movable and unit.idle and unit.state is UnitState.READY and not self._stays(unit):
-                unit.release()
+            if unit.movable and unit.idle and unit.state is UnitState.READY and not (self.in_backward or unit.kept):
+                unit.cover() if self._stays(unit) else unit.release()  # where it stays, others may read it, too
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
             self.schedule.end()
@@ -175,8 +175,6 @@ class Runtime:
 
     def _stays(self, unit: Unit) -> bool:
         """Whether an idle unit is needed again next (or within the distance the user allows), and there is room."""
-        if self.in_backward or unit.kept:
-            return True
         if not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel):
             return False
         live = sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)

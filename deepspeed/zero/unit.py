@@ -365,9 +365,13 @@ class Unit:
         """Masters, slots and PARAM at rest, and so parameters that are never released, are there when ``update`` is."""
         self._updating = update
         if not self.movable:
-            self._move(UnitState.FETCHING)
-            self._transfer = update
-            self._hide()
+            self.cover(update)
+
+    def cover(self, until: Transfer = ARRIVED) -> None:
+        """READY -> FETCHING: whoever reads a parameter asks from now on, and waits ``until`` it may be read."""
+        self._move(UnitState.FETCHING)
+        self._transfer = until
+        self._hide()
 
     def exchange_early(self, update: Any, *, taken: bool = False) -> Any:
         """The update that has begun before its step, for another; it is forgotten, unless it is ``taken``."""

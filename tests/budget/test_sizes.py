@@ -42,7 +42,9 @@ SURFACE = ("config.model.elastic", "zero.client", "checkpoint.save.client_files"
 FOLDER_FILES = 15
 
 # "path": (lines allowed, reason)
-LONG_FILES: dict[str, tuple[int, str]] = {}
+LONG_FILES: dict[str, tuple[int, str]] = {
+    "deepspeed/zero/unit.py": (604, "a unit that stays is covered; what it notes of pending updates is to leave it"),
+}
 # "path::function": (lines allowed, reason)
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 # "path": (files allowed, reason)

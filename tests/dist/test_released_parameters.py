@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import ReleasedParameterError
+from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import (
     HIDDEN,
     IN_FEATURES,
@@ -395,3 +396,52 @@ def test_the_shards_that_a_parameter_shows(pool4: RankPool) -> None:
     shown = pool4.run(_shards, 1)
     assert {(same, sizes[0], group) for same, sizes, group in shown} == {(False, 0, 4)}
     assert sum(sizes[1] for _, sizes, _ in shown) == 8 * 4
+
+
+class _Borrowing(nn.Module):
+    """Uses the weight of a module that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x, self.square.weight, self.square.bias))
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inp, self.layer = nn.Linear(8, 8), _Borrowing()
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.layer(self.inp(x))
+        return [head(x).square().mean() for head in self.heads]
+
+
+def _read_while_it_stays(threshold: int) -> float:
+    """The largest error of weights after steps with two backward passes over one graph each."""
+    config = make_config(3, zero={"param_persistence_threshold": threshold})
+    engine, plain = start(_TwoHeads(), config), _TwoHeads()
+    optimizer = torch.optim.AdamW(plain.parameters(), **config["optimizer"]["params"])
+    for number in range(3):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        first, second = engine(x)
+        engine.backward(first, retain_graph=True)
+        engine.backward(second)
+        engine.step()
+        optimizer.zero_grad()
+        sum(plain(x)).backward()
+        optimizer.step()
+    found = full_parameters(engine.module)
+    engine.destroy()
+    return max(float((found[name] - value.detach()).abs().max()) for name, value in plain.named_parameters())
+
+
+@pytest.mark.parametrize("threshold", [0, 20])
+def test_what_stays_for_a_later_use_is_there_for_every_backward_of_who_reads_it_meanwhile(
+    pool2: RankPool, threshold: int
+) -> None:
+    assert max(pool2.run(_read_while_it_stays, threshold)) < 1e-6
