@@ -25,6 +25,8 @@ class Schedule:
     def __init__(self) -> None:
         self._phases: dict[str, _Phase] = {}
         self._open: list[tuple[str, _Phase]] = []
+        self.hits = 0
+        self.uses = 0
 
     @property
     def phase(self) -> str | None:
@@ -43,8 +45,10 @@ class Schedule:
             return
         now = self._open[-1][1]
         now.seen.append(unit)
+        self.uses += 1
         if now.position is None:
             return
+        self.hits += now.position < len(now.trace) and now.trace[now.position] == unit
         try:
             now.position = now.trace.index(unit, now.position) + 1
         except ValueError:

@@ -21,6 +21,7 @@ def test_the_first_pass_foresees_nothing_and_the_second_everything() -> None:
     uses = [0, 1, 2, 2, 1, 0]
     assert _record(schedule, "train", uses) == [[]] * 6
     assert _record(schedule, "train", uses) == [uses[i:] for i in range(1, 7)]
+    assert (schedule.hits, schedule.uses) == (6, 12)
 
 
 def test_phases_keep_traces_of_their_own() -> None:
@@ -77,7 +78,7 @@ def test_outside_a_phase_nothing_happens() -> None:
     schedule = Schedule()
     schedule.use(3)
     schedule.end()
-    assert list(schedule.upcoming()) == [] and schedule.phase is None
+    assert list(schedule.upcoming()) == [] and schedule.uses == 0 and schedule.phase is None
 
 
 def test_an_empty_phase_keeps_the_trace() -> None:
