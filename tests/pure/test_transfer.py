@@ -5,7 +5,7 @@ import torch
 from deepspeed.comm.collectives import Collective, SideTransfer
 from deepspeed.tier.aio import FileTransfer
 from deepspeed.tier.drive import Stored
-from deepspeed.tier.store import Memory, TierStore
+from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 
 
@@ -66,11 +66,11 @@ def test_a_collective_finishes_once_and_keeps_its_price() -> None:
 
 def test_everything_under_way_is_a_transfer_and_every_place_a_store() -> None:
     assert all(issubclass(kind, Transfer) for kind in (Collective, FileTransfer, SideTransfer, Several))
-    assert all(issubclass(kind, TierStore) for kind in (Memory, Stored))
+    assert issubclass(Stored, TierStore)
 
 
 def test_memory_is_a_store() -> None:
-    store = Memory(torch.arange(10.0))
+    store = TierStore(torch.arange(10.0))
     store.put(torch.full((3,), 7.0, dtype=torch.bfloat16), start=4).wait()
     out = torch.zeros(5)
     store.get(out, start=3).wait()
