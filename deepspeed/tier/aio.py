@@ -233,7 +233,7 @@ class FileTransfer(Transfer):
             finally:
                 if self._code or not self._ticket:
                     self._release()
-        if self._code:
+        if any(self._code):  # a 0 is of another thread, which has waited for this one already
             raise self.failure(self._code[0])
 
     def wait(self) -> None:

@@ -7,12 +7,14 @@ import random
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from deepspeed.tier import aio
-from deepspeed.tier.aio import DirectFile, aligned_empty
+from deepspeed.tier.aio import AioEngine, DirectFile, aligned_empty
 from tests.harness.aio import KIB, MIB, Make, content, noise
 
 # --- the bytes ---
@@ -121,6 +123,32 @@ def test_nothing_to_move(make_engine: Make, file: DirectFile) -> None:
 
 
 # --- many at once ---
+
+
+class _Hasty:
+    """A lock behind whose first use another thread waits for all that is under way."""
+
+    def __init__(self, engine: AioEngine) -> None:
+        self._engine, self._used = engine, False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if not self._used:
+            self._used = True
+            for transfer in list(self._engine._under_way):
+                transfer.wait()
+
+
+def test_what_another_thread_has_waited_for_before_it_is_handed_out_is_no_failure(
+    make_engine: Make, file: DirectFile
+) -> None:
+    engine, data = make_engine(), torch.arange(5000, dtype=torch.int16)
+    hasty = SimpleNamespace(Lock=lambda: _Hasty(engine), current_thread=threading.current_thread)
+    with mock.patch.object(aio, "threading", hasty):
+        transfer = engine.write(file, 0, data)
+    transfer.wait()
+    assert transfer.done()
 
 
 def test_many_small_ones_from_four_threads(make_engine: Make, file: DirectFile) -> None:
