@@ -219,6 +219,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise UsageError("step() was called before backward(): there are no gradients. Call that first")
         assert self.basic_optimizer is not None
         config, schedule = self._config, self.lr_scheduler
+        undoes = schedule is None or hasattr(schedule, "load_state_dict")  # a step too many
         try:
             self._parts.hooks.take_edits()
             if schedule is not None:
@@ -230,7 +231,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
                 need_norm=config.zero.compute_grad_norm,
                 skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                 loss_scale=self._scaler.loss_scale,
-                at_once=self._scaler.dynamic or not hasattr(schedule or self.basic_optimizer, "load_state_dict"),
+                at_once=self._scaler.dynamic or not undoes,
                 weight=None if self._tokens is None else self._tokens.total,
             )
         except BaseException as error:

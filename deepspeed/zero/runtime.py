@@ -89,7 +89,6 @@ class Runtime:
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
-        self.warned_clipping = False  # the client knows that it clips nothing
         # Of the interval under way: units that only a guest has reduced, and whether any other was.
         self._vacant: list[Unit] = []
         self._contributed = False
@@ -141,7 +140,10 @@ class Runtime:
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.drop_user(keep=keep)
             if unit.movable and unit.idle and unit.state is UnitState.READY and not (self.in_backward or unit.kept):
-                unit.cover() if self._stays(unit) else unit.release()  # where it stays, others may read it, too
+                if not self._stays(unit):
+                    unit.release()
+                elif unit.borrowed:  # the next one who borrows it is to ask, and to be noted
+                    unit.cover()
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
             self.schedule.end()
@@ -310,7 +312,7 @@ class Runtime:
             return False
         self.need([unit])
         if self._on_demand and not self.in_backward:
-            unit.add_user()
+            unit.add_user(borrows=True)
             self._on_demand[-1].append(unit)
         return True
 

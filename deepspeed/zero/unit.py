@@ -61,6 +61,7 @@ class Unit:
         self.arrived: set[int] = set()
         self.kept = False  # something that autograd cannot announce will read the parameters: they stay until the flush
         self.grad_filled = self._lent = False
+        self.borrowed = False  # modules that do not own the parameters read them, too
         self._done, self._done_task = set[int](), -1
         self._keeper: Callable[[], Keeper | None] = lambda: None
         self._transfer = ARRIVED
@@ -433,9 +434,10 @@ class Unit:
             self.fetch(lambda gather: gather())
             self.arrive()
 
-    def add_user(self) -> None:
-        """A module that needs the unit runs, until ``drop_user``."""
+    def add_user(self, *, borrows: bool = False) -> None:
+        """A module that needs the unit runs, until ``drop_user``; ``borrows``: without owning it."""
         self.users += 1
+        self.borrowed |= borrows
 
     def drop_user(self, *, keep: bool = False) -> None:
         """``keep``: the parameters stay until the flush."""

@@ -1,6 +1,7 @@
 """A plain one-process trainer that can be told what happens to it: the right answer, written without the engine."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,18 +114,25 @@ class Plain:
                 given = loss * float("inf") if how == "overflow" else loss
                 for _ in range(2 if how == "twice" else 1):
                     # loss.backward() past the engine: what it gives is weighed
-                    weighed = how != "plain"
-                    weight = 1.0 if not weighed else count * self.world if count else 1 / gas
-                    (given * weight * scale).backward(retain_graph=True)
-                    self._collect(1.0 if weighed else count * self.world if count else 1 / gas)
+                    weight, rest = (count, self.world) if count else (1 / gas, 1)
+                    weight, rest = (1, weight * rest) if how == "plain" else (weight, rest)
+                    self._backward(given * weight * scale, rest / self.world)
         return told
 
-    def _collect(self, weight: float) -> None:
-        for name, param in self.params.items():
-            if name in self.masters:
-                self.required |= {name} if param.requires_grad else set()
-                if param.grad is not None:
-                    self.grads[name] += param.grad.float() * (weight / self.world)
+    def _backward(self, loss: Tensor, weight: float) -> None:
+        """A weight used by several parts of a graph that run by themselves gets a gradient of each: all added in fp32."""
+
+        def collect(name: str, param: Tensor) -> None:
+            self.grads[name] += param.grad.float() * weight
+            param.grad = None
+
+        trained = [(n, p) for n, p in self.params.items() if p.requires_grad and n in self.masters]
+        self.required |= {name for name, _ in trained}
+        hooks = [p.register_post_accumulate_grad_hook(functools.partial(collect, n)) for n, p in trained]
+        loss.backward(retain_graph=True)
+        for hook in hooks:
+            hook.remove()
+        for param in self.params.values():
             param.grad = None
 
     def mean_gradient(self, name: str, scale: float) -> Tensor:

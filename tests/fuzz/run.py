@@ -80,6 +80,11 @@ class Run:
         self.step = self.micro = self.unlooked = 0
         self.ahead = False  # masters are, or weights, until the next update
 
+    @property
+    def apart(self) -> bool:
+        """Whether masters are other memory than weights, which they follow at the next update."""
+        return self.case.dtype != "fp32" or self.case.zero.get("offload_optimizer", {}).get("device") == "nvme"
+
     def built(self) -> nn.Module:
         """A model for an engine."""
         if self.case.front == "pipe":
@@ -273,7 +278,7 @@ class Run:
                 param.mul_(7.0 if alone else -0.5)
         for name in self.everywhere(names):
             self.plain.write(name, lambda value: value * -0.5)
-        self.ahead |= self.case.dtype != "fp32"
+        self.ahead |= self.apart
 
     def on_read(self, pick: int) -> None:
         names = self.chosen(pick, trained=False, count=3)
@@ -308,9 +313,10 @@ class Run:
         from the next update on.
         """
         names = self.chosen(pick)
-        if self.ahead or not names:
+        if self.ahead or not names or names[0].endswith("clamped.weight"):  # whose forward writes over it, too
             return
-        low, alone = self.case.dtype != "fp32", self.case.stage == 0 or self.world == 1
+        low = self.plain.params[names[0]].dtype is not torch.float32  # a batch norm's parameters stay in fp32
+        alone = self.case.stage == 0 or self.world == 1
         if not low and not alone and not self.params[names[0]]._ds_unit.movable:
             return
         part = safe_get_local_fp32_param(self.params[names[0]])
@@ -393,7 +399,7 @@ class Run:
         self.engine.load_module_state_dict(values)
         for name in self.plain.params:
             self.plain.write(name, lambda value: value * -0.5)
-        self.ahead |= self.case.dtype != "fp32"
+        self.ahead |= self.apart
 
     def on_offload(self, pick: int) -> None:
         self.engine.offload_states([None, ["optim_states"], ["hp_params", "lp_params"]][pick % 3])
