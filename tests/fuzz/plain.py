@@ -63,6 +63,8 @@ class Plain:
         self.case, self.world = case, world
         self.model = lowered(models.build(case).train(), DTYPES[case.dtype])
         self.params = dict(self.model.named_parameters())
+        for param in self.params.values():  # as the engine has them: products in 16 bits depend on strides
+            param.data = param.data.contiguous()
         self.dtype = next(p.dtype for n, p in self.params.items() if "norm" not in n)
         self.begin()
 

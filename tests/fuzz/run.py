@@ -317,6 +317,8 @@ class Run:
             return
         low = self.plain.params[names[0]].dtype is not torch.float32  # a batch norm's parameters stay in fp32
         alone = self.case.stage == 0 or self.world == 1
+        if not low and "zero_hpz_partition_size" in self.case.zero:  # weights of the other nodes follow at the update
+            return
         if not low and not alone and not self.params[names[0]]._ds_unit.movable:
             return
         part = safe_get_local_fp32_param(self.params[names[0]])
