@@ -106,7 +106,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 raise fault
             return self._speak(args, kwargs)
         self._check_between_passes("generate")
-        self._settle_together()
+        self._wait_together()
         if self._in_parts is not None:
             call = GenerateCall(args, kwargs)
             try:
@@ -116,7 +116,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                     self._in_parts.drop()
         else:
             self._agree(fault)
-            self.runtime.catch_up()
+            self.runtime.update.publish()
             output = self._layer_by_layer(args, kwargs) if self._gathers_layers else self._whole(args, kwargs)
         if self._options.release_inference_cache:
             get_accelerator().empty_cache()
@@ -138,7 +138,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def _prepared(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> bytes:
         """Let the parts have the weights as they are now; ``call`` as it goes to other ranks."""
         packed, marks = b"", None
-        self.runtime.catch_up()
+        self.runtime.update.publish()
         try:
             parts.check(self.module)
             marks, packed = parts.marks(self.module), call.packed()

@@ -30,10 +30,10 @@ from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, Thro
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
-from deepspeed.zero.optim_view import captured_groups
 from deepspeed.zero.plan import StatePlan
-from deepspeed.zero.step import StepResult
+from deepspeed.zero.step_result import StepResult
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.apply import captured_groups
 
 if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine

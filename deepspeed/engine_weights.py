@@ -91,15 +91,15 @@ class EngineWeights:
         """
         self._check_alive()
         self._check_between_passes(call)
-        self.runtime.settle()
-        self.runtime.catch_up()
+        self.runtime.update.wait()
+        self.runtime.update.publish()
 
     def _flow(
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:
         self._check_alive(alone=False)
-        self._settle_together()
-        self.runtime.catch_up()
+        self._wait_together()
+        self.runtime.update.publish()
         options: Any = {"max_bytes": limit, "device": self.device, "target": target, "parcels": parcels}
         flow = WeightFlow(self.mesh, tensors, **options)
         self._open_flow = weakref.ref(flow)
@@ -130,8 +130,8 @@ class EngineWeights:
         if self._generating:  # the outer one has gathered, and gives the hooks back
             yield self.module
             return
-        self._settle_together()
-        self.runtime.catch_up()
+        self._wait_together()
+        self.runtime.update.publish()
         missing = [u for u in self.runtime.units if u.movable and u.state is UnitState.ABSENT]
         nbytes = sum(u.layout.numel * u.full.element_size() for u in missing)
         device = get_accelerator()
@@ -175,9 +175,7 @@ class EngineWeights:
             return
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
-        self.runtime.settle()
-        if self.runtime.delayed is not None:
-            self.runtime.delayed.come_home()
+        self.runtime.update.wait()
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
         self.runtime.before_update()  # what leaves the device may still be copied for a save
@@ -291,8 +289,8 @@ class EngineWeights:
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
         if self.runtime.worker is not None:
-            self._settle_together()
-        self.runtime.catch_up()
+            self._wait_together()
+        self.runtime.update.publish()
         with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint, dst=self.module)

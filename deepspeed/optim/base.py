@@ -172,7 +172,7 @@ class GroupStep(torch.optim.Optimizer):
         return self.slots
 
     def _state_of(self, param: torch.Tensor, group: Group) -> Group:
-        state: Group = self.state[param]
+        state: Group = vars(self)["state"][param]  # not by its door, at which an update waits for itself
         if not state:
             where = param.device if group.get("fused") or group.get("capturable") else "cpu"
             for name in self._slots(group):

@@ -39,7 +39,7 @@ from deepspeed.simulate.events import (
 from deepspeed.simulate.record import Moment, Recorder
 from deepspeed.tier import aio, arena, drive, staging
 from deepspeed.tier.behind import Turn, Worker, next_of
-from deepspeed.zero.update import rates
+from deepspeed.zero.update import staged
 from deepspeed.zero.update.shares import Rates
 
 _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
@@ -335,7 +335,7 @@ def replaced(recorder: Recorder) -> Iterator[None]:
                 "usable",
                 lambda op, columns: all(t.device.type == NAME and t.is_contiguous() for c in columns for t in c),
             ),
-            (rates, "_measure", natives.rates),
+            (staged, "_measure", natives.rates),
             (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
             (content, "crc32c", lambda *_: 0),
             (content, "capture_rng", dict),

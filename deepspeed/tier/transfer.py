@@ -20,6 +20,10 @@ class Transfer:
         """Whether ``wait`` would return at once."""
         return True
 
+    def failed(self) -> bool:
+        """Whether it has ended, and ``wait`` raises."""
+        return False
+
 
 class Several(Transfer):
     """Transfers that end together."""

@@ -22,6 +22,7 @@ from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.optim_view import OptimView, attach, build_views
 from deepspeed.zero.param import (
     Piece,
     castable,
@@ -40,7 +41,7 @@ from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.columns import most_chosen, width_of
+from deepspeed.zero.update.registry import build_policy
 from deepspeed.zero.update.shares import every_so_many
 
 
@@ -92,6 +93,7 @@ class ZeroParts:
     tiers: Tiers
     memory: MemoryPlan
     shared: set[nn.Parameter]  # that another engine keeps, or kept
+    views: list[OptimView]  # what the optimizer sees
 
 
 def build(
@@ -100,14 +102,17 @@ def build(
     facts: UnitFacts,
     *,
     rules: BuildRules,
-    group_of: dict[nn.Parameter, int] | None,
+    optimizer: torch.optim.Optimizer | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
     """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of``: of single ones.
 
-    ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
-    optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
+    ``optimizer``: its groups hold the trained parameters, and views of the masters afterwards; None when nothing will
+    be trained (no gradients, no optimizer state). Values come from the first rank. Raises DivergenceError when ranks
+    hold different models.
     """
+    groups = optimizer.param_groups if optimizer is not None else []
+    group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     mesh = facts.mesh
     check_same_model(model, mesh)
     files = agreed_files(model, mesh)
@@ -115,10 +120,10 @@ def build(
         hostmem.return_large_blocks()
     shared = _shared(model, rules)
     born_sharded = any(hasattr(p, "_ds_unit") and p not in shared for p in model.parameters())
-    trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
+    trained = [p for p in model.parameters() if p.requires_grad and p in group_of]
     facts_of = facts_of or (lambda *_: facts)
     parts = partition(model, plan, mesh.tp.size, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
-    layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
+    layouts = [_layout_of(spec, plan, rules, group_of) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))
     placed = [p for p in model.parameters() if p not in files and p not in shared and not is_composed(p)]
@@ -146,11 +151,16 @@ def build(
     heap.trim()
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, accum=rules.accum_dtype, device=rules.device)
+    views: list[OptimView] = []
+    if optimizer is not None:
+        views = build_views(units, len(groups), tile_numel=plan.offload.tile_numel)
+        attach(optimizer, views)
+        runtime.train_by(optimizer, build_policy(runtime, optimizer, views, plan.offload.update, tiers))
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
-    hooks.awaited = {p for p in group_of or () if not p.requires_grad}
+    hooks.awaited = {p for p in group_of if not p.requires_grad}
     for param in shared:
         vars(param).setdefault("_ds_readers", WeakSet()).add(runtime)
-    return ZeroParts(runtime, hooks, born_sharded, tiers, fitted.memory, shared)
+    return ZeroParts(runtime, hooks, born_sharded, tiers, fitted.memory, shared, views)
 
 
 def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
@@ -176,14 +186,14 @@ def _fitted(
     sizes: list[UnitSize] = []
     specs = [spec for spec, _ in units]
     trained = [s.numel if s.trainable else 0 for s in specs]
-    by_device = every_so_many(trained, plan.offload.device_share or 0.0)
+    by_device = every_so_many(trained, plan.offload.device_share)
     for (spec, layout), chosen in zip(units, by_device, strict=True):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
         if chosen and row.optim is not None and row.optim.away:
-            row = row.updated_on_device(travels=plan.offload.travel)
+            row = plan.offload.update.row(row)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
-        size = UnitSize(layout.numel, spec.rest.itemsize, row, largest)
-        sizes.append(_with_columns(size, layout, plan, [group.size for group in mesh.groups]))
+        shapes = tuple((segment.offset, segment.shape) for segment in layout.segments)
+        sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest, shapes))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
@@ -199,18 +209,6 @@ def _fitted(
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted
-
-
-def _with_columns(size: UnitSize, layout: FlatLayout, plan: ZeroPlan, ways: list[int]) -> UnitSize:
-    """The same with what the device updates of it, where it chooses columns."""
-    optim = size.row.optim
-    if plan.offload.columns is None or optim is None or not optim.away:
-        return size
-    parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
-    places = [(segment.offset, segment.shape) for segment in layout.segments]
-    chosen, columns = most_chosen(places, layout.numel, parts=parts, ratio=plan.offload.columns.ratio)
-    compared = sum(width_of(shape) for _, shape in places if len(shape) > 1)
-    return replace(size, chosen=chosen, columns=columns, compared=compared)
 
 
 def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:

@@ -72,10 +72,9 @@ class Gradients:
         self._views: dict[Unit, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._shown: dict[Unit, list[torch.Tensor]] = {}
         self.written = False  # a client has written gradients by hand
-        # A policy of the update's: it reads the last rest gradient before the next one comes, and sees this one, in
-        # memory of the device, on its way to the host.
-        self.before: Callable[[Unit], None] = lambda _: None
-        self.seen: Callable[[Unit, torch.Tensor], None] = lambda *_: None
+        self.clipped_by_client = False  # who has been told that this clips nothing
+        # Called with a gradient of the device on its way to the host, on the stream of that.
+        self.sent: Callable[[Unit, torch.Tensor], None] = lambda *_: None
         for unit in units:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
@@ -168,8 +167,7 @@ class Gradients:
 
     def reduce(self, unit: Unit) -> None:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
-        unit.settle()  # its update reads the last one
-        self.before(unit)
+        unit.wait(StateKind.GRAD, write=True, copies=False)  # an update may read the last one
         self.withdraw()
         partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
         if self._watch:
@@ -222,7 +220,7 @@ class Gradients:
         def leave() -> Transfer:
             transfer.wait()
             unit.send_gradient(target.memory)
-            self.seen(unit, target.memory)
+            self.sent(unit, target.memory)
             return ARRIVED
 
         beside = not target.rests and not unit.on_drive(StateKind.GRAD)
@@ -257,8 +255,7 @@ class Gradients:
         """Wait for every reduction in flight, and until the program may read and write all of it, in its dtype."""
         self._land_all()
         for unit in self._units:
-            unit.landed.wait()
-            self.before(unit)
+            unit.wait(StateKind.GRAD, write=True)
             if unit.grad_away and not unit.on_drive(StateKind.GRAD):
                 unit.widen_gradient(self._accum_dtype(unit))
 
@@ -321,7 +318,7 @@ class Gradients:
     def collapse(self) -> list[Unit]:
         """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros.
 
-        Those in host memory may still be on their way there: see ``Unit.landed``.
+        Those in host memory may still be on their way there: see ``Unit.arriving``.
         """
         self._land_all()
         ready = [unit for unit in self._units if unit.trainable]
@@ -332,8 +329,7 @@ class Gradients:
         return ready
 
     def _zero(self, unit: Unit) -> None:
-        unit.settle()
-        self.before(unit)
+        unit.wait(StateKind.GRAD, write=True, copies=False)
         target = self._rest(unit)
         target.memory.zero_()
         self._send(unit, ARRIVED, target)

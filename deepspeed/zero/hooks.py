@@ -36,7 +36,7 @@ from deepspeed.observe.log import logger
 from deepspeed.observe.process_settings import Borrowed
 from deepspeed.zero.client.pickles import pickle_as_before, pickle_plainly
 from deepspeed.zero.client.tree import ModuleTree
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
@@ -90,22 +90,22 @@ def _calls_under_way(module: nn.Module) -> int:
 def _settling(units: list[Unit]) -> Callable[..., None]:
     def settle(*_: Any) -> None:  # a function: a client's copy of the model copies no units
         for unit in units:
-            unit.settle()
+            unit.wait(StateKind.PARAM)
 
     return settle
 
 
 def hold_clipping() -> Borrowed:
     """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use where it sees no gradients: on shards."""
-    clip, warned = torch.nn.utils.clip_grad_norm_, weakref.WeakSet[Runtime]()
+    clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
     def telling(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
         for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
-            if isinstance(runtime, Runtime) and runtime not in warned:
-                warned.add(runtime)
+            if isinstance(runtime, Runtime) and not runtime.gradients.clipped_by_client:
+                runtime.gradients.clipped_by_client = True
                 logger.warning(
                     "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they "
                     "are sharded over the ranks. Set gradient_clipping in the configuration; "
@@ -220,8 +220,7 @@ class ModuleHooks:
         """Whether the unit stays, and may be updated behind the program: what reads it past torch's functions, as an
         extension does, finds it when its module, or the block around that, has begun.
         """
-        behind = self._runtime.worker is not None and unit.plan.optim is not None and unit.plan.optim.away
-        return behind and not unit.movable
+        return not unit.movable and self._runtime.update.runs_late(unit)
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -422,7 +421,7 @@ class ModuleHooks:
     def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
         if inner and not torch.is_grad_enabled():
             for unit in units:
-                if unit.state is not UnitState.READY:
+                if not unit.whole:
                     break
             else:
                 return  # as after the root's own hook

@@ -183,7 +183,7 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
             return False
     unit = getattr(tensor, "_ds_unit", None)
     if unit is not None and not unit.movable:
-        unit.settle()
+        unit.wait(StateKind.PARAM)
     return isinstance(tensor, ReleasedTensor) or unit is None or not unit.whole
 
 
@@ -232,7 +232,7 @@ class ReleasedFace:
         """This rank's values, of the last update."""
         if (values := self.__dict__.get("ds_tensor")) is None:
             raise AttributeError("ds_tensor is there where parameters are sharded")
-        self.__dict__["_ds_unit"].settle()
+        self.__dict__["_ds_unit"].wait(StateKind.PARAM)
         return cast(torch.Tensor, values)
 
     @ds_tensor.setter

@@ -3,7 +3,8 @@
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,12 +13,29 @@ from deepspeed.comm import collectives
 from deepspeed.observe import hostmem
 from deepspeed.observe.timers import profiled
 from deepspeed.tier.store import TierStore, settled
-from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, hide, keep_view, point, requiring, storage_uses, unmark_zero_parameter
 from deepspeed.zero.partition import GradState, Keeper, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
+
+
+class _Pending(NamedTuple):
+    """Work behind the program that reads and writes states of a unit."""
+
+    work: Transfer
+    reads: tuple[StateKind, ...]
+    writes: tuple[StateKind, ...]
+    copy: bool = False
+
+    def concerns(self, kind: StateKind, *, write: bool) -> bool:
+        """Whether who reads, or writes, ``kind`` has to wait for it."""
+        return kind in self.writes or (write and kind in self.reads)
+
+    def over(self) -> bool:
+        """Whether it has ended, and nobody is to hear how."""
+        return self.work.done() and not self.work.failed()
 
 
 class Unit:
@@ -46,13 +64,8 @@ class Unit:
         self.views: list[Any] = []  # the OptimViews of it
         self.tiers: Tiers | None = None
         self.grad_square: torch.Tensor | None = None  # of a rest gradient that is not on the device
-        # The last copy between host memory of GRAD or OPTIM and the device: the program waits for it before it reads
-        # what comes down, and before it writes.
-        self.landed = ARRIVED
-        self._updating = ARRIVED  # the last update in another thread, of masters, slots and PARAM at rest
-        self._delayed = ARRIVED  # that of masters and slots alone
-        self._bring_home: Callable[[], object] = lambda: None  # what of masters and slots is elsewhere between steps
-        self._early: Any = None  # one that the next step may take (EarlyUpdate)
+        self._pending: tuple[_Pending, ...] = ()  # what goes on behind the program; written under the lock
+        self._pending_lock = Lock()
         self.master_is_param = False
         self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
         # Positions whose gradients are in ``partial`` (of these, those of the running backward: ``arrived``), and that
@@ -62,6 +75,7 @@ class Unit:
         self.kept = False  # something that autograd cannot announce will read the parameters: they stay until the flush
         self.grad_filled = self._lent = False
         self.borrowed = False  # modules that do not own the parameters read them, too
+        self.guarded = False  # the values are here, and hidden: see ``guard``
         self._done, self._done_task = set[int](), -1
         self._keeper: Callable[[], Keeper | None] = lambda: None
         self._transfer = ARRIVED
@@ -103,6 +117,7 @@ class Unit:
         self._bare = storage_uses(full)
 
     def _expose(self) -> None:
+        self.guarded = False
         for p, view in zip(self.params, self._views, strict=True):
             expose(p, view)
 
@@ -164,13 +179,11 @@ class Unit:
 
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
-        if kind is StateKind.OPTIM:
-            self.settle_states()
-        self.settle()
+        if kind is not StateKind.PARAM:
+            self.wait(StateKind.PARAM)
+        self.wait(kind, write=write)
         if write and (keeper := self.keeper) is not None:
             keeper.before_update()
-        if kind is StateKind.GRAD or write:
-            self.landed.wait()
         return self.rest[kind].open(write=write)
 
     @property
@@ -180,8 +193,8 @@ class Unit:
         inside = all(h == self.name or h.startswith(f"{self.name}.") for h in homes)
         return self.name if inside else ", ".join(homes[:8])
 
-    # Every parameter's values are here: not released, and not still arriving.
-    whole = property(lambda self: self.state is UnitState.READY)
+    # Every parameter's values are here and may be read without asking: not released, still arriving, or guarded.
+    whole = property(lambda self: self.state is UnitState.READY and not self.guarded)
     trainable = property(lambda self: self.plan.grad is not None)
     idle = property(lambda self: self.users == 0 and self.pins == 0)
 
@@ -222,18 +235,14 @@ class Unit:
             self.grad_square = self._weighted_square(grad)
 
     def send_gradient(self, grad: torch.Tensor) -> None:
-        """The rest gradient in host memory will be ``grad``, of the device, when ``landed``."""
+        """Copy ``grad``, of the device, to the rest gradient in host memory."""
         self.note_gradient(grad)
-        self.landed = self.rest[StateKind.GRAD].put(grad)
-
-    def note_landing(self, copies: Transfer) -> None:
-        """From what the host has of the unit ``copies`` go to the device; the last ones have been waited for."""
-        self.landed = copies
+        self.note_copy(self.rest[StateKind.GRAD].put(grad), writes=(StateKind.GRAD,))
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
         """Let the rest gradient in host memory, which has landed, be of ``dtype``."""
         if self.grad is not None and self.grad.dtype is not dtype:
-            self.settle()
+            self.wait(StateKind.GRAD, write=True)
             values = self.grad.to(dtype)
             self.rest[StateKind.GRAD].hold_as(dtype)
             self.grad.copy_(values)
@@ -301,7 +310,6 @@ class Unit:
 
     def clear_grad(self) -> None:
         """Drop the gradient; its memory stays for the next window."""
-        self.exchange_early(None)
         self.partial = None
         for noted in (self.fired, self.arrived, self.trained):
             noted.clear()
@@ -329,16 +337,18 @@ class Unit:
         try:
             self._transfer = start(self.start_gather)
         except BaseException:
-            self.arrive()
+            self._finish_fetch()
             self.release()  # nothing has arrived
             raise
 
-    def arrive(self) -> None:
+    def _finish_fetch(self) -> None:
         """FETCHING -> READY, when everything is here; parameters show their own class again."""
         if self.state is UnitState.FETCHING:
             self._transfer.wait()
             self._transfer = ARRIVED
             self._move(UnitState.READY)
+            self._expose()
+        elif self.guarded:
             self._expose()
 
     def release(self) -> None:
@@ -346,6 +356,7 @@ class Unit:
         if not self.movable:
             return
         self._move(UnitState.ABSENT)
+        self.guarded = False
         self._hide()
         storage = self.full.untyped_storage()
         # Numpy or another process may hold it: then its bytes must stay where they are.
@@ -362,50 +373,55 @@ class Unit:
         for p in self.params:
             hide(p, self._void)
 
-    def update_behind(self, update: Transfer) -> None:
-        """Masters, slots and PARAM at rest, and so parameters that are never released, are there when ``update`` is."""
-        self._updating = update
+    def guard(self) -> None:
+        """READY: hide the values, so that whoever reads a parameter asks first, and waits for what is pending."""
+        if not self.guarded:
+            self.guarded = True
+            self._hide()
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+    def wait(self, kind: StateKind, *, write: bool = False, copies: bool = True) -> None:
+        """Wait until ``kind`` may be read or, with ``write``, written. UsageError where an update has failed.
+
+        PARAM that is being gathered is READY then. ``copies`` False: what the caller does is ordered behind copies by
+        streams, so that only updates are waited for.
+        """
+        for pending in self._pending:
+            if pending.concerns(kind, write=write) and (copies or not pending.copy):
+                pending.work.wait()
+        if kind is StateKind.PARAM:
+            self._finish_fetch()
+
+    def arriving(self, kind: StateKind, *, write: bool = False) -> Transfer:
+        """What ``wait`` would wait for now, as one transfer."""
+        works = [pending.work for pending in self._pending if pending.concerns(kind, write=write)]
+        return works[0] if len(works) == 1 else Several(works) if works else ARRIVED
+
+    def note_pending(
+        self, work: Transfer, *, reads: tuple[StateKind, ...] = (), writes: tuple[StateKind, ...] = ()
+    ) -> None:
+        """Note that ``work``, an update, goes on behind the program: it reads and writes these states until it ends."""
+        self._note(_Pending(work, reads, writes))
+        if StateKind.PARAM in writes and not self.movable:
+            self.guard()
+
+    def note_copy(
+        self, copies: Transfer, *, reads: tuple[StateKind, ...] = (), writes: tuple[StateKind, ...] = ()
+    ) -> None:
+        """Note ``copies`` between host memory and the device that read or write these states, until they end."""
+        self._note(_Pending(copies, reads, writes, copy=True))
+
+    def _note(self, new: "_Pending") -> None:
+        with self._pending_lock:
+            kept = (old for old in self._pending if old.work is not new.work and not old.over())
+            self._pending = (*kept, new)
+
+    def forget_pending(self) -> None:
+        """Forget what has ended, it does not matter how."""
+        with self._pending_lock:
+            self._pending = tuple(pending for pending in self._pending if not pending.work.done())
         if not self.movable:
-            self.cover(update)
-
-    def cover(self, until: Transfer = ARRIVED) -> None:
-        """READY -> FETCHING: whoever reads a parameter asks from now on, and waits ``until`` it may be read."""
-        self._move(UnitState.FETCHING)
-        self._transfer = until
-        self._hide()
-
-    def exchange_early(self, update: Any, *, taken: bool = False) -> Any:
-        """The update that has begun before its step, for another; it is forgotten, unless it is ``taken``."""
-        before, self._early = self._early, update
-        if before is not None and not taken:
-            before.forget()
-        return before
-
-    def settle(self, *, stepping: bool = False) -> None:
-        """Wait for an update in another thread, but forget what only a step takes. UsageError where it has failed."""
-        if not stepping:
-            self.exchange_early(None)
-        self._updating.wait()
-        if not self.movable:
-            self.arrive()
-
-    def delay_update(self, update: Transfer = ARRIVED, *, home: Callable[[], object] | None = None) -> None:
-        """Masters and slots alone are there when ``update`` is, and after ``home``, from now on, if that is given."""
-        self._delayed, self._bring_home = update, home or self._bring_home
-
-    def settle_states(self, *, stepping: bool = False) -> None:
-        """The same of masters and slots, until the program may read them; if it is not ``stepping``, write to them."""
-        self.settle(stepping=stepping)
-        self._delayed.wait()
-        if not stepping:
-            self._bring_home()
-            self.landed.wait()
-
-    def forget_update(self) -> None:
-        """It has ended, it does not matter how."""
-        self._updating = self._delayed = ARRIVED
-        self._transfer = self._transfer if self.movable else ARRIVED
-        self.settle()
+            self._finish_fetch()
 
     def read_by_others(self) -> bool:
         """True while others than the unit hold views of the full buffer (while READY): in a backward, ops that read."""
@@ -413,7 +429,9 @@ class Unit:
 
     def start_gather(self, full: torch.Tensor | None = None) -> Transfer:
         """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
-        self._updating.wait()
+        for pending in self._pending:
+            if pending.concerns(StateKind.PARAM, write=False):
+                pending.work.wait()
         full = self.full if full is None else full
         cut = self.facts.sharing(self.plan.param.spread)
         start, stop = self.range_of(StateKind.PARAM)
@@ -426,13 +444,14 @@ class Unit:
 
     def read_ahead(self) -> bool:
         """Start reading the shard from its drive for a later fetch; False if it is not there yet, or no buffer free."""
-        return self.state is UnitState.ABSENT and self.updated and self.rest[StateKind.PARAM].read_ahead()
+        updated = self.arriving(StateKind.PARAM).done()
+        return self.state is UnitState.ABSENT and updated and self.rest[StateKind.PARAM].read_ahead()
 
     def fetch_whole(self) -> None:
         """Gather at once, without schedule or agreement: for construction and teardown, the same on every rank."""
         if self.state is UnitState.ABSENT:
             self.fetch(lambda gather: gather())
-            self.arrive()
+            self.wait(StateKind.PARAM)
 
     def add_user(self, *, borrows: bool = False) -> None:
         """A module that needs the unit runs, until ``drop_user``; ``borrows``: without owning it."""
@@ -523,7 +542,7 @@ class Unit:
         rounds = self.master is not None and self.master.dtype is not dtype and not self.tiled
         if not rounds or store is None or store.on_drive or not self.grad_away:
             return None
-        self.landed.wait()
+        self.wait(StateKind.GRAD, write=True)
         return store.spare(dtype, keep=not spent)
 
     def leave_device(
@@ -580,7 +599,7 @@ class Unit:
         self.clear_grad()
         self.abandon()
         self.views, self.pins, self._spare, self._keeper = [], 0, None, lambda: None
-        self.master_is_param, self.tiled, self._bring_home = False, False, lambda: None
+        self.master_is_param, self.tiled, self._pending = False, False, ()
         if self.state is UnitState.READY:
             self.release()
 
@@ -597,7 +616,6 @@ class Unit:
         self._keeper = keeper
 
     keeper = property(lambda self: self._keeper(), doc="Who gathers the unit; None when nobody does any more.")
-    updated = property(lambda self: self._updating.done(), doc="Whether no update is under way in another thread.")
 
     def may_fetch_on_demand(self) -> bool:
         return (keeper := self.keeper) is not None and keeper.may_fetch_on_demand()

@@ -33,6 +33,7 @@ from deepspeed.zero.optim_view import OptimView, build_views
 from deepspeed.zero.partition import UnitFacts
 from deepspeed.zero.plan import Spread, StateKind, StatePlan, UnitPlan
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.policy import UpdatePolicy
 
 Place = tuple[tuple[int, ...], tuple[int, ...]] | None  # start and shape; None: the whole
 Group = tuple[tuple[int, ...], dict[str, Place]]
@@ -165,7 +166,7 @@ class Rank:
     @property
     def states(self) -> States:
         names = [[s.name for s in self.unit.layout.segments]]
-        return States(self.module, self.mesh, [self.unit], self.views, self.optimizer, names)
+        return States(self.module, self.mesh, [self.unit], self.views, self.optimizer, names, UpdatePolicy(Any))
 
     def flat(self, state: str) -> Tensor:
         """What the flat buffer of the unit must hold of a state."""
@@ -235,7 +236,7 @@ class Rank:
         """As ``load_checkpoint`` does."""
         source = open_everywhere(self.mesh, Path(folder), "t", allow_pickle=False)
         assert source is not None
-        runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None, delayed=None)
+        runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None, update=self.states.update)
         try:
             loaded = load_into(self.states, runtime, source, **rules)
             if window:

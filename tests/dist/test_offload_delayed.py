@@ -279,7 +279,7 @@ def failed_alone(way: str, door: str, folder: str, stage: int, offload: dict[str
         zero = {"offload_optimizer": offload, "stage3_gather_16bit_weights_on_model_save": True}
         engine = start(case.build().train(), make_config(stage, zero=zero))
         train_step(engine, case, 0)
-        engine.runtime.settle()
+        engine.runtime.update.wait()
         update = type(engine.basic_optimizer)._update_group
         if engine.global_rank == 1:
             type(engine.basic_optimizer)._update_group = _raise

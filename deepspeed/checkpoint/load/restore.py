@@ -1,6 +1,5 @@
 """From a checkpoint into an engine: every rank reads what its own ranges overlap with; one that fails tells all."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -29,9 +28,8 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update import zenflow
-from deepspeed.zero.update.zenflow import ZenFlow
 
+_ZENFLOW = "zenflow_"  # what the names of ZenFlow's slots begin with in every checkpoint
 _CUT_ANEW = (
     "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
     "load with the same configuration and number of ranks, or load_optimizer_states=False"
@@ -87,10 +85,10 @@ def load_into(
             _fill_module(states, source, match, report)
         if optimizer:
             _fill_optimizer(states, source, match, report)
-            if states.optimizer is not None and not isinstance(runtime.delayed, ZenFlow):
+            if states.optimizer is not None and runtime.update.further_slots != _ZENFLOW:
                 for state in states.optimizer.state.values():  # every column has the host's count from here on
                     names = state if isinstance(state, dict) else ()
-                    for name in [name for name in names if str(name).startswith(zenflow.SLOT)]:
+                    for name in [name for name in names if str(name).startswith(_ZENFLOW)]:
                         del state[name]
     runtime.publish(runtime.units)
     return source
@@ -98,7 +96,8 @@ def load_into(
 
 def _check_window(runtime: Runtime, source: Source) -> None:
     """CheckpointError where gradients that a window has summed would be lost."""
-    if any(state == f"optim.{zenflow.SUM}" for state, _ in source.entries) and not isinstance(runtime.delayed, ZenFlow):
+    summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
+    if summed and runtime.update.further_slots != _ZENFLOW:
         raise CheckpointError(
             f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with sums of "
             "gradients that this engine cannot use, and nothing was loaded; load it with that block, save at the end "
@@ -191,8 +190,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
             optimizer.state.pop(view.param, None)
         if not fresh and not scalars:
             continue
-        attached = contextlib.nullcontext() if states.tiles is None else states.tiles.attached(view, write=True)
-        with torch.no_grad(), attached:
+        with torch.no_grad(), states.update.attached(view, write=True):
             state = optimizer.state.get(view.param, {})
             _fill_view(view, state, fresh, source, scalars)
             optimizer.state[view.param] = state

@@ -15,9 +15,10 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
-from deepspeed.zero.optim_view import OptimTiles, OptimView
+from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.policy import UpdatePolicy
 
 Site = tuple[str, Region | None]  # a parameter's name, and where the local tensor sits in the global one
 Owned = tuple[Segment, int, int]  # a parameter's place in its unit, and the flat indices [lo, hi) of it that are meant
@@ -66,7 +67,9 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class States:
-    """The state of one engine. ``groups``: names of parameters in the user's order; ``tiles``: what is on a drive."""
+    """The state of one engine. ``groups``: names of parameters in the user's order; ``update`` knows what of the
+    optimizer's state rests on a drive.
+    """
 
     module: nn.Module
     mesh: Mesh
@@ -74,7 +77,7 @@ class States:
     views: list[OptimView]
     optimizer: torch.optim.Optimizer | None
     groups: list[list[str]]
-    tiles: OptimTiles | None = None
+    update: UpdatePolicy
 
     def state_of(self, view: OptimView) -> dict[str, Any]:
         """What the optimizer holds for ``view``."""
@@ -82,7 +85,7 @@ class States:
 
     def slots_of(self, view: OptimView) -> Iterator[tuple[str, torch.Tensor, Elements]]:
         """Every tensor the optimizer keeps for ``view``: its name, one of its shape, its elements."""
-        store, places = self.tiles.region_of(view) if self.tiles is not None else (None, {})
+        store, places = self.update.region_of(view)
         for name, value in self.state_of(view).items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if store is not None and name in places:

@@ -1,6 +1,5 @@
 """Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, cast
@@ -15,7 +14,6 @@ from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.client.incoming import incoming_of
-from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import is_composed, local_of, part_of, pieces_of, point, whole_of
 from deepspeed.zero.plan import StateKind
@@ -114,16 +112,15 @@ class GatheredParameters:
         for runtime in dict.fromkeys(map(runtime_of, units)):
             if runtime is None or runtime.may_fetch_on_demand():
                 continue
-            if runtime.worker is not None and self._modifier is not None:
-                settle_together(runtime.worker, runtime.settle, runtime.mesh)
-            elif runtime.worker is not None:  # masters and slots may still be on their way
-                for mesh in {id(unit.mesh): unit.mesh for unit in units if runtime_of(unit) is runtime}.values():
-                    theirs = [unit for unit in units if unit.mesh is mesh]
-                    asked = (runtime.steps, "values", *sorted(unit.index for unit in theirs))
-                    settle = functools.partial(_settle, theirs)
-                    settle_together(runtime.worker, settle, mesh, groups=(mesh.zero,), once=asked)
             if self._modifier is not None:
-                runtime.catch_up()  # masters will be what is shown here, and must not lose their last update
+                # Masters will be what is shown here, and must not lose their last update.
+                runtime.update.wait_together(once=("all",))
+                runtime.update.publish()
+                continue
+            for mesh in {id(unit.mesh): unit.mesh for unit in units if runtime_of(unit) is runtime}.values():
+                theirs = [unit for unit in units if unit.mesh is mesh]  # masters and slots may still be on their way
+                asked = ("values", *sorted(unit.index for unit in theirs))
+                runtime.update.wait_together(units=theirs, groups=(mesh.zero,), once=asked)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """What autograd saves of a parameter is read after the release: of a view of a full buffer save the place."""
@@ -223,11 +220,6 @@ class GatheredParameters:
             if not local_of(param).is_set_to(inside):
                 point(param, inside)
             unit.absorb(position)
-
-
-def _settle(units: list[Unit]) -> None:
-    for unit in units:
-        unit.settle(stepping=True)
 
 
 def segment_of(param: torch.Tensor) -> Segment:

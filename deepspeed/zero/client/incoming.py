@@ -98,7 +98,7 @@ class Incoming:
         """Pin ``unit``, whose values will be written, without gathering them."""
         if unit.state is UnitState.ABSENT and len(unit.params) == 1 and unit.params[0] in self._plain:
             unit.fetch(lambda _: ARRIVED)
-            unit.arrive()
+            unit.wait(StateKind.PARAM)
             self._open[unit] = unit.params[0]._version
         unit.pin()
 

@@ -16,7 +16,6 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.zero.client.gathered import runtime_of
-from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import part_of, whole_of
 from deepspeed.zero.plan import Spread, StateKind
@@ -63,10 +62,9 @@ def _opened(
             yield None
             return
         segment, kind, factor = unit.layout.segments[param._ds_position], StateKind.OPTIM, 1.0  # type: ignore[attr-defined]
-        if together and runtime is not None and runtime.worker is not None and unit.trainable:
+        if together and runtime is not None and unit.trainable:
             groups = (unit.mesh.zero,) if segment.place is None else (unit.mesh.zero, unit.mesh.tp)
-            asked = (runtime.steps, "states", *(group.ranks for group in groups))
-            settle_together(runtime.worker, runtime.settle, unit.mesh, groups=groups, once=asked)
+            runtime.update.wait_together(groups=groups, once=("states", *(group.ranks for group in groups)))
         if what not in (_GRAD, _MASTER):
             with ExitStack() as attached:
                 yield _slots(unit, segment, str(what), attached, write=write)
@@ -196,7 +194,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
         if master is None:
             return None
         runtime, values = runtime_of(master.unit), master.pieces[0][1]
-        return values if runtime is None or runtime.early is None else values.clone()
+        return values if runtime is None or not runtime.update.swaps_memory else values.clone()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

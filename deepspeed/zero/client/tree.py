@@ -105,8 +105,8 @@ class ModuleTree:
                         "so earlier values may be lost: use param.copy_(...) under torch.no_grad(), without .data"
                     )
                 self._through_data.add(unit)
-            if names and self._runtime.delayed is not None and unit.master is not None:
-                raise UsageError(_refused_when_delayed(names[0]))
+            if names and self._runtime.update.refuses_writes and unit.master is not None:
+                raise UsageError(_refused(names[0]))
             for position in written:
                 unit.absorb(position)
 
@@ -125,9 +125,9 @@ class ModuleTree:
             # masters that somebody has written to are ahead of what is shown, until the update
             if (alone := first and self._untrained.get(unit) == _version_of(unit)) or unseen:
                 edited = [*range(len(unit.params))]
-            if edited and self._runtime.delayed is not None and not first:
+            if edited and self._runtime.update.refuses_writes and not first:
                 self._versions[unit] = now  # refused once: what is said to use works then
-                raise UsageError(_refused_when_delayed(unit.layout.segments[edited[0]].name))
+                raise UsageError(_refused(unit.layout.segments[edited[0]].name))
             for position in edited:
                 unit.absorb(position)
             self._versions[unit] = now
@@ -135,7 +135,7 @@ class ModuleTree:
                 self._untrained[unit] = _version_of(unit)
 
 
-def _refused_when_delayed(name: str) -> str:
+def _refused(name: str) -> str:
     return (
         f"parameter {name!r} was written in place under delayed_update or zenflow, whose masters are ahead of it: use "
         "engine.load_module_state_dict or safe_set_full_fp32_param"

@@ -1,0 +1,109 @@
+"""The rule of an optimizer over some of its views: from gradients new weights and slots, and PARAM in passing."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.optim.base import GroupStep
+from deepspeed.optim.host import Scalar
+from deepspeed.tier.store import TierStore
+from deepspeed.zero.optim_view import OptimView, copied
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.frozen import Frozen, FrozenGuard, frozen_since
+
+Groups = list[dict[str, Any]]  # the settings of an optimizer's groups, without parameters
+
+
+def apply_rule(
+    optimizer: torch.optim.Optimizer,
+    views: Sequence[OptimView],
+    step: Callable[[], object],
+    factor: Scalar,
+    *,
+    source: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    frozen: Frozen | None = None,
+    apart: Mapping[Unit, TierStore] | None = None,
+) -> list[OptimView]:
+    """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
+    returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
+    ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``: if that was asked
+    before. ``apart``: where the units' gradients are, and PARAM is rounded into what is free behind each.
+    """
+    places: Mapping[Unit, TierStore] = apart or {}
+    frozen = frozen_since(views) if frozen is None else frozen
+    # Asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own.
+    writes = hasattr(type(optimizer), "writing_outputs")
+    outputs = _outputs(views, places, frozen) if writes else {}
+    scales = _scales(views, factor) if writes and optimizer.undisturbed() else {}  # type: ignore[attr-defined]
+    guard = FrozenGuard(optimizer, frozen)
+    written: Any = ()
+    try:
+        for view in views:
+            place = places.get(view.unit)
+            piece = source if place is None else view.within(StateKind.GRAD, place.tensor)
+            grad = view.gradient(factor, source=piece, plain=view.param in scales)
+            if grad.dtype is not view.param.dtype:
+                view.param.grad_dtype = None  # any
+            view.param.grad = grad if guard.hold(view) else None
+        asked: Any = contextlib.nullcontext(())
+        if outputs or scales or skip is not None:
+            asked = optimizer.writing_outputs(outputs, skip=skip, scales=scales)  # type: ignore[attr-defined]
+        with asked as written:
+            step()
+    finally:
+        guard.put_back()
+        for view in views:
+            view.param.grad = None
+    return [view for view in views if view.param in written]
+
+
+def apply_to_part(
+    optimizer: GroupStep,
+    views: Sequence[OptimView],
+    groups: Groups,
+    factor: Scalar,
+    *,
+    source: torch.Tensor | None = None,
+    frozen: Frozen | None = None,
+    apart: Mapping[Unit, TierStore] | None = None,
+) -> list[OptimView]:
+    """Apply the rule of one of this package's optimizers to ``views`` alone, with the settings ``groups``, whatever
+    the optimizer's own are by now; as ``apply_rule``.
+    """
+    params: list[list[torch.Tensor]] = [[] for _ in groups]
+    for view in views:
+        params[view.group].append(view.param)
+    theirs = [{**group, "params": some} for group, some in zip(groups, params, strict=True) if some]
+    step = functools.partial(optimizer.update, theirs)
+    return apply_rule(optimizer, views, step, factor, source=source, frozen=frozen, apart=apart)
+
+
+def captured_groups(optimizer: torch.optim.Optimizer) -> Groups:
+    """The settings of the groups as they are now, without parameters."""
+    return [{k: copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _outputs(
+    views: Sequence[OptimView], places: Mapping[Unit, TierStore], frozen: Frozen
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Where the optimizer may round weights to; not for units with frozen parameters, which are put back."""
+    outputs = {view.param: view.output(places.get(view.unit)) for view in views if view.unit not in frozen}
+    return {param: out for param, out in outputs.items() if out is not None}
+
+
+def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Scalar]:
+    """What the kernels multiply each gradient by: on the host a number, on a device one tensor for equal ones."""
+    scales: dict[torch.Tensor, Scalar] = {}
+    each: dict[tuple[float, bool], Scalar] = {}
+    for view in views:
+        key = view.unit.facts.after, view.param.device.type == "cpu"
+        if key not in each:
+            scale = factor * key[0]
+            each[key] = float(scale) if key[1] else scale
+        scales[view.param] = each[key]
+    return scales
