@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects, merge
 from deepspeed.errors import DivergenceError
@@ -69,7 +70,7 @@ class Decision:
     units: tuple[int, ...]
     reduces: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def reduced(self) -> tuple[int, ...]:
         """All units whose gradients are reduced, in order."""
         units = self.units if self.kind in (Kind.REDUCE, Kind.FLUSH, Kind.STEP) else ()
@@ -86,7 +87,7 @@ class Decision:
             return (self.units == request.units and ready) or (urgent and request.units[0] in self.units)
         return set(request.pending) <= set(self.units) if self.kind is Kind.STEP else self.units == request.units
 
-    @property
+    @cached_property
     def closes(self) -> bool:
         """Whether it ends an interval: an error, the end of a backward, a forward's that nothing follows by habit."""
         return self.kind in (Kind.FAILED, Kind.FLUSH) or (self.kind is Kind.LEAVE and not self.units)

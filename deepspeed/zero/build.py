@@ -295,7 +295,7 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
             source.forget(param)
         elif beside:
             collectives.broadcast(view, unit.mesh.zero)
-        expose(param, torch.empty(0, dtype=dtype, device=device))
+        expose([param], [torch.empty(0, dtype=dtype, device=device)])
         param.grad = None
     for source in sources.values():
         if all(getattr(p, "_ds_unit", None) is not source for p in source.params):
@@ -366,7 +366,7 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
             part, place = Unit.view(unit.full, segment), vars(param).pop("tp_was_whole", None)
             place = place if together else None  # it stays a part
-            expose(param, whole_of(part, place, unit.mesh.tp).clone())
+            expose([param], [whole_of(part, place, unit.mesh.tp).clone()])
             if place is not None:
                 del param.tp_place  # type: ignore[attr-defined]
             unit.forget(param)

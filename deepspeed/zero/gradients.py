@@ -85,12 +85,16 @@ class Gradients:
         grad = take_gradient(param)
         if grad is None:
             return
-        dtype, factor = self._partial_dtype(unit), unit.facts.before * self.scale
-        if owners(grad) == self._alone and _is_whole_sum(unit, grad, dtype):
-            unit.open_partial(dtype, begin=grad.view(-1)).mul_(factor)
-            unit.note_packed(position)
-            return
-        target = unit.view(unit.open_partial(dtype), segment)
+        factor = unit.facts.before * self.scale
+        partial = unit.partial
+        if partial is None:
+            dtype = self._partial_dtype(unit)
+            if len(unit.params) == 1 and owners(grad) == self._alone and _is_whole_sum(unit, grad, dtype):
+                unit.open_partial(dtype, begin=grad.view(-1)).mul_(factor)
+                unit.note_packed(position)
+                return
+            partial = unit.open_partial(dtype)
+        target = partial[segment.offset : segment.stop].view(segment.shape)
         if position in unit.fired:
             target.add_(grad, alpha=factor)
         elif grad.dtype == target.dtype:

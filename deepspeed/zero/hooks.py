@@ -425,7 +425,8 @@ class ModuleHooks:
                     break
             else:
                 return  # as after the root's own hook
-        self._arm()
+        if not self._armed:
+            self._arm()
         # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
         self._runtime.second_order = torch.is_grad_enabled()
         if units:
@@ -450,7 +451,8 @@ class ModuleHooks:
         self._graphs.clear()
 
     def _gradient_ready(self, unit: Unit, position: int, _: nn.Parameter) -> None:
-        self._arm()
+        if not self._armed:
+            self._arm()
         self._runtime.gradient_ready(unit, position, task=torch._C._current_graph_task_id())
 
     def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:

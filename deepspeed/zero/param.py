@@ -480,25 +480,31 @@ def gradient_like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor
     return whole.from_local(values, whole.device_mesh, whole.placements, **options)
 
 
-def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:
-    """Give ``parameter`` the released face over the scalar ``void``, spread over the logical shape."""
-    if not isinstance(parameter, ReleasedFace):
-        point(parameter, void.expand(local_of(parameter).shape))
+def hide(parameters: Sequence[nn.Parameter], void: torch.Tensor) -> None:
+    """Give ``parameters`` the released face over the scalar ``void``, spread over the logical shapes."""
+    for parameter in parameters:
+        if isinstance(parameter, ReleasedFace):
+            continue
+        if hasattr(parameter, "_local_tensor"):
+            parameter._local_tensor = void.expand(parameter._local_tensor.shape)
+        else:
+            parameter.data = void.expand(parameter.shape)
         parameter.__class__ = released_class(type(parameter))
-        _note_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+        if not getattr(parameter, "ds_persist", True):
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
-def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give ``parameter`` its own class back, over ``values``."""
-    if isinstance(parameter, ReleasedFace):
-        parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
-        _note_status(parameter, ZeroParamStatus.AVAILABLE)
-    point(parameter, values)
-
-
-def _note_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
-    if not getattr(parameter, "ds_persist", True):
-        parameter.ds_status = status  # type: ignore[attr-defined]
+def expose(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    """Give ``parameters`` their own classes back, each over its ``values``."""
+    for parameter, shown in zip(parameters, values, strict=True):
+        if isinstance(parameter, ReleasedFace):
+            parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
+            if not getattr(parameter, "ds_persist", True):
+                parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        if hasattr(parameter, "_local_tensor"):
+            parameter._local_tensor = shown
+        else:
+            parameter.data = shown
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:

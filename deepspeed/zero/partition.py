@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,7 +50,7 @@ class GradState(Enum):
     COLLAPSED = "collapsed"
 
 
-_LEGAL: dict[Enum, set[Enum]] = {
+LEGAL_MOVES: dict[Enum, set[Enum]] = {
     UnitState.ABSENT: {UnitState.FETCHING},
     UnitState.FETCHING: {UnitState.READY},
     UnitState.READY: {UnitState.ABSENT, UnitState.FETCHING},
@@ -62,11 +62,10 @@ _LEGAL: dict[Enum, set[Enum]] = {
 }
 
 
-def check_move(unit: str, before: Enum, after: Enum) -> None:
-    """Raise InvalidStateError when a unit cannot go from one state to the other."""
-    if after not in _LEGAL[before]:
-        what = "gradients" if isinstance(after, GradState) else "parameters"
-        raise InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
+def illegal_move(unit: str, before: Enum, after: Enum) -> InvalidStateError:
+    """The error where a unit cannot go from one state to the other: see ``LEGAL_MOVES``."""
+    what = "gradients" if isinstance(after, GradState) else "parameters"
+    return InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
 
 
 class Keeper(Protocol):
@@ -102,12 +101,12 @@ class UnitFacts:
         """The axes of the mesh within its ``zero`` group."""
         return self.mesh.groups[: len(self.mesh.groups) - bool(self.tie)]
 
-    @property
+    @cached_property
     def before(self) -> float:
         """What a local gradient is multiplied by when it is packed."""
         return 1.0 / self.early
 
-    @property
+    @cached_property
     def after(self) -> float:
         """What the reduced gradient has still to be multiplied by."""
         return self.early / self.divisor

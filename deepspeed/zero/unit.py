@@ -17,7 +17,16 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, hide, keep_view, point, requiring, storage_uses, unmark_zero_parameter
-from deepspeed.zero.partition import GradState, Keeper, UnitFacts, UnitState, check_move, owned_range, square_sum
+from deepspeed.zero.partition import (
+    LEGAL_MOVES,
+    GradState,
+    Keeper,
+    UnitFacts,
+    UnitState,
+    illegal_move,
+    owned_range,
+    square_sum,
+)
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
 
@@ -53,12 +62,14 @@ class Unit:
         self.index = index  # also the position in the one order in which every rank handles several units
         self.name, self.params, self.layout, self.plan = name, params, layout, plan
         self.facts, self.mesh = facts, facts.mesh
+        self.trainable = plan.grad is not None
         # PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release.
         self.movable = plan.param.away or bool(facts.sharing(plan.param.spread))
         self.state = UnitState.READY
         self.grad_state = GradState.EMPTY
         self.users = self.pins = self.version = self.fetched_version = self._unused = self._bare = 0
         self.full = torch.empty(0)
+        self.device = self.full.device
         self.partial: torch.Tensor | None = None
         self.rest: dict[StateKind, TierStore] = {}
         self.views: list[Any] = []  # the OptimViews of it
@@ -66,6 +77,7 @@ class Unit:
         self.grad_square: torch.Tensor | None = None  # of a rest gradient that is not on the device
         self._pending: tuple[_Pending, ...] = ()  # what goes on behind the program; written under the lock
         self._pending_lock = Lock()
+        self._ranges: dict[StateKind, tuple[int, int]] = {}
         self.master_is_param = False
         self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
         # Positions whose gradients are in ``partial`` (of these, those of the running backward: ``arrived``), and that
@@ -113,13 +125,13 @@ class Unit:
             self.release()
 
     def _spread(self, full: torch.Tensor) -> None:
-        self.full, self._views = full, [self.view(full, s) for s in self.layout.segments]
+        self.full, self.device = full, full.device
+        self._views = [self.view(full, s) for s in self.layout.segments]
         self._bare = storage_uses(full)
 
     def _expose(self) -> None:
         self.guarded = False
-        for p, view in zip(self.params, self._views, strict=True):
-            expose(p, view)
+        expose(self.params, self._views)
 
     def _place(self, kind: StateKind, dtype: torch.dtype) -> TierStore | None:
         """A place for that state besides the device; None for the device itself."""
@@ -195,16 +207,13 @@ class Unit:
 
     # Every parameter's values are here and may be read without asking: not released, still arriving, or guarded.
     whole = property(lambda self: self.state is UnitState.READY and not self.guarded)
-    trainable = property(lambda self: self.plan.grad is not None)
     idle = property(lambda self: self.users == 0 and self.pins == 0)
-
-    @property
-    def device(self) -> torch.device:
-        return self.full.device
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
         """This rank's flat [start, stop) of a state at rest."""
-        return owned_range(self.layout.numel, self.plan.of(kind).spread, self.mesh)
+        if kind not in self._ranges:
+            self._ranges[kind] = owned_range(self.layout.numel, self.plan.of(kind).spread, self.mesh)
+        return self._ranges[kind]
 
     @staticmethod
     def view(flat: torch.Tensor, segment: Segment, *, base: int = 0) -> torch.Tensor:
@@ -225,9 +234,15 @@ class Unit:
         """Whether any parameter (``sample``: the last one) was moved off the flat buffer: frozen ones come back, others
         are refused (``module.half()``, ...).
         """
+        if not self.whole or not self.params:
+            return False
+        moved, start, size = False, self.full.data_ptr(), self.full.element_size()
         first = len(self.params) - 1 if sample else 0
-        pairs = zip(self.layout.segments[first:], self.params[first:], strict=True) if self.whole and first >= 0 else ()
-        return any([keep_view(param, self.full, segment) for segment, param in pairs if segment.numel])
+        for param, segment in zip(self.params[first:], self.layout.segments[first:], strict=True):
+            shown = getattr(param, "_local_tensor", param)
+            if segment.numel and shown.data_ptr() != start + segment.offset * size:
+                moved |= keep_view(param, self.full, segment)
+        return moved
 
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""
@@ -317,11 +332,13 @@ class Unit:
         self.move_grad(GradState.EMPTY)
 
     def move_grad(self, state: GradState) -> None:
-        check_move(self.name, self.grad_state, state)
+        if state not in LEGAL_MOVES[self.grad_state]:
+            raise illegal_move(self.name, self.grad_state, state)
         self.grad_state = state
 
     def _move(self, state: UnitState) -> None:
-        check_move(self.name, self.state, state)
+        if state not in LEGAL_MOVES[self.state]:
+            raise illegal_move(self.name, self.state, state)
         self.state = state
 
     def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
@@ -370,8 +387,7 @@ class Unit:
         if self._void is None:
             known = self.full.is_floating_point() or self.full.is_complex()
             self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
-        for p in self.params:
-            hide(p, self._void)
+        hide(self.params, self._void)
 
     def guard(self) -> None:
         """READY: hide the values, so that whoever reads a parameter asks first, and waits for what is pending."""
@@ -594,7 +610,7 @@ class Unit:
 
     def strip(self) -> None:
         """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
-        self.plan = self.plan.frozen()
+        self.plan, self.trainable = self.plan.frozen(), False
         self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
         self.clear_grad()
         self.abandon()

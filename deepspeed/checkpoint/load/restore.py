@@ -110,7 +110,7 @@ def client_state(source: Source) -> dict[str, Any]:
     """The user's keys, and what DeepSpeed's loader leaves among them."""
     facts, world = source.facts, source.facts.get("world") or {}
     ours = {
-        **names_and_shapes(source.entries, facts.get("shared") or {}),
+        **names_and_shapes({key: entry.shape for key, entry in source.entries.items()}, facts.get("shared") or {}),
         "global_samples": (facts.get("engine") or {}).get("global_samples", 0),
         "ds_config": facts.get("config"),
         "ds_version": (facts.get("saved") or {}).get("deepspeed"),

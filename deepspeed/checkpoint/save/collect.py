@@ -4,6 +4,7 @@ import base64
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class TensorPart:
     region: Region | None = None
     quiet: bool = False
 
-    @property
+    @cached_property
     def values(self) -> torch.Tensor:
         return self.elements.values
 
@@ -146,7 +147,9 @@ def _pieces(
 ) -> Iterator[TensorPart]:
     """Flat indices [lo, hi) of a unit, of which ``elements`` are those from ``base`` on, in parts of bounded size."""
     step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
-    for first, last, start, region in regions(segment, lo - segment.offset, hi - segment.offset):
+    lo, hi = lo - segment.offset, hi - segment.offset
+    runs = regions(segment, lo, hi) if segment.boxes else ((lo, hi, lo, region_of(segment)),)
+    for first, last, start, region in runs:
         for at in range(first, last, step):
             begin = at + segment.offset - base
             part = elements.part(begin, begin + min(step, last - at))

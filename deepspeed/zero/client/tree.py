@@ -40,9 +40,11 @@ class ModuleTree:
         """UsageError for a trained parameter that is new, and for one that is another than it was. A warning, once, for
         new ones that are frozen, and for what is gone.
         """
-        if any(len(part) != len(was) or not all(map(is_, part.values(), was)) for part, was in self._seen):
-            self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
-            self._look()
+        for part, was in self._seen:
+            if len(part) != len(was) or not all(map(is_, part.values(), was)):
+                self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
+                self._look()
+                break
         for name, param in self._added.items():
             if param.requires_grad:
                 raise UsageError(

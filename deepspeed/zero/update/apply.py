@@ -28,18 +28,21 @@ def apply_rule(
     skip: torch.Tensor | None = None,
     frozen: Frozen | None = None,
     apart: Mapping[Unit, TierStore] | None = None,
+    undisturbed: bool = False,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
     returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
     ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``: if that was asked
     before. ``apart``: where the units' gradients are, and PARAM is rounded into what is free behind each.
+    ``undisturbed``: no code of the user's runs in ``step``, as the caller knows.
     """
     places: Mapping[Unit, TierStore] = apart or {}
     frozen = frozen_since(views) if frozen is None else frozen
     # Asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own.
+    ours: Any = optimizer
     writes = hasattr(type(optimizer), "writing_outputs")
     outputs = _outputs(views, places, frozen) if writes else {}
-    scales = _scales(views, factor) if writes and optimizer.undisturbed() else {}  # type: ignore[attr-defined]
+    scales = _scales(views, factor) if undisturbed or (writes and ours.undisturbed()) else {}
     guard = FrozenGuard(optimizer, frozen)
     written: Any = ()
     try:
@@ -52,7 +55,7 @@ def apply_rule(
             view.param.grad = grad if guard.hold(view) else None
         asked: Any = contextlib.nullcontext(())
         if outputs or scales or skip is not None:
-            asked = optimizer.writing_outputs(outputs, skip=skip, scales=scales)  # type: ignore[attr-defined]
+            asked = ours.writing_outputs(outputs, skip=skip, scales=scales, undisturbed=undisturbed)
         with asked as written:
             step()
     finally:
@@ -80,7 +83,7 @@ def apply_to_part(
         params[view.group].append(view.param)
     theirs = [{**group, "params": some} for group, some in zip(groups, params, strict=True) if some]
     step = functools.partial(optimizer.update, theirs)
-    return apply_rule(optimizer, views, step, factor, source=source, frozen=frozen, apart=apart)
+    return apply_rule(optimizer, views, step, factor, source=source, frozen=frozen, apart=apart, undisturbed=True)
 
 
 def captured_groups(optimizer: torch.optim.Optimizer) -> Groups:

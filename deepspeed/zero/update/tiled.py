@@ -65,7 +65,7 @@ class _Tile:
 
     @property
     def _state(self) -> dict[str, Any]:
-        return self._optimizer.state.get(self.view.param, {})
+        return self.view.kept_by(self._optimizer)
 
     def read(self, *, gradient: bool) -> None:
         """Begin to read weights, slots and gradient, each as far behind a page's start as it is on the drive."""
