@@ -21,7 +21,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.step_result import StepResult
+from deepspeed.zero.update.result import StepResult
 
 if TYPE_CHECKING:
     from deepspeed.engine_elastic import SaveKeeper

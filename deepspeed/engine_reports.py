@@ -31,9 +31,9 @@ from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
-from deepspeed.zero.step_result import StepResult
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.apply import captured_groups
+from deepspeed.zero.update.result import StepResult
 
 if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine

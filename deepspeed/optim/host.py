@@ -72,10 +72,10 @@ def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
 
 def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Tensor], bool]) -> None:
     """Raise ValueError unless a kernel can take ``tensors``, of one size and ``on`` one device, and ``moments``."""
-    count, device, here = tensors[0].numel(), tensors[0].device, on(tensors[0])
+    count, device, right = tensors[0].numel(), tensors[0].device, on(tensors[0])
     for tensor in tensors:
         known = tensor.is_contiguous() and tensor.dtype in CODES
-        if tensor.numel() != count or not known or not here or tensor.device != device:
+        if tensor.numel() != count or not known or not right or tensor.device != device:
             takes = f"contiguous tensors of {count} elements in fp32, bf16 or fp16 on one {place} device"
             fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
             raise ValueError(f"a {place} kernel takes {takes}, not {fault}")

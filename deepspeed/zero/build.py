@@ -130,13 +130,9 @@ def build(
     fitted = _fitted(placed, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
-        # on every rank, or an error on every rank, as the others would wait
-        failure = tiers.open(fitted.rows, fitted.memory, width=max(s.rest.itemsize for s in parts.units))
-        if failures := collectives.failures(failure, mesh.job):
-            tiers.close()
-            rank, text = next(iter(failures.items()))
-            raise failure or UsageError(f"{mesh.title(rank)}: {text}")
-    units, heap = [], hostmem.HeapTrimmer()
+        _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
+    heap = hostmem.HeapTrimmer()
+    units: list[Unit] = []
     for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
         unit = _bare_unit(index, spec, layout, row)
         values = values_from_files(unit, rules.device, files, mesh=mesh)
@@ -151,16 +147,31 @@ def build(
     heap.trim()
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, accum=rules.accum_dtype, device=rules.device)
-    views: list[OptimView] = []
-    if optimizer is not None:
-        views = build_views(units, len(groups), tile_numel=plan.offload.tile_numel)
-        attach(optimizer, views)
-        runtime.train_by(optimizer, build_policy(runtime, optimizer, views, plan.offload.update, tiers))
+    views = [] if optimizer is None else _train_by(optimizer, runtime, tiers)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
     hooks.awaited = {p for p in group_of if not p.requires_grad}
     for param in shared:
         vars(param).setdefault("_ds_readers", WeakSet()).add(runtime)
     return ZeroParts(runtime, hooks, born_sharded, tiers, fitted.memory, shared, views)
+
+
+def _train_by(optimizer: torch.optim.Optimizer, runtime: Runtime, tiers: Tiers) -> list[OptimView]:
+    """Let ``optimizer`` see views of the units, and update them by the policy of the plan; the views."""
+    offload = runtime.plan.offload
+    views = build_views(runtime.units, len(optimizer.param_groups), tile_numel=offload.tile_numel)
+    attach(optimizer, views)
+    runtime.train_by(optimizer, build_policy(runtime, optimizer, views, offload.update, tiers))
+    return views
+
+
+def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
+    """Open the drives on every rank, or raise on every rank, as the others would wait. Collective."""
+    failure = tiers.open(fitted.rows, fitted.memory, width=width)
+    failed = collectives.failures(failure, mesh.job)
+    if failed:
+        tiers.close()
+        rank, text = next(iter(failed.items()))
+        raise failure or UsageError(f"{mesh.title(rank)}: {text}")
 
 
 def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:

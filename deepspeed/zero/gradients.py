@@ -322,7 +322,7 @@ class Gradients:
     def collapse(self) -> list[Unit]:
         """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros.
 
-        Those in host memory may still be on their way there: see ``Unit.arriving``.
+        Those in host memory may still be on their way there: see ``Unit.pending``.
         """
         self._land_all()
         ready = [unit for unit in self._units if unit.trainable]

@@ -18,6 +18,7 @@ from deepspeed.errors import OptimizerConfigError
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.layout import Granularity
+from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 
@@ -186,3 +187,15 @@ def _like(value: Any, param: nn.Parameter) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return copied(value)
     return torch.full_like(param, value.sum().item(), requires_grad=False)
+
+
+def move_state(unit: Unit, kind: StateKind, memory: torch.Tensor) -> None:
+    """Let a state rest in ``memory``, a copy; the shards that clients see and the optimizer's views follow."""
+    unit.rest_in(kind, memory)
+    if kind is StateKind.PARAM:
+        for segment, param in zip(unit.layout.segments, unit.params, strict=True):
+            if hasattr(param, "ds_tensor"):
+                param.ds_tensor = unit.part(kind, segment, unit.shard)
+    if unit.master is not None and (kind is StateKind.OPTIM or unit.master_is_param):
+        for view in unit.views:
+            point(view.param, view.within(StateKind.OPTIM, unit.master).view(view.param.shape))

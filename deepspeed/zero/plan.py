@@ -121,7 +121,7 @@ class UnitPlan:
         return replace(self, grad=None, optim=None)
 
 
-class Held(NamedTuple):
+class Bytes(NamedTuple):
     """Bytes of one rank that a policy of the update needs; ``paged``: in the arena of host memory, in whole pages."""
 
     what: str
@@ -160,13 +160,13 @@ class UpdateSettings:
 
     def memory_of(
         self, shapes: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, slots: int, shared: bool
-    ) -> list[Held]:
+    ) -> list[Bytes]:
         """Bytes for one unit whose OPTIM is in host memory, in ``parts`` of ``numel`` elements. ``shapes``: offset and
         shape of its parameters; ``slots``: bytes of optimizer state an element; ``shared``: the device is the host.
         """
         return []
 
-    def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Held]:
+    def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Bytes]:
         """Bytes for all such units together, one rank's elements of which are ``numels``."""
         return []
 

@@ -26,10 +26,10 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.order import CollectiveOrder
 from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import InFlight, StateKind, Tier, ZeroPlan
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.policy import UpdatePolicy
+from deepspeed.zero.update.publish import Publication
 
 
 class Runtime:

@@ -3,8 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,12 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.observe import hostmem
 from deepspeed.observe.timers import profiled
+from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import TierStore, settled
-from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, hide, keep_view, point, requiring, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import expose, hide, keep_view, requiring, storage_uses, unmark_zero_parameter
 from deepspeed.zero.partition import (
     LEGAL_MOVES,
     GradState,
@@ -28,23 +28,6 @@ from deepspeed.zero.partition import (
     square_sum,
 )
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
-
-
-class _Pending(NamedTuple):
-    """Work behind the program that reads and writes states of a unit."""
-
-    work: Transfer
-    reads: tuple[StateKind, ...]
-    writes: tuple[StateKind, ...]
-    copy: bool = False
-
-    def concerns(self, kind: StateKind, *, write: bool) -> bool:
-        """Whether who reads, or writes, ``kind`` has to wait for it."""
-        return kind in self.writes or (write and kind in self.reads)
-
-    def over(self) -> bool:
-        """Whether it has ended, and nobody is to hear how."""
-        return self.work.done() and not self.work.failed()
 
 
 class Unit:
@@ -75,8 +58,7 @@ class Unit:
         self.views: list[Any] = []  # the OptimViews of it
         self.tiers: Tiers | None = None
         self.grad_square: torch.Tensor | None = None  # of a rest gradient that is not on the device
-        self._pending: tuple[_Pending, ...] = ()  # what goes on behind the program; written under the lock
-        self._pending_lock = Lock()
+        self.pending = PendingWork()  # what goes on behind the program
         self._ranges: dict[StateKind, tuple[int, int]] = {}
         self.master_is_param = False
         self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
@@ -252,7 +234,7 @@ class Unit:
     def send_gradient(self, grad: torch.Tensor) -> None:
         """Copy ``grad``, of the device, to the rest gradient in host memory."""
         self.note_gradient(grad)
-        self.note_copy(self.rest[StateKind.GRAD].put(grad), writes=(StateKind.GRAD,))
+        self.pending.note(self.rest[StateKind.GRAD].put(grad), writes=(StateKind.GRAD,), copy=True)
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
         """Let the rest gradient in host memory, which has landed, be of ``dtype``."""
@@ -402,40 +384,21 @@ class Unit:
         PARAM that is being gathered is READY then. ``copies`` False: what the caller does is ordered behind copies by
         streams, so that only updates are waited for.
         """
-        for pending in self._pending:
-            if pending.concerns(kind, write=write) and (copies or not pending.copy):
-                pending.work.wait()
+        self.pending.wait(kind, write=write, copies=copies)
         if kind is StateKind.PARAM:
             self._finish_fetch()
-
-    def arriving(self, kind: StateKind, *, write: bool = False) -> Transfer:
-        """What ``wait`` would wait for now, as one transfer."""
-        works = [pending.work for pending in self._pending if pending.concerns(kind, write=write)]
-        return works[0] if len(works) == 1 else Several(works) if works else ARRIVED
 
     def note_pending(
         self, work: Transfer, *, reads: tuple[StateKind, ...] = (), writes: tuple[StateKind, ...] = ()
     ) -> None:
         """Note that ``work``, an update, goes on behind the program: it reads and writes these states until it ends."""
-        self._note(_Pending(work, reads, writes))
+        self.pending.note(work, reads, writes)
         if StateKind.PARAM in writes and not self.movable:
             self.guard()
 
-    def note_copy(
-        self, copies: Transfer, *, reads: tuple[StateKind, ...] = (), writes: tuple[StateKind, ...] = ()
-    ) -> None:
-        """Note ``copies`` between host memory and the device that read or write these states, until they end."""
-        self._note(_Pending(copies, reads, writes, copy=True))
-
-    def _note(self, new: "_Pending") -> None:
-        with self._pending_lock:
-            kept = (old for old in self._pending if old.work is not new.work and not old.over())
-            self._pending = (*kept, new)
-
     def forget_pending(self) -> None:
         """Forget what has ended, it does not matter how."""
-        with self._pending_lock:
-            self._pending = tuple(pending for pending in self._pending if not pending.work.done())
+        self.pending.forget_ended()
         if not self.movable:
             self._finish_fetch()
 
@@ -445,9 +408,7 @@ class Unit:
 
     def start_gather(self, full: torch.Tensor | None = None) -> Transfer:
         """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
-        for pending in self._pending:
-            if pending.concerns(StateKind.PARAM, write=False):
-                pending.work.wait()
+        self.pending.wait(StateKind.PARAM)
         full = self.full if full is None else full
         cut = self.facts.sharing(self.plan.param.spread)
         start, stop = self.range_of(StateKind.PARAM)
@@ -460,7 +421,7 @@ class Unit:
 
     def read_ahead(self) -> bool:
         """Start reading the shard from its drive for a later fetch; False if it is not there yet, or no buffer free."""
-        updated = self.arriving(StateKind.PARAM).done()
+        updated = self.pending.until(StateKind.PARAM).done()
         return self.state is UnitState.ABSENT and updated and self.rest[StateKind.PARAM].read_ahead()
 
     def fetch_whole(self) -> None:
@@ -561,34 +522,11 @@ class Unit:
         self.wait(StateKind.GRAD, write=True)
         return store.spare(dtype, keep=not spent)
 
-    def leave_device(
-        self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor], back: contextlib.ExitStack
-    ) -> None:
-        """Let a state that rests on an accelerator rest in ``home`` of its memory, until ``back`` is closed."""
-        store = self.rest.get(kind)
-        if store is None or store.on_drive or (device := store.tensor.device).type == "cpu":
-            return
-        if kind is StateKind.GRAD and not self.grad_filled:
-            self.drop_rest(kind)  # only memory; the next reduction makes it again
-            return
-        self.rest_in(kind, home)
-        back.callback(self.rest_in, kind, lambda tensor: tensor.to(device))
-
-    def rest_in(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let a state, if it is still there, rest in ``copy`` of its memory; what looks at it follows."""
-        if kind not in self.rest:
-            return
-        self.rest[kind] = TierStore(copy(self.rest[kind].tensor))
-        if kind is StateKind.PARAM:
-            for segment, param in zip(self.layout.segments, self.params, strict=True):
-                if hasattr(param, "ds_tensor"):
-                    param.ds_tensor = self.part(kind, segment, self.shard)
-            if self.master_is_param:
-                self._alias_master()
-        if self.master is not None and (kind is StateKind.OPTIM or self.master_is_param):
-            for view in self.views:
-                values = self.within(StateKind.OPTIM, self.master, view.start, view.stop)
-                point(view.param, values.view(view.param.shape))
+    def rest_in(self, kind: StateKind, memory: torch.Tensor) -> None:
+        """Let a state rest in ``memory``, which holds it; what looks at it does not follow: see ``move_state``."""
+        self.rest[kind] = TierStore(memory)
+        if kind is StateKind.PARAM and self.master_is_param:
+            self._alias_master()
 
     def drop_rest(self, *kinds: StateKind) -> None:
         """Give the places of these states back."""
@@ -615,7 +553,7 @@ class Unit:
         self.clear_grad()
         self.abandon()
         self.views, self.pins, self._spare, self._keeper = [], 0, None, lambda: None
-        self.master_is_param, self.tiled, self._pending = False, False, ()
+        self.master_is_param, self.tiled, self.pending = False, False, PendingWork()
         if self.state is UnitState.READY:
             self.release()
 

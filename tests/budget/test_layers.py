@@ -89,6 +89,10 @@ DISTRIBUTED_HOMES = (
 
 # Identifiers with the word that clients call by name.
 STAGE_NAMES = {
+    # states that are staged on the device for their update (Deep Optimizer States)
+    "staged",
+    "StagedSettings",
+    "StagedUpdate",
     "zero_optimization_stage",
     "zero_stage",
     "ZERO_STAGE",

@@ -18,9 +18,10 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
-from deepspeed.zero import gradients, step, step_result
+from deepspeed.zero import gradients, step
 from deepspeed.zero.plan import StatePlan, Tier
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update import result as step_result
 from deepspeed.zero.update.inline import InlineUpdate
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

@@ -285,16 +285,16 @@ def left_to_the_thread(folder: str) -> list[Any]:
         engine = engine_for("both nvme", folder)
     train_step(engine, case, 0)
     first = [
-        unit.arriving(StateKind.PARAM).done() for unit in engine.runtime.units
+        unit.pending.until(StateKind.PARAM).done() for unit in engine.runtime.units
     ]  # slots find their place in the step
     with mock.patch.object(Worker, "hand_over", _gated(gate)):
         train_step(engine, case, 1)
-    late = [unit.arriving(StateKind.PARAM).done() for unit in engine.runtime.units if unit.movable]
+    late = [unit.pending.until(StateKind.PARAM).done() for unit in engine.runtime.units if unit.movable]
     master = engine.runtime.units[0].rest[StateKind.OPTIM].changes
     gate.set()
     engine.runtime.update.wait()
     changed = engine.runtime.units[0].rest[StateKind.OPTIM].changes > master
-    after = [unit.arriving(StateKind.PARAM).done() for unit in engine.runtime.units]
+    after = [unit.pending.until(StateKind.PARAM).done() for unit in engine.runtime.units]
     engine.destroy()
     return [all(first), late != [] and not any(late), changed, all(after)]
 

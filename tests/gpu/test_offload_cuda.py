@@ -359,7 +359,7 @@ def _check_optim(unit: Any, home: str, *, pinned: bool, tied: bool) -> None:
     """Masters and gradients of one unit after a backward."""
     kind = NAME if home == "device" else "cpu"
     assert (unit.on_drive(StateKind.OPTIM)) == (home == "nvme"), unit.name
-    near = NAME if unit.plan.visits else kind  # where the update will be
+    near = NAME if unit.plan.loads_states else kind  # where the update will be
     assert unit.grad is not None and unit.grad_filled and unit.grad.device.type == near, unit.name
     if home != "nvme":
         assert unit.master.device.type == kind, unit.name

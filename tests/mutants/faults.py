@@ -277,7 +277,7 @@ _OPTIMIZERS = (
     ),
     Mutant(
         "U3",
-        "deepspeed/zero/publish.py",
+        "deepspeed/zero/update/publish.py",
         "[*sorted(written), (stop, stop)]",
         "sorted(written)",
         ("tests/dist/test_one_pass_update.py::test_every_stage[0-bf16]",),
@@ -289,8 +289,8 @@ _STEPS = (
     Mutant(
         "R5",
         "deepspeed/engine.py",
-        "gradients.scale = 1.0\n        if",
-        "if",
+        "gradients.scale = 1.0\n        self",
+        "self",
         ("tests/dist/test_loops.py::test_plain_and_engine_backwards_share_a_window",),
         "a plain backward's 1 / accumulation does not stay for the next backward",
     ),
@@ -367,8 +367,8 @@ _STEPS = (
     Mutant(
         "S4",
         "deepspeed/zero/step.py",
-        "runtime.gradients.clear(collected=True)\n                return",
-        "return",
+        "    runtime.gradients.clear(collected=True)\n    return",
+        "    if not result.left_out:\n        runtime.gradients.clear(collected=True)\n    return",
         ("tests/dist/test_nonfinite_gradients.py",),
         "a skipped step drops its gradients",
     ),

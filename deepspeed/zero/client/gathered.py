@@ -15,6 +15,7 @@ from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.client.incoming import incoming_of
 from deepspeed.zero.layout import Segment
+from deepspeed.zero.optim_view import move_state
 from deepspeed.zero.param import is_composed, local_of, part_of, pieces_of, point, whole_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
@@ -329,14 +330,25 @@ def leave_device(
     def home(tensor: torch.Tensor) -> torch.Tensor:
         return arena.empty(tensor.shape, dtype=tensor.dtype, pin=pin).copy_(tensor)
 
+    def leave(unit: Unit, kind: StateKind) -> None:
+        store = unit.rest.get(kind)
+        if store is None or store.on_drive or store.tensor.device.type == "cpu":
+            return
+        if kind is StateKind.GRAD and not unit.grad_filled:
+            unit.drop_rest(kind)  # only memory; the next reduction makes it again
+            return
+        device = store.tensor.device
+        move_state(unit, kind, home(store.tensor))
+        back.callback(lambda: move_state(unit, kind, unit.rest[kind].tensor.to(device)) if kind in unit.rest else None)
+
     for unit in units:
         master = State.hp_params in wanted
         if unit.movable and (State.lp_params in wanted or (unit.master_is_param and master)):
-            unit.leave_device(StateKind.PARAM, home, back)
+            leave(unit, StateKind.PARAM)
         if master and not unit.master_is_param:
-            unit.leave_device(StateKind.OPTIM, home, back)
+            leave(unit, StateKind.OPTIM)
         if wanted & {State.lp_grads, State.contiguous_grad_buffer}:
-            unit.leave_device(StateKind.GRAD, home, back)
+            leave(unit, StateKind.GRAD)
         states = optimizer.state if State.optim_states in wanted and optimizer is not None else {}
         for view in unit.views:
             for value in states.get(view.param, {}).values():

@@ -121,8 +121,8 @@ def memory_plan(
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
             parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
-            held = offload.update.memory_of(unit.shapes, numel, parts=parts, slots=widths.slots, shared=shared)
-            for what, tier, nbytes, paged in held if optim.away else ():
+            needed = offload.update.memory_of(unit.shapes, numel, parts=parts, slots=widths.slots, shared=shared)
+            for what, tier, nbytes, paged in needed if optim.away else ():
                 if paged:
                     add(what, tier, nbytes)
                 else:
@@ -137,15 +137,7 @@ def memory_plan(
             each = 4 + widths.slots if optim is not None else unit.width
             table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
     table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch)
-    # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
-    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
-    together = InFlight.REDUCTIONS + 1
-    waiting = sum(u.numel * widths.accumulate for u, _ in trained if widths.window and not u.row.reduce_each_backward)
-    largest = max((u.numel * (widths.wire or u.width) for u, _ in trained), default=0)
-    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
-    cast = max((u.numel * w for u, _ in trained if (w := widths.wire or u.width) != widths.accumulate), default=0)
-    travelling = (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
-    table["gradients on their way", Tier.DEVICE] = travelling
+    table["gradients on their way", Tier.DEVICE] = _sent_gradients(units, ways, widths, shared=shared)
     table["optimizer state on a visit", Tier.DEVICE] = InFlight.LOADED * loaded
     hosted = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim is not None and u.row.optim.away]
     for what, tier, nbytes, _ in offload.update.memory_beside(hosted, slots=widths.slots):
@@ -154,6 +146,20 @@ def memory_plan(
     table[f"communicators: {communicators}, assumed", Tier.DEVICE] = communicators * _COMMUNICATOR
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
+
+
+def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
+    """Bytes of local sums before they are reduced, of a few units or all that wait for the window; and of reduced ones
+    on their way to where they rest.
+    """
+    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
+    together = InFlight.REDUCTIONS + 1
+    waiting = sum(u.numel * widths.accumulate for u, _ in trained if widths.window and not u.row.reduce_each_backward)
+    sent = [(u.numel, widths.wire or u.width) for u, _ in trained]
+    largest = max((numel * width for numel, width in sent), default=0)
+    cast = max((numel * width for numel, width in sent if width != widths.accumulate), default=0)
+    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
+    return (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
 
 
 def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> int:

@@ -16,10 +16,9 @@ from deepspeed.tier.transfer import Several
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind, UpdateSettings
-from deepspeed.zero.update.apply import captured_groups
-from deepspeed.zero.update.frozen import frozen_since
+from deepspeed.zero.update.apply import captured_groups, frozen_since
 from deepspeed.zero.update.late import Begun, LateUpdate
-from deepspeed.zero.update.policy import Host, Step
+from deepspeed.zero.update.policy import Step, UpdateHost
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class DelayedSettings(UpdateSettings):
         return 2
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        """See ``UpdateSettings``."""
         if not isinstance(optimizer, GroupStep):
             raise OptimizerConfigError(
                 "zero_optimization.offload_optimizer.delayed_update needs an optimizer of this package (AdamW, Lion, "
@@ -54,7 +52,7 @@ def settings_of(config: DeepSpeedConfig) -> DelayedSettings | None:
     return DelayedSettings(first=1 + int(optim.delayed_update_warm_up))
 
 
-def policy_of(host: Host, optimizer: Any, settings: DelayedSettings, tiers: Tiers) -> "DelayedUpdate":
+def policy_of(host: UpdateHost, optimizer: Any, settings: DelayedSettings, tiers: Tiers) -> "DelayedUpdate":
     """The policy of an engine with these settings."""
     return DelayedUpdate(host, optimizer, first=settings.first)
 
@@ -62,7 +60,7 @@ def policy_of(host: Host, optimizer: Any, settings: DelayedSettings, tiers: Tier
 class DelayedUpdate(LateUpdate):
     """Of one engine, from its update number ``first`` (from 1) on; those before are ordinary ones."""
 
-    def __init__(self, host: Host, optimizer: GroupStep, *, first: int) -> None:
+    def __init__(self, host: UpdateHost, optimizer: GroupStep, *, first: int) -> None:
         super().__init__(host, optimizer)
         self._first = first
 
@@ -73,7 +71,7 @@ class DelayedUpdate(LateUpdate):
         if self.host.updates_done() < self._first:
             super().apply(step)
             return
-        landing = {view.unit: view.unit.arriving(StateKind.GRAD) for view in step.views}
+        landing = {view.unit: view.unit.pending.until(StateKind.GRAD) for view in step.views}
         self._publish()
         if step.failure is not None:
             raise step.failure
@@ -93,7 +91,7 @@ class DelayedUpdate(LateUpdate):
             for begun, views in units:
                 unit = begun.unit
                 # Behind the gradient also masters that are published: in fp32 the device copies these.
-                first = Several([landing[unit], unit.arriving(StateKind.OPTIM, write=True)]).wait
+                first = Several([landing[unit], unit.pending.until(StateKind.OPTIM, write=True)]).wait
                 turn = self._turn_of(begun, views, groups, step.factor, first=first, frozen=frozen_since(views))
                 self._start(begun, turn, after=landing[unit])
         self._publish_into_contexts()

@@ -1,4 +1,6 @@
-"""The update within the step: everything at once, or, where states rest on the host, unit by unit."""
+"""The update within the step: everything at once, or, where states rest on the host, unit by unit; and the update in
+the background, where the last of these are left to a thread.
+"""
 
 import contextlib
 import functools
@@ -9,13 +11,13 @@ import torch
 
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
+from deepspeed.tier.behind import Turn
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, apply_rule, apply_to_part, captured_groups
-from deepspeed.zero.update.frozen import frozen_since
-from deepspeed.zero.update.policy import Host, Step, UpdatePolicy
+from deepspeed.zero.update.apply import Groups, apply_rule, apply_to_part, captured_groups, frozen_since
+from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
 
 Part = tuple[Unit | None, list[OptimView]]  # the views of a unit on the host, or those of several on the device
 
@@ -25,7 +27,7 @@ class InlineUpdate(UpdatePolicy):
     other ranks, beside the update of the next unit.
     """
 
-    def __init__(self, host: Host, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(host, optimizer)
         rows = [unit.plan.optim for unit in host.units if unit.plan.optim is not None]
         away = host.device.type == "cpu" or any(row.away for row in rows)
@@ -90,3 +92,34 @@ class InlineUpdate(UpdatePolicy):
     def _states_of(self, views: Sequence[OptimView]) -> Iterator[None]:
         """Inside, the states of ``views`` are where they are updated."""
         yield
+
+
+class BackgroundUpdate(InlineUpdate):
+    """Units whose PARAM only this rank publishes are updated by the worker, each as soon as its gradient is there; the
+    others, which other ranks wait for, within the step before.
+    """
+
+    def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(host, optimizer)
+        self._turns: list[Turn] = []
+
+    def begin(self) -> None:
+        """Wait for the last update, whose masters this one begins with."""
+        for turn in self._turns:
+            turn.wait()
+        self._turns.clear()
+        super().begin()
+
+    def _update_parts(self, parts: list[Part], groups: Groups, factor: Scalar, publication: Publication) -> None:
+        worker = self.host.worker
+        if worker is None or not self.optimizer.scales_on_host():
+            super()._update_parts(parts, groups, factor, publication)
+            return
+        within: list[Part] = []
+        later: list[Part] = []
+        for part in parts:
+            (later if part[0] is not None and publication.leave_out(part[0]) else within).append(part)
+        super()._update_parts(within, groups, factor, publication)
+        for unit, views in later:
+            assert unit is not None
+            self._turns.append(publication.leave_to(worker, unit, self._part_update(views, groups, factor)))

@@ -10,12 +10,11 @@ from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, apply_rule, apply_to_part
-from deepspeed.zero.update.background import BackgroundUpdate
-from deepspeed.zero.update.frozen import Frozen
-from deepspeed.zero.update.policy import Host, Step
+from deepspeed.zero.update.apply import Frozen, Groups, apply_rule, apply_to_part
+from deepspeed.zero.update.inline import BackgroundUpdate
+from deepspeed.zero.update.policy import Step, UpdateHost
+from deepspeed.zero.update.publish import Publication
 
 
 @dataclass
@@ -44,14 +43,13 @@ class LateUpdate(BackgroundUpdate):
 
     refuses_writes = True
 
-    def __init__(self, host: Host, optimizer: GroupStep) -> None:
+    def __init__(self, host: UpdateHost, optimizer: GroupStep) -> None:
         super().__init__(host, optimizer)
         self._begun: list[Begun] = []
         self._unpublished = False  # an update has begun on some rank: one with few elements may have no view of its own
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
     def begin(self) -> None:
-        """See ``UpdatePolicy``."""
         self._until_ended()
         super().begin()
 
@@ -137,19 +135,15 @@ class LateUpdate(BackgroundUpdate):
         self._spare[begun.unit] = begun.store
 
     def collective(self) -> bool:
-        """See ``UpdatePolicy``."""
         return True
 
     def left_out(self) -> None:
-        """See ``UpdatePolicy``."""
         self.publish()
 
     def restart(self) -> None:
-        """See ``UpdatePolicy``."""
         self.wait()
 
     def forget(self) -> None:
-        """See ``UpdatePolicy``."""
         super().forget()
         for each in self._begun:
             self._take_back(each)

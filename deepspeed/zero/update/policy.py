@@ -26,11 +26,11 @@ from deepspeed.tier.store import TierStore
 from deepspeed.zero.failures import Failures
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.publish import Publication
 
 
-class Host(Protocol):
+class UpdateHost(Protocol):
     """What a policy sees of the runtime."""
 
     units: list[Unit]
@@ -67,7 +67,7 @@ class UpdatePolicy:
     swaps_memory = False  # whether an update may put states into other memory
     further_slots = ""  # what the names of further slots begin with, which it keeps in the optimizer's state
 
-    def __init__(self, host: Host, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.host, self.optimizer = host, cast(Any, optimizer)
         if isinstance(optimizer, GroupStep):  # who looks at its state waits for an update
             wait = weakref.WeakMethod(self.wait)

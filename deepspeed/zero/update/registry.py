@@ -12,8 +12,8 @@ from deepspeed.zero import update
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import AT_ONCE, StateKind, UpdateSettings
-from deepspeed.zero.update.background import BackgroundUpdate
-from deepspeed.zero.update.policy import Host, UpdatePolicy
+from deepspeed.zero.update.inline import BackgroundUpdate
+from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy
 from deepspeed.zero.update.tiled import TiledUpdate
 
 
@@ -27,12 +27,12 @@ def policies() -> tuple[ModuleType, ...]:
 
 def settings_of(config: DeepSpeedConfig) -> UpdateSettings:
     """The settings of the policy that ``config`` asks for; the rules of the configuration allow one at a time."""
-    found = (module.settings_of(config) for module in policies())
-    return next((settings for settings in found if settings is not None), AT_ONCE)
+    asked = (module.settings_of(config) for module in policies())
+    return next((settings for settings in asked if settings is not None), AT_ONCE)
 
 
 def build_policy(
-    host: Host, optimizer: torch.optim.Optimizer, views: list[OptimView], settings: UpdateSettings, tiers: Tiers
+    host: UpdateHost, optimizer: torch.optim.Optimizer, views: list[OptimView], settings: UpdateSettings, tiers: Tiers
 ) -> UpdatePolicy:
     """The policy of an engine with ``settings``, over ``views``."""
     for module in policies():

@@ -22,15 +22,14 @@ from deepspeed.optim.host import Scalar
 from deepspeed.optim.rules import AdamBase
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, move_state
 from deepspeed.zero.param import point
-from deepspeed.zero.plan import Held, StateKind, Tier, UpdateSettings
+from deepspeed.zero.plan import Bytes, StateKind, Tier, UpdateSettings
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, captured_groups
-from deepspeed.zero.update.background import BackgroundUpdate
-from deepspeed.zero.update.frozen import Frozen, frozen_since
+from deepspeed.zero.update.apply import Frozen, Groups, captured_groups, frozen_since
+from deepspeed.zero.update.inline import BackgroundUpdate
 from deepspeed.zero.update.partial import same
-from deepspeed.zero.update.policy import Host
+from deepspeed.zero.update.policy import UpdateHost
 
 _SHARE = 3  # of the elements that the host updates, one in so many has a place for new states beside the old ones
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,20 +42,18 @@ class SpeculativeSettings(UpdateSettings):
     cores: float
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        """See ``UpdateSettings``."""
         if not isinstance(optimizer, AdamBase):
             raise OptimizerConfigError(
                 "zero_optimization.offload_optimizer.super_offload needs this package's AdamW or Adam, not "
                 f"{type(optimizer).__name__}; remove it, or use one of these by name in the configuration"
             )
 
-    def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Held]:
+    def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Bytes]:
         """See ``UpdateSettings``: new states beside the old ones."""
         most = max([sum(numels) // _SHARE, *numels], default=0)
-        return [Held("new optimizer state", Tier.HOST, (4 + slots) * most)]
+        return [Bytes("new optimizer state", Tier.HOST, (4 + slots) * most)]
 
     def describe(self) -> str:
-        """See ``UpdateSettings``."""
         return f"updates begin beside the backward, on {self.cores:.0%} of the cores"
 
 
@@ -66,7 +63,7 @@ def settings_of(config: DeepSpeedConfig) -> SpeculativeSettings | None:
     return SpeculativeSettings(float(optim.cpuadam_cores_perc)) if optim is not None and optim.super_offload else None
 
 
-def policy_of(host: Host, optimizer: Any, settings: SpeculativeSettings, tiers: Tiers) -> "SpeculativeUpdate":
+def policy_of(host: UpdateHost, optimizer: Any, settings: SpeculativeSettings, tiers: Tiers) -> "SpeculativeUpdate":
     """The policy of an engine with these settings."""
     return SpeculativeUpdate(host, optimizer, cores=settings.cores)
 
@@ -96,7 +93,7 @@ class EarlyUpdate(Transfer):
     _place: _Place | None = None  # with the new states
 
     def __post_init__(self) -> None:
-        self._read, self._landed = self._reads(), self.unit.arriving(StateKind.GRAD)
+        self._read, self._landed = self._reads(), self.unit.pending.until(StateKind.GRAD)
 
     def wait(self) -> None:
         self.forget()
@@ -170,7 +167,7 @@ class EarlyUpdate(Transfer):
         assert masters is not None
         # by ``data``, which counts versions for itself
         self.spare.append(_Place(masters.data, [[state[name].data for name in _MOMENTS] for state in states]))
-        self.unit.rest_in(StateKind.OPTIM, lambda _: new.masters)
+        move_state(self.unit, StateKind.OPTIM, new.masters)
         for state, moments in zip(states, new.moments, strict=True):
             for name, moment in zip(_MOMENTS, moments, strict=True):
                 point(state[name], moment)
@@ -183,7 +180,7 @@ class SpeculativeUpdate(BackgroundUpdate):
 
     swaps_memory = True
 
-    def __init__(self, host: Host, optimizer: AdamBase, *, cores: float) -> None:
+    def __init__(self, host: UpdateHost, optimizer: AdamBase, *, cores: float) -> None:
         super().__init__(host, optimizer)
         optimizer.host_cores = cores
         self._factor = 1.0  # what the step multiplies gradients by, unless it clips
@@ -193,7 +190,6 @@ class SpeculativeUpdate(BackgroundUpdate):
         self._left = max([sum(sizes) // _SHARE, *sizes], default=0)  # elements that have no place yet
 
     def begin_backward(self, loss_scale: float) -> None:
-        """See ``UpdatePolicy``."""
         self._factor = 1.0 / loss_scale
 
     def gradient_ready(self, unit: Unit) -> None:
@@ -207,22 +203,19 @@ class SpeculativeUpdate(BackgroundUpdate):
         if unit.device.type == "cpu":  # where nothing follows by itself
             self.host.land(unit)
         update = EarlyUpdate(unit, optimizer, captured_groups(optimizer), self._factor, spare)
-        update.turn = worker.hand_over(update.compute, place=unit.index, after=unit.arriving(StateKind.GRAD))
+        update.turn = worker.hand_over(update.compute, place=unit.index, after=unit.pending.until(StateKind.GRAD))
         unit.note_pending(update, reads=(StateKind.GRAD, StateKind.OPTIM))
         self._begun[unit] = update
         self.pending = True
 
     def left_out(self) -> None:
-        """See ``UpdatePolicy``."""
         self._forget_begun()
 
     def forget(self) -> None:
-        """See ``UpdatePolicy``."""
         self._forget_begun()
         super().forget()
 
     def close(self) -> None:
-        """See ``UpdatePolicy``."""
         self._forget_begun()
         vars(self.optimizer).pop("host_cores", None)  # its kernels take all of them again
         super().close()

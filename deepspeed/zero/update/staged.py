@@ -29,10 +29,10 @@ from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import InFlight, StateKind, UnitPlan, UpdateSettings
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.update.apply import Groups
 from deepspeed.zero.update.inline import InlineUpdate, Part
-from deepspeed.zero.update.policy import Host, UpdatePolicy
+from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
 from deepspeed.zero.update.shares import Rates, slowest
 
 _NUMEL = 1 << 22  # of a measurement
@@ -46,7 +46,6 @@ class StagedSettings(UpdateSettings):
     measured: bool
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        """See ``UpdateSettings``."""
         if not isinstance(optimizer, GroupStep):
             raise OptimizerConfigError(
                 'zero_optimization.offload_optimizer.device_states "travel" needs an optimizer of this package (AdamW, '
@@ -55,7 +54,6 @@ class StagedSettings(UpdateSettings):
             )
 
     def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
-        """See ``UpdateSettings``."""
         if not self.measured:
             return stated
         share = measured_share(optimizer, mesh, device)
@@ -63,7 +61,6 @@ class StagedSettings(UpdateSettings):
         return share
 
     def row(self, row: UnitPlan) -> UnitPlan:
-        """See ``UpdateSettings``."""
         return row.updated_on_device(loads=True)
 
 
@@ -75,7 +72,7 @@ def settings_of(config: DeepSpeedConfig) -> StagedSettings | None:
     return StagedSettings(measured="ratio" not in optim.model_fields_set)
 
 
-def policy_of(host: Host, optimizer: Any, settings: StagedSettings, tiers: Tiers) -> UpdatePolicy:
+def policy_of(host: UpdateHost, optimizer: Any, settings: StagedSettings, tiers: Tiers) -> UpdatePolicy:
     """The policy of an engine with these settings."""
     return StagedUpdate(host, optimizer, tiers) if host.device.type != "cpu" else InlineUpdate(host, optimizer)
 
@@ -92,7 +89,7 @@ class _Visit:
 class StagedUpdate(InlineUpdate):
     """Of one engine. Everything is launched by the program, which waits only for the last states to be home."""
 
-    def __init__(self, host: Host, optimizer: GroupStep, tiers: Tiers) -> None:
+    def __init__(self, host: UpdateHost, optimizer: GroupStep, tiers: Tiers) -> None:
         super().__init__(host, optimizer)
         self._tiers, self._up = tiers, host.up
         self._homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
@@ -183,7 +180,7 @@ class StagedUpdate(InlineUpdate):
         visit.copies.clear()
         self._home_again = Landing(0)
         for unit in {view.unit for view in visit.views}:
-            unit.note_copy(self._home_again, writes=(StateKind.OPTIM,))
+            unit.pending.note(self._home_again, writes=(StateKind.OPTIM,), copy=True)
 
 
 def _travels(value: object, param: torch.Tensor) -> bool:

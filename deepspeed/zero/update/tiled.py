@@ -26,12 +26,11 @@ from deepspeed.zero.layout import round_up
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import apply_rule, apply_to_part, captured_groups
-from deepspeed.zero.update.frozen import frozen_since
+from deepspeed.zero.update.apply import apply_rule, apply_to_part, captured_groups, frozen_since
 from deepspeed.zero.update.partial import Turns
-from deepspeed.zero.update.policy import Host, Step, UpdatePolicy
+from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
 
 # Updates some views, whose gradient may be given, and returns those whose PARAM at rest it has written.
 _Update = Callable[[list[OptimView], torch.Tensor | None], list[OptimView]]
@@ -188,7 +187,7 @@ class TiledUpdate(UpdatePolicy):
     """
 
     def __init__(
-        self, host: Host, optimizer: torch.optim.Optimizer, tiles: Iterable[OptimView], staging: Staging
+        self, host: UpdateHost, optimizer: torch.optim.Optimizer, tiles: Iterable[OptimView], staging: Staging
     ) -> None:
         super().__init__(host, optimizer)
         # First what other ranks gather after the update, which the program waits for.
@@ -222,7 +221,6 @@ class TiledUpdate(UpdatePolicy):
                 self._ahead.append(tile)
 
     def begin(self) -> None:
-        """See ``UpdatePolicy``."""
         for turn in self._turns:
             turn.wait()
         self._turns.clear()
@@ -365,7 +363,6 @@ class TiledUpdate(UpdatePolicy):
         super().close()
 
     def check(self, *, alone: bool = True) -> None:
-        """See ``UpdatePolicy``."""
         self.check_whole()
         super().check(alone=alone)
 
@@ -378,7 +375,6 @@ class TiledUpdate(UpdatePolicy):
             )
 
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> AbstractContextManager[None]:
-        """See ``UpdatePolicy``."""
         tile = self._tiles.get(id(view))
         return contextlib.nullcontext() if tile is None else self._in_memory(tile, write=write, publish=publish)
 
@@ -393,7 +389,6 @@ class TiledUpdate(UpdatePolicy):
             tile.leave(write=write, publish=publish)
 
     def region_of(self, view: OptimView) -> tuple[TierStore | None, dict[str, int]]:
-        """See ``UpdatePolicy``."""
         tile = self._tiles.get(id(view))
         if tile is None:
             return None, {}

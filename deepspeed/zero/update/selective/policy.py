@@ -23,13 +23,12 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.publish import Publication
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, captured_groups
-from deepspeed.zero.update.frozen import frozen_since
+from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
 from deepspeed.zero.update.late import Begun, LateUpdate
 from deepspeed.zero.update.partial import step_over
-from deepspeed.zero.update.policy import Host, Step, UpdatePolicy
+from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
 from deepspeed.zero.update.selective.chosen import Chosen, WindowSum, chosen_in, shapes_of
 from deepspeed.zero.update.selective.columns import bands_of, chosen_of, width_of
 from deepspeed.zero.update.selective.settings import ColumnsPlan
@@ -78,7 +77,7 @@ class SelectiveUpdate(LateUpdate):
 
     further_slots = SLOT
 
-    def __init__(self, host: Host, optimizer: AdamBase, plan: ColumnsPlan) -> None:
+    def __init__(self, host: UpdateHost, optimizer: AdamBase, plan: ColumnsPlan) -> None:
         super().__init__(host, optimizer)
         self._plan, self._counts, self._forgot = plan, Counts(), False
         self._views = [view for unit in host.units for view in unit.views]
@@ -178,7 +177,7 @@ class SelectiveUpdate(LateUpdate):
         calls, factor = [], float(step.factor)
         for unit, those in itertools.groupby(step.views, lambda view: view.unit):
             self._until_added(unit)
-            landed, sums = unit.arriving(StateKind.GRAD), self._sums_of(unit)
+            landed, sums = unit.pending.until(StateKind.GRAD), self._sums_of(unit)
             store = unit.exchange_gradient_store(self._spare.pop(unit, None)) if beside else unit.rest[StateKind.GRAD]
             assert store is not None, "a step comes with gradients"
             begun = Begun(unit, WindowSum(sums.pop(0), store), [])
@@ -234,7 +233,7 @@ class SelectiveUpdate(LateUpdate):
         worker = self.host.worker
         for unit in self._units():
             self._until_added(unit)
-            total, store, landed = self._sums_of(unit)[0], unit.rest[StateKind.GRAD], unit.arriving(StateKind.GRAD)
+            total, store, landed = self._sums_of(unit)[0], unit.rest[StateKind.GRAD], unit.pending.until(StateKind.GRAD)
             call = functools.partial(_add, total, store, factor, landed, begins=begins)
             if worker is None:
                 call()
@@ -251,7 +250,6 @@ class SelectiveUpdate(LateUpdate):
 
     # -- the device's part -----------------------------------------------------------------------------------------
     def gradient_sent(self, unit: Unit, grad: torch.Tensor) -> None:
-        """See ``UpdatePolicy``."""
         assert unit.grad is not None
         version = unit.grad._version
         if self.states_out:
@@ -493,12 +491,10 @@ class SelectiveUpdate(LateUpdate):
             self.wait_together()
 
     def restart(self) -> None:
-        """See ``UpdatePolicy``."""
         self.come_home()
         self.forget()
 
     def forget(self) -> None:
-        """See ``UpdatePolicy``."""
         super().forget()
         self._adding.clear()
         self._trained.clear()
@@ -506,7 +502,6 @@ class SelectiveUpdate(LateUpdate):
         self._on_device, self.states_out, self._forgot = None, False, True
 
     def close(self) -> None:
-        """See ``UpdatePolicy``."""
         vars(self.optimizer).pop("host_cores", None)  # its kernels take all of them again
         super().close()
 

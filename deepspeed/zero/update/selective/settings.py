@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.optim.rules import AdamBase
-from deepspeed.zero.plan import Held, Tier, UpdateSettings
+from deepspeed.zero.plan import Bytes, Tier, UpdateSettings
 from deepspeed.zero.update.selective.columns import most_chosen, width_of
 
 
@@ -36,7 +36,6 @@ class ColumnsPlan(UpdateSettings):
         return 2 if self.overlap else 1
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        """See ``UpdateSettings``."""
         if not isinstance(optimizer, AdamBase):
             raise OptimizerConfigError(
                 f"zero_optimization.zenflow needs this package's AdamW or Adam, not {type(optimizer).__name__}; remove "
@@ -50,23 +49,22 @@ class ColumnsPlan(UpdateSettings):
 
     def memory_of(
         self, shapes: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, slots: int, shared: bool
-    ) -> list[Held]:
+    ) -> list[Bytes]:
         """See ``UpdateSettings``: sums of a window; of the chosen columns weights, slots and gradient; their numbers,
         on both sides, and the squares of all columns; and a byte for each element, which says what is chosen while
         somebody looks at the states.
         """
         chosen, columns = most_chosen(shapes, numel * parts, parts=parts, ratio=self.ratio)
         compared = sum(width_of(shape) for _, shape in shapes if len(shape) > 1)
-        sums = Held("sums of gradients of a window", Tier.HOST, 4 * numel, paged=True)
+        sums = Bytes("sums of gradients of a window", Tier.HOST, 4 * numel, paged=True)
         return [
             *[sums] * (1 + self.overlap),
-            Held("states of chosen columns", Tier.DEVICE, chosen * (8 + slots)),
-            Held("choice of columns", Tier.DEVICE, 8 * columns + 4 * compared),
-            Held("choice of columns", Tier.HOST, numel + (0 if shared else 8 * columns)),
+            Bytes("states of chosen columns", Tier.DEVICE, chosen * (8 + slots)),
+            Bytes("choice of columns", Tier.DEVICE, 8 * columns + 4 * compared),
+            Bytes("choice of columns", Tier.HOST, numel + (0 if shared else 8 * columns)),
         ]
 
     def describe(self) -> str:
-        """See ``UpdateSettings``."""
         when = f"every {self.select} steps" if self.select else "every 4th window"
         rest = f"in windows of {self.window}" if self.window else "in windows of 4 to 16"
         if not self.window:

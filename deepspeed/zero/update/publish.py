@@ -65,7 +65,7 @@ class Publication:
             same = unit.master is None or piece.data_ptr() == unit.master.data_ptr()
             return ARRIVED if same else publish_rest(unit, piece, written, up=self._up, spent=True)
 
-        begun = worker.hand_over(turn, place=unit.index, after=unit.arriving(StateKind.GRAD))
+        begun = worker.hand_over(turn, place=unit.index, after=unit.pending.until(StateKind.GRAD))
         unit.note_pending(begun, reads=(StateKind.GRAD,), writes=(StateKind.OPTIM, StateKind.PARAM))
         return begun
 
@@ -161,5 +161,5 @@ def publish_rest(
 
 def _climb(unit: Unit, source: torch.Tensor, piece: torch.Tensor) -> Transfer:
     transfer = TierStore(source).get(piece)
-    unit.note_copy(Landing(piece.nbytes), reads=(StateKind.OPTIM, StateKind.GRAD))
+    unit.pending.note(Landing(piece.nbytes), reads=(StateKind.OPTIM, StateKind.GRAD), copy=True)
     return transfer
