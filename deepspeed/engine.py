@@ -507,7 +507,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         except UsageError as error:
             return error
         finally:
-            self.runtime.update.end()
+            self.runtime.update.end_updates()
         return None
 
     def collect_python_gc(self) -> int:

@@ -327,7 +327,7 @@ class Runtime:
         """
         if self.depth or self.in_backward:
             raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
-        self.update.begin()
+        self.update.begin_step()
         self.gradients.final, self.gradients.hold = True, False
         self.gradients.withdraw()
         self.gradients.collect()

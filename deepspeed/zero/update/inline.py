@@ -103,12 +103,12 @@ class BackgroundUpdate(InlineUpdate):
         super().__init__(host, optimizer)
         self._turns: list[Turn] = []
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Wait for the last update, whose masters this one begins with."""
         for turn in self._turns:
             turn.wait()
         self._turns.clear()
-        super().begin()
+        super().begin_step()
 
     def _update_parts(self, parts: list[Part], groups: Groups, factor: Scalar, publication: Publication) -> None:
         worker = self.host.worker

@@ -49,9 +49,9 @@ class LateUpdate(BackgroundUpdate):
         self._unpublished = False  # an update has begun on some rank: one with few elements may have no view of its own
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._until_ended()
-        super().begin()
+        super().begin_step()
 
     def _start(self, begun: Begun, turn: Callable[[], Transfer], *, after: Transfer) -> None:
         """Let the worker make that call for the unit, or make it now."""

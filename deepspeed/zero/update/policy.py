@@ -85,7 +85,7 @@ class UpdatePolicy:
     def gradient_ready(self, unit: Unit) -> None:
         """The last gradient of ``unit`` in its accumulation window is reduced, or on its way to where it rests."""
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: wait for earlier updates, as far as this one meets them."""
         self.pending = False
 
@@ -159,7 +159,7 @@ class UpdatePolicy:
     def restart(self) -> None:
         """All states stay, but for what this policy keeps beside them, which goes where a checkpoint expects it."""
 
-    def end(self) -> None:
+    def end_updates(self) -> None:
         """Wait until every update has ended, it does not matter how, and forget what has failed."""
         if self.host.worker is not None:
             self.host.worker.forget()

@@ -220,11 +220,11 @@ class TiledUpdate(UpdatePolicy):
                 tile.read(gradient=False)
                 self._ahead.append(tile)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         for turn in self._turns:
             turn.wait()
         self._turns.clear()
-        super().begin()
+        super().begin_step()
 
     def apply(self, step: Step) -> None:
         """Update and publish; the ranks tell each other how it went."""

@@ -96,9 +96,9 @@ class SelectiveUpdate(LateUpdate):
         optimizer.host_cores = plan.cores
 
     # -- a step --------------------------------------------------------------------------------------------------------
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """See ``UpdatePolicy``: a window's update goes on beside further steps."""
-        UpdatePolicy.begin(self)
+        UpdatePolicy.begin_step(self)
 
     def apply(self, step: Step) -> None:
         """Update what is chosen, and add the others to the sums; at the end of a window update these, too. A failure,
