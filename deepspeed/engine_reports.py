@@ -364,7 +364,7 @@ def state_dump(engine: "DeepSpeedEngine") -> str:
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {_numel([unit]):,} elements in {len(unit.params)} parameters, {unit.full.dtype}, "
+        f"  {unit.name}: {_numel([unit]):,} elements in {len(unit.params)} parameters, {unit.dtype}, "
         f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]

@@ -21,8 +21,8 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, log_dist_once, logger
 from deepspeed.zero.client.gathered import GatheredParameters, leave_device, state_names
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import UnitState
 
 _BUCKET = "512MB"
 
@@ -133,7 +133,7 @@ class EngineWeights:
         self._wait_together()
         self.runtime.update.publish()
         missing = [u for u in self.runtime.units if u.movable and u.state is UnitState.ABSENT]
-        nbytes = sum(u.layout.numel * u.full.element_size() for u in missing)
+        nbytes = sum(u.layout.numel * u.buffer.full.element_size() for u in missing)
         device = get_accelerator()
         kept = device.memory_reserved() - device.memory_allocated()  # by the allocator, for what comes
         free = device.available_memory() and device.available_memory() + max(0, kept)

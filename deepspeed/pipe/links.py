@@ -176,7 +176,7 @@ class Links:
             self._post_early(queue, source)
 
     def _post_early(self, queue: deque[Message], source: int) -> None:
-        if queue and self._foreseen(queue[0]):
+        if queue and self.predicted(queue[0]):
             first = queue.popleft()
             self._incoming[first] = self._post(first, source)
 
@@ -211,7 +211,7 @@ class Links:
         if message not in self._taken:
             self.receive(message, source)
 
-    def _foreseen(self, message: Message) -> bool:
+    def predicted(self, message: Message) -> bool:
         """Whether the shape is known without asking."""
         if message.op == "B":
             return (message.chunk - 1, message.micro) in self._shapes

@@ -20,7 +20,7 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.tier.transfer import Transfer
 from deepspeed.timeline.spans import COLLECTIVES, COMPUTE, PHASES, PREFETCH, TIERS, WAITS, MarkClock, StepSpans
 from deepspeed.zero.hooks import inside_backward, tensors_in
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.unit import UnitState
 
 _MOST = 20_000  # spans of one step
 # What one note costs, in situ, where every call meets cold caches (benchmarks/observe.py), and the share of the time of

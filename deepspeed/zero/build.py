@@ -375,7 +375,7 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
             continue
         unit.fetch_whole()
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            part, place = Unit.view(unit.full, segment), vars(param).pop("tp_was_whole", None)
+            part, place = Unit.view(unit.buffer.full, segment), vars(param).pop("tp_was_whole", None)
             place = place if together else None  # it stays a part
             expose([param], [whole_of(part, place, unit.mesh.tp).clone()])
             if place is not None:

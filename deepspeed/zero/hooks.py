@@ -372,7 +372,8 @@ class ModuleHooks:
         if not self._compiled and any(map(_is_compiled, self._modules)):
             self.install()
         for unit in self._runtime.units:
-            unit.check_views()
+            if unit.whole:
+                unit.buffer.bring_back()
         if not self._training:
             return
         self._tree.check()

@@ -12,8 +12,8 @@ from deepspeed.comm import collectives
 from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.gradients import Gradients
-from deepspeed.zero.partition import GradState
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.window import GradState
 
 _GROUPED = 2  # complete gradients that may wait for the next message before they get one of their own
 
@@ -69,7 +69,7 @@ class CollectiveOrder:
                 self._path.clear()
             if decision.closes:
                 self._close(nothing_reduced=request.marks[-1:] == (True,))
-        self._complete = [i for i in self._complete if self._units[i].partial is not None]
+        self._complete = [i for i in self._complete if self._units[i].window.partial is not None]
         return decision
 
     def _marks(self, pending: tuple[int, ...]) -> tuple[object, ...]:
@@ -129,10 +129,10 @@ class CollectiveOrder:
 
     def note_reduction(self, unit: Unit) -> None:
         """``unit`` is about to be reduced, maybe by a rank that has no gradient of it."""
-        if unit.grad_state is GradState.EMPTY:
+        if unit.window.state is GradState.EMPTY:
             self._vacant.append(unit)
         else:
-            self._contributed |= bool(unit.fired)
+            self._contributed |= bool(unit.window.fired)
 
     def forward_begins(self) -> None:
         """Note whether anything else has communicated since the end of the last forward: see [Note: agreement]."""
@@ -162,7 +162,7 @@ class CollectiveOrder:
         """Drop the sums of zeros that dummies have made."""
         self._gradients.land_all()
         for unit in self._vacant:
-            unit.clear_grad()
+            unit.window.clear()
 
     # -- after an error ------------------------------------------------------------------------------------------------
     @property

@@ -97,7 +97,7 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     unmark_zero_parameter(parameter)
     attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
     attributes["__reduce_ex__"] = functools.partial(_pickled, unit, position)
-    attributes["autocast_dtype"] = unit.full.dtype  # what autocast lowers rests lowered already
+    attributes["autocast_dtype"] = unit.dtype  # what autocast lowers rests lowered already
     if not plain:
         segment, shards = unit.layout.segments[position], unit.layout.shards
         shape, shard = torch.Size(segment.shape), unit.part(StateKind.PARAM, segment, unit.shard)
@@ -139,8 +139,10 @@ def _partition_by_hand(
     for param in param_list or [unit.params[position]]:
         if param._ds_by_hand:
             if has_been_updated:
-                param._ds_unit.check_views()
-                param._ds_unit.absorb(param._ds_position)
+                owner = param._ds_unit
+                if owner.whole:
+                    owner.buffer.bring_back()
+                owner.absorb(param._ds_position)
             param._ds_by_hand = False
             param._ds_unit.unpin()
 

@@ -24,10 +24,9 @@ from deepspeed.zero.failures import Failures, doubt, serving
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.order import CollectiveOrder
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import InFlight, StateKind, Tier, ZeroPlan
 from deepspeed.zero.schedule import Schedule
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, UnitState
 from deepspeed.zero.update.policy import UpdatePolicy
 from deepspeed.zero.update.publish import Publication
 
@@ -52,7 +51,7 @@ class Runtime:
         self.failures = Failures(self)
         self.update = UpdatePolicy(self)
         # What happened since construction, for tests and benchmarks.
-        self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
+        self.gathers = self.gathered_numel = self.reductions = self.dummy_collectives = 0
         self.steps = self.depth = self.flushes = 0
         self.in_backward = self.in_one_pass = False
         # The engine, while it lives; and its optimizer.
@@ -110,7 +109,8 @@ class Runtime:
             if self.depth == 0:
                 self.order.forward_begins()
                 for unit in self.units:
-                    unit.check_views(sample=True)
+                    if unit.whole:
+                        unit.buffer.bring_back(sample=True)
                 phase = "train" if torch.is_grad_enabled() else "eval"
                 if phase == "eval" or self.schedule.phase is None:
                     self.schedule.begin(phase)
@@ -121,14 +121,14 @@ class Runtime:
         self.need(units)
 
     def leave(self, units: Iterable[Unit], *, keep: bool = False) -> None:
-        """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
+        """That module has run. ``keep``: its backward could not be predicted, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.drop_user(keep=keep)
             if unit.movable and unit.idle and unit.state is UnitState.READY and not (self.in_backward or unit.kept):
                 if not self._stays(unit):
                     unit.release()
                 elif unit.borrowed:  # the next one who borrows it is to ask, and to be noted
-                    unit.guard()
+                    unit.buffer.hide()
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
             self.schedule.end()
@@ -198,12 +198,12 @@ class Runtime:
         if unit.state is not UnitState.ABSENT:
             # Another rank lost this unit earlier than we did: serve it, and leave alone what may be edited here.
             unit.wait(StateKind.PARAM)
-            self.guest_collectives += 1
-            self._stream.run(functools.partial(unit.start_gather, torch.empty_like(unit.full))).wait()
+            self.dummy_collectives += 1
+            self._stream.run(functools.partial(unit.start_gather, torch.empty_like(unit.buffer.full))).wait()
             return
         unit.fetch(self._stream.run)
         if dummy:
-            self.guest_collectives += 1
+            self.dummy_collectives += 1
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
@@ -246,25 +246,25 @@ class Runtime:
             return  # it is where it belongs, and its unit stays
         self.gradients.pack(unit, position)
         # whatever earlier backwards have left of it
-        if len(unit.arrived) == len(unit.params) and self.gradients.reduces_now(unit):
+        if len(unit.window.arrived) == len(unit.params) and self.gradients.reduces_now(unit):
             self.order.gradient_complete(unit, at_once=not unit.movable or not self.plan.overlap)
-        if unit.all_done(position, task):
+        if unit.window.all_done(position, task):
             self.backward_done(unit)
 
     def _reduce(self, unit: Unit) -> None:
         self.reductions += 1
-        if not unit.fired:
-            self.guest_collectives += 1
+        if not unit.window.fired:
+            self.dummy_collectives += 1
         self.order.note_reduction(unit)
         self.gradients.reduce(unit)
         if self.in_backward and self.gradients.final:
             self.update.gradient_ready(unit)
 
     def backward_done(self, unit: Unit) -> None:
-        """No further backward of this unit's modules is foreseen: release its parameters."""
+        """No further backward of this unit's modules is predicted: release its parameters."""
         free = unit.movable and unit.idle and not unit.kept and unit.state is UnitState.READY and not self.second_order
         # Ops that do not differentiate the weights (``weight.detach()``) may read them later: then the flush releases.
-        if free and not unit.read_by_others():
+        if free and not unit.buffer.read_by_others():
             unit.release()
 
     def flush(self) -> None:
@@ -275,7 +275,7 @@ class Runtime:
             return
         self.gradients.collect()
         while True:
-            pending = tuple(u.index for u in self.units if u.partial is not None and self.gradients.reduces_now(u))
+            pending = tuple(i for i in self.gradients.pending() if self.gradients.reduces_now(self.units[i]))
             decision = self.order.ask(Kind.FLUSH, pending=pending)
             if decision is not None and decision.kind is Kind.FLUSH:
                 break

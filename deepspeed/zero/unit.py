@@ -1,42 +1,60 @@
 """A unit: the parameters that move together, their plan, and one flat buffer per state."""
 
 import contextlib
-import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from deepspeed.comm import collectives
-from deepspeed.observe import hostmem
+from deepspeed.errors import InvalidStateError
 from deepspeed.observe.timers import profiled
 from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.zero.buffer import ParameterBuffer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, hide, keep_view, requiring, storage_uses, unmark_zero_parameter
-from deepspeed.zero.partition import (
-    LEGAL_MOVES,
-    GradState,
-    Keeper,
-    UnitFacts,
-    UnitState,
-    illegal_move,
-    owned_range,
-    square_sum,
-)
+from deepspeed.zero.param import unmark_zero_parameter
+from deepspeed.zero.partition import UnitFacts, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
+from deepspeed.zero.window import GradientWindow
+
+
+class UnitState(Enum):
+    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a buffer that is being filled; READY both."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    READY = "ready"
+
+
+_NEXT = {
+    UnitState.ABSENT: UnitState.FETCHING,
+    UnitState.FETCHING: UnitState.READY,
+    UnitState.READY: UnitState.ABSENT,
+}
+
+
+class Keeper(Protocol):
+    """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
+
+    def may_fetch_on_demand(self) -> bool: ...
+    def fetch_on_demand(self, unit: "Unit") -> bool: ...
+    def need(self, units: Iterable["Unit"]) -> None: ...
+    def meet(self) -> int: ...
+    @property
+    def before_update(self) -> Callable[[], None]: ...
 
 
 class Unit:
     """Parameters with one dtype and one plan, in one flat layout. Attributes are written by methods of this class only.
 
-    ``full`` is the flat compute-dtype buffer under all parameters, without bytes while released; ``partial`` the local
-    sum of gradients before reduction. ``rest`` says where each state rests; ``shard``, ``master`` (fp32, the very
-    memory of the parameter when dtypes and ranges agree) and ``grad`` are its tensors, not-a-number for what is on
-    a drive.
+    ``buffer`` has the whole values of the parameters, ``window`` the gradients until their reduction. ``rest`` says
+    where each state rests; ``shard``, ``master`` (fp32, the very memory of the parameter when dtypes and ranges agree)
+    and ``grad`` are its tensors, not-a-number for what is on a drive.
     """
 
     def __init__(
@@ -49,33 +67,22 @@ class Unit:
         # PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release.
         self.movable = plan.param.away or bool(facts.sharing(plan.param.spread))
         self.state = UnitState.READY
-        self.grad_state = GradState.EMPTY
-        self.users = self.pins = self.version = self.fetched_version = self._unused = self._bare = 0
-        self.full = torch.empty(0)
-        self.device = self.full.device
-        self.partial: torch.Tensor | None = None
+        self.users = self.pins = self.version = self.fetched_version = 0
+        self.buffer = ParameterBuffer(params, layout)
+        self.window = GradientWindow(name, params, layout)
+        self.dtype, self.device = self.buffer.full.dtype, self.buffer.full.device
         self.rest: dict[StateKind, TierStore] = {}
         self.views: list[Any] = []  # the OptimViews of it
         self.tiers: Tiers | None = None
-        self.grad_square: torch.Tensor | None = None  # of a rest gradient that is not on the device
         self.pending = PendingWork()  # what goes on behind the program
         self._ranges: dict[StateKind, tuple[int, int]] = {}
         self.master_is_param = False
         self.tiled = False  # the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing
-        # Positions whose gradients are in ``partial`` (of these, those of the running backward: ``arrived``), and that
-        self.fired, self.trained = set[int](), set[int]()  # required one in some backward of the window
         self.absorbed: dict[int, int] = {}  # torch's version of a parameter as its masters have followed it
-        self.arrived: set[int] = set()
         self.kept = False  # something that autograd cannot announce will read the parameters: they stay until the flush
-        self.grad_filled = self._lent = False
         self.borrowed = False  # modules that do not own the parameters read them, too
-        self.guarded = False  # the values are here, and hidden: see ``guard``
-        self._done, self._done_task = set[int](), -1
         self._keeper: Callable[[], Keeper | None] = lambda: None
         self._transfer = ARRIVED
-        self._views: list[torch.Tensor] = []
-        self._void: torch.Tensor | None = None
-        self._spare: torch.Tensor | None = None  # memory of a local sum, for the next one
 
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
         """Take over ``values`` (flat, full, any floating dtype, on the device): build buffers and re-point parameters.
@@ -83,11 +90,12 @@ class Unit:
         ``keep_master``: with the owned OPTIM range, unrounded, in fp32. ``tiers``: places besides the device.
         """
         self.tiers = tiers
-        self._spread(values.to(dtype))
-        self._expose()
+        self.buffer.hold(values.to(dtype))
+        self.buffer.expose()
+        self.dtype, self.device = dtype, values.device
         start, stop = self.range_of(StateKind.PARAM)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
-        self.rest[StateKind.PARAM] = TierStore(self.full[start:stop])
+        self.rest[StateKind.PARAM] = TierStore(self.buffer.full[start:stop])
         if self.movable:
             self.rest[StateKind.PARAM] = settled(self._place(StateKind.PARAM, dtype), self.shard, dtype)
         if keep_master and self.plan.optim is not None:
@@ -102,18 +110,8 @@ class Unit:
                 self.rest[StateKind.OPTIM] = settled(place, values[start:stop], wide)
                 self.tiled = self.on_drive(StateKind.OPTIM)
         if self.movable:
-            # What the unit itself holds of the storage: the buffer, its views and the parameters over it.
-            self._unused = storage_uses(self.full)
+            self.buffer.note_own_uses()
             self.release()
-
-    def _spread(self, full: torch.Tensor) -> None:
-        self.full, self.device = full, full.device
-        self._views = [self.view(full, s) for s in self.layout.segments]
-        self._bare = storage_uses(full)
-
-    def _expose(self) -> None:
-        self.guarded = False
-        expose(self.params, self._views)
 
     def _place(self, kind: StateKind, dtype: torch.dtype) -> TierStore | None:
         """A place for that state besides the device; None for the device itself."""
@@ -187,8 +185,8 @@ class Unit:
         inside = all(h == self.name or h.startswith(f"{self.name}.") for h in homes)
         return self.name if inside else ", ".join(homes[:8])
 
-    # Every parameter's values are here and may be read without asking: not released, still arriving, or guarded.
-    whole = property(lambda self: self.state is UnitState.READY and not self.guarded)
+    # Every parameter's values are here and may be read without asking: not released, still arriving, or hidden.
+    whole = property(lambda self: self.state is UnitState.READY and not self.buffer.hidden)
     idle = property(lambda self: self.users == 0 and self.pins == 0)
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
@@ -212,24 +210,10 @@ class Unit:
         lo, hi = self.layout.overlap(segment, *self.range_of(kind))
         return self.within(kind, flat, lo, hi) if lo < hi else flat[:0]
 
-    def check_views(self, *, sample: bool = False) -> bool:
-        """Whether any parameter (``sample``: the last one) was moved off the flat buffer: frozen ones come back, others
-        are refused (``module.half()``, ...).
-        """
-        if not self.whole or not self.params:
-            return False
-        moved, start, size = False, self.full.data_ptr(), self.full.element_size()
-        first = len(self.params) - 1 if sample else 0
-        for param, segment in zip(self.params[first:], self.layout.segments[first:], strict=True):
-            shown = getattr(param, "_local_tensor", param)
-            if segment.numel and shown.data_ptr() != start + segment.offset * size:
-                moved |= keep_view(param, self.full, segment)
-        return moved
-
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""
         if self.grad_away:
-            self.grad_square = self._weighted_square(grad)
+            self.window.square = self._weighted_square(grad)
 
     def send_gradient(self, grad: torch.Tensor) -> None:
         """Copy ``grad``, of the device, to the rest gradient in host memory."""
@@ -250,7 +234,7 @@ class Unit:
         copies = 1
         for way, axis in zip(self.plan.grad.spread, self.mesh.groups, strict=True):
             copies *= axis.size if way is Spread.REPLICATED else 1
-        kept = self.grad_square if self.grad_away else None
+        kept = self.window.square if self.grad_away else None
         return (self._weighted_square(self.grad) if kept is None else kept) * self.facts.after**2 / copies
 
     def _weighted_square(self, grad: torch.Tensor) -> torch.Tensor:
@@ -260,78 +244,15 @@ class Unit:
                 square = square - square_sum(part) * (1.0 - segment.norm_weight)
         return square
 
-    def open_partial(self, dtype: torch.dtype, *, begin: torch.Tensor | None = None) -> torch.Tensor:
-        """The full-size local sum; where there is none, made of ``begin`` or of zeros. EMPTY or REDUCED -> LOCAL."""
-        if self.partial is None:
-            if begin is None:
-                begin, self._spare = self._spare, None
-                if begin is None or begin.dtype is not dtype:
-                    begin = collectives.fresh(self.layout.numel, dtype, self.device)
-            self.partial = begin
-            for start, stop in self.layout.gaps:
-                self.partial[start:stop].zero_()
-            self.fired.clear()
-        self.move_grad(GradState.LOCAL)
-        return self.partial
-
-    def keep_spare(self, partial: torch.Tensor) -> None:
-        """A local sum has been reduced: let the next one have its memory."""
-        self._spare = partial
-
-    def note_packed(self, position: int) -> None:
-        """The gradient of one parameter is in the local sum."""
-        self.fired.add(position)
-        self.arrived.add(position)
-
-    def take_partial(self, dtype: torch.dtype) -> torch.Tensor:
-        """Give the local sum away, zeros where nothing fired; where there is none, one of ``dtype``."""
-        partial = self.open_partial(dtype)
-        segments, fired = self.layout.segments, [*sorted(self.fired), len(self.params)]
-        for before, position in zip([-1, *fired], fired, strict=False):  # what lies between two that fired is one piece
-            if position - before > 1:
-                partial[segments[before + 1].offset : segments[position - 1].stop].zero_()
-        self.partial = None
-        self.fired.clear()
-        self.arrived.clear()
-        return partial
-
-    def restore_partial(self, partial: torch.Tensor, positions: set[int]) -> None:
-        """Make ``partial`` (flat, zero in the gaps) the sum of the parameters at ``positions`` that waits here."""
-        self.partial, self.fired = partial, positions
-        self.move_grad(GradState.LOCAL)
-
-    def fill_grad(self) -> bool:
-        """The rest gradient will hold something; whether it did."""
-        filled, self.grad_filled = self.grad_filled, True
-        return filled
-
-    def clear_grad(self) -> None:
-        """Drop the gradient; its memory stays for the next window."""
-        self.partial = None
-        for noted in (self.fired, self.arrived, self.trained):
-            noted.clear()
-        self.grad_filled = False
-        self.move_grad(GradState.EMPTY)
-
-    def move_grad(self, state: GradState) -> None:
-        if state not in LEGAL_MOVES[self.grad_state]:
-            raise illegal_move(self.name, self.grad_state, state)
-        self.grad_state = state
-
     def _move(self, state: UnitState) -> None:
-        if state not in LEGAL_MOVES[self.state]:
-            raise illegal_move(self.name, self.state, state)
+        if state is not _NEXT[self.state]:
+            raise InvalidStateError(f"unit {self.name}: parameters cannot go from {self.state.value} to {state.value}")
         self.state = state
 
     def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
         """ABSENT -> FETCHING (ABSENT after an error): make room and gather, with ``start(self.start_gather)``."""
-        if self.full.numel() != self.layout.numel:
-            self._spread(self.full.new_empty(self.layout.numel))
-        storage = self.full.untyped_storage()
-        storage.resize_(self.layout.numel * self.full.element_size())
+        self.buffer.fill()
         self._move(UnitState.FETCHING)
-        if self.full.device.type == "cpu":
-            hostmem.prefer_huge_pages(storage.data_ptr(), storage.nbytes())
         self.fetched_version = self.version
         try:
             self._transfer = start(self.start_gather)
@@ -346,36 +267,15 @@ class Unit:
             self._transfer.wait()
             self._transfer = ARRIVED
             self._move(UnitState.READY)
-            self._expose()
-        elif self.guarded:
-            self._expose()
+            self.buffer.expose()
+        elif self.buffer.hidden:
+            self.buffer.expose()
 
     def release(self) -> None:
-        """READY -> ABSENT: the storage keeps no bytes, or is left to whom it was lent and the next fetch makes one."""
-        if not self.movable:
-            return
-        self._move(UnitState.ABSENT)
-        self.guarded = False
-        self._hide()
-        storage = self.full.untyped_storage()
-        # Numpy or another process may hold it: then its bytes must stay where they are.
-        fixed = not storage.resizable() or (self.device.type == "cpu" and storage.is_shared())
-        if fixed or (self._lent and storage_uses(self.full) > self._bare):
-            self.full, self._views = self.full.new_empty(0), []
-        self.full.untyped_storage().resize_(0)
-        self._lent = False
-
-    def _hide(self) -> None:
-        if self._void is None:
-            known = self.full.is_floating_point() or self.full.is_complex()
-            self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
-        hide(self.params, self._void)
-
-    def guard(self) -> None:
-        """READY: hide the values, so that whoever reads a parameter asks first, and waits for what is pending."""
-        if not self.guarded:
-            self.guarded = True
-            self._hide()
+        """READY -> ABSENT."""
+        if self.movable:
+            self._move(UnitState.ABSENT)
+            self.buffer.empty()
 
     # -- the door ------------------------------------------------------------------------------------------------------
     def wait(self, kind: StateKind, *, write: bool = False, copies: bool = True) -> None:
@@ -394,7 +294,7 @@ class Unit:
         """Note that ``work``, an update, goes on behind the program: it reads and writes these states until it ends."""
         self.pending.note(work, reads, writes)
         if StateKind.PARAM in writes and not self.movable:
-            self.guard()
+            self.buffer.hide()
 
     def forget_pending(self) -> None:
         """Forget what has ended, it does not matter how."""
@@ -402,14 +302,10 @@ class Unit:
         if not self.movable:
             self._finish_fetch()
 
-    def read_by_others(self) -> bool:
-        """True while others than the unit hold views of the full buffer (while READY): in a backward, ops that read."""
-        return storage_uses(self.full) > self._unused
-
     def start_gather(self, full: torch.Tensor | None = None) -> Transfer:
         """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
         self.pending.wait(StateKind.PARAM)
-        full = self.full if full is None else full
+        full = self.buffer.full if full is None else full
         cut = self.facts.sharing(self.plan.param.spread)
         start, stop = self.range_of(StateKind.PARAM)
         piece, rest = full[start:stop], self.rest[StateKind.PARAM]
@@ -447,7 +343,7 @@ class Unit:
         else:
             self.fetch_whole()
         self.pins += 1
-        self._lent = self._lent or (lend and not self.may_fetch_on_demand())
+        self.buffer.lent = self.buffer.lent or (lend and not self.may_fetch_on_demand())
 
     def unpin(self) -> None:
         """The counterpart of ``pin``."""
@@ -462,26 +358,17 @@ class Unit:
             self.pins -= 1
             self.kept = True
 
-    def all_done(self, position: int, task: int) -> bool:
-        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one.
-        Autograd finishes a gradient after the parameter's last use in that task, so no op still reads the weights.
-        """
-        self._done, self._done_task = self._done if task == self._done_task else set(), task
-        self._done.add(position)
-        return len(self._done) == len(self.params)
-
     def end_backward(self, *, keep: bool) -> None:
         """The backward is over. ``keep``: it left a graph that will read what was kept."""
-        self._done.clear()
-        self.arrived.clear()
-        self.trained.update(requiring(self.params) if self.trainable else ())
+        if self.trainable:
+            self.window.note_required()
+        self.window.end_pass()
         self.kept = self.kept and keep
 
     def abandon(self) -> None:
         """After an error: nobody uses the unit."""
         self.users, self.kept = 0, False
-        self._done.clear()
-        self.arrived.clear()
+        self.window.end_pass()
 
     def absorb(self, position: int) -> None:
         """Make resting copies of a parameter follow its values, which are here; masters that round to these stay."""
@@ -494,7 +381,7 @@ class Unit:
             if lo < hi:
                 with torch.no_grad(), self.values(kind, write=True) as resting:
                     part = self.within(kind, resting, lo, hi)
-                    values = self.full[lo:hi].to(part.device)
+                    values = self.buffer.full[lo:hi].to(part.device)
                     if kind is StateKind.OPTIM:
                         values = torch.where(part.to(values.dtype) == values, part, values)
                     part.copy_(values)
@@ -550,20 +437,22 @@ class Unit:
         """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
         self.plan, self.trainable = self.plan.frozen(), False
         self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
-        self.clear_grad()
+        self.window.clear()
+        self.window.drop()
         self.abandon()
-        self.views, self.pins, self._spare, self._keeper = [], 0, None, lambda: None
+        self.views, self.pins, self._keeper = [], 0, lambda: None
         self.master_is_param, self.tiled, self.pending = False, False, PendingWork()
         if self.state is UnitState.READY:
             self.release()
 
     def drop(self) -> None:
         """Give every byte back; the unit is dead afterwards."""
-        self.params, self.views, self._views = [], [], []
+        self.params, self.views = [], []
         self.drop_rest(*self.rest)
-        self.full = torch.empty(0)
-        self.rest[StateKind.PARAM] = TierStore(self.full)
-        self.partial, self._spare, self._keeper = None, None, lambda: None
+        self.buffer.drop()
+        self.window.drop()
+        self.rest[StateKind.PARAM] = TierStore(self.buffer.full)
+        self._keeper = lambda: None
 
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
         """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""

@@ -187,9 +187,9 @@ class Rank:
             }
             self.optimizer.state[view.param] = {"step": torch.tensor(3.0), **slots}
         self.unit.open_grad(torch.float32).tensor.copy_(self.flat("grad")[start:stop])
-        self.unit.grad_filled = True
-        self.unit.partial = self.flat(f"grad_partial@{self.mesh.zero.index}")
-        self.unit.fired = set(range(len(self.unit.layout.segments)))
+        self.unit.window.filled = True
+        self.unit.window.partial = self.flat(f"grad_partial@{self.mesh.zero.index}")
+        self.unit.window.fired = set(range(len(self.unit.layout.segments)))
 
     def factored(self, view: OptimView) -> Tensor | None:
         """What an optimizer with factored moments keeps of a matrix: one number a row of the local tensor."""
@@ -215,7 +215,8 @@ class Rank:
         ):
             found.append("grad")
         if window is not None:
-            total = torch.zeros(self.unit.layout.numel) if self.unit.partial is None else self.unit.partial.clone()
+            partial = self.unit.window.partial
+            total = torch.zeros(self.unit.layout.numel) if partial is None else partial.clone()
             dist.all_reduce(total, group=self.mesh.zero.pg)
             wanted = torch.stack([self.flat(f"grad_partial@{i}") for i in range(window)]).sum(0)
             if not torch.allclose(total, wanted, atol=1e-6):
@@ -248,7 +249,7 @@ class Rank:
     # What is used of ``Gradients``.
     def refill(self, unit: Unit) -> None:
         unit.open_grad(torch.float32).tensor.zero_()
-        unit.grad_filled = True
+        unit.window.filled = True
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 from deepspeed.zero import GatheredParameters
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import UnitState
 from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
 from tests.dist.test_one_pass_update import changing_rates
 from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, engine_for, same, train, variants
@@ -156,7 +156,7 @@ def _evaluated(engine: Any) -> Tensor:
 
 
 def _dtypes(engine: Any) -> set[torch.dtype]:
-    return {unit.full.dtype for unit in engine.runtime.units}
+    return {unit.dtype for unit in engine.runtime.units}
 
 
 def _lent(engine: Any) -> Tensor:
@@ -260,7 +260,7 @@ def returned() -> dict[str, Any]:
         before = [p.detach().clone() for p in engine.module.parameters()]
         train_step(engine, case, 0)
         units = engine.runtime.units
-        found["under way"] = [unit.guarded and unit.state is UnitState.READY for unit in units]
+        found["under way"] = [unit.buffer.hidden and unit.state is UnitState.READY for unit in units]
         found["settings are read"] = engine.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
         # a unit is waited for alone
         threading.Timer(0.1, gate.set).start()

@@ -150,7 +150,7 @@ def test_a_hook_sees_the_columns_of_the_device_as_they_are_and_may_write_them(
 
 # -- lost batches, looks, loads --------------------------------------------------------------------------------------
 def _overflow(engine: Any, _: str) -> None:
-    dtype = next(iter({unit.full.dtype for unit in engine.runtime.units}))
+    dtype = next(iter({unit.dtype for unit in engine.runtime.units}))
     engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=dtype)).float().sum())
     engine.step()
     assert not engine.was_step_applied()
@@ -171,7 +171,7 @@ def _lost(engine: Any, _: str) -> None:
 def _evaluated(engine: Any, _: str) -> None:
     engine.eval()
     with torch.no_grad():
-        engine(torch.ones(2, IN_FEATURES, dtype=next(iter({unit.full.dtype for unit in engine.runtime.units}))))
+        engine(torch.ones(2, IN_FEATURES, dtype=next(iter({unit.dtype for unit in engine.runtime.units}))))
     engine.train()
 
 

@@ -304,7 +304,7 @@ _STEPS = (
     ),
     Mutant(
         "G2",
-        "deepspeed/zero/unit.py",
+        "deepspeed/zero/window.py",
         "self.partial[start:stop].zero_()",
         "pass",
         (f"{_PARITY}[plain-0]",),
@@ -312,9 +312,9 @@ _STEPS = (
     ),
     Mutant(
         "G3",
-        "deepspeed/zero/unit.py",
-        "            self.fired.clear()\n        self.move_grad(GradState.LOCAL)",
-        "        self.move_grad(GradState.LOCAL)",
+        "deepspeed/zero/window.py",
+        "            self.fired.clear()\n        self.move(GradState.LOCAL)",
+        "        self.move(GradState.LOCAL)",
         ("tests/dist/test_gas.py::test_split_does_not_change_the_gradient[ranks2-micro2-accum2-2]",),
         "after a reduction nothing has contributed yet",
         also=(
@@ -343,7 +343,7 @@ _STEPS = (
     Mutant(
         "G6",
         "deepspeed/zero/gradients.py",
-        "unit.restore_partial(unit.partial.clone(), unit.fired)",
+        "unit.window.restore(unit.window.partial.clone(), unit.window.fired)",
         "pass",
         ("tests/pure/test_pipeline_hooks.py",),
         "a gradient that a hook keeps is not the memory of later batches",
@@ -428,8 +428,8 @@ _WEIGHTS = (
     Mutant(
         "I1",
         "deepspeed/zero/client/init.py",
-        "collectives.broadcast(unit.full,",
-        "(lambda *_: None)(unit.full,",
+        "collectives.broadcast(unit.buffer.full,",
+        "(lambda *_: None)(unit.buffer.full,",
         _ZERO_INIT,
         "a parameter touched again while the model is built has the first rank's values",
     ),
@@ -444,7 +444,7 @@ _WEIGHTS = (
     Mutant(
         "X1",
         "deepspeed/zero/client/safe_state.py",
-        "if part.numel() and unit.full.dtype == part.dtype and not unit.master_is_param:",
+        "if part.numel() and unit.dtype == part.dtype and not unit.master_is_param:",
         "if False:",
         ("tests/dist/test_offload_state_access.py::test_a_local_value_belongs_to_the_caller_again",),
         "in fp32 the model sees a locally written master at once, from a drive too",
@@ -460,7 +460,7 @@ _WEIGHTS = (
     Mutant(
         "X2",
         "deepspeed/zero/client/safe_state.py",
-        "if unit.full.untyped_storage().nbytes():",
+        "if unit.buffer.full.untyped_storage().nbytes():",
         "if False:",
         ("tests/dist/test_access.py::test_a_master_written_while_gathered_is_seen_and_stays",),
         "a master written while its parameter is gathered reaches the gathered copy",

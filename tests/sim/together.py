@@ -20,7 +20,7 @@ from tests.sim.loops import Block
 from tests.sim.matrix import CASES
 
 WIDTH, BLOCKS = 256, 4
-HABIT = 5  # by then all ranks foretell what comes
+STEADY = 5  # by then all ranks predict what comes
 STEPS = 9
 
 
@@ -45,7 +45,7 @@ ALL: tuple[int | None, ...] = tuple(range(BLOCKS))
 
 
 class Loop:
-    """A user's loop on one rank; ``differs``: this is the rank that does something else in step HABIT."""
+    """A user's loop on one rank; ``differs``: this is the rank that does something else in step STEADY."""
 
     def __init__(self, engine: Any, scenario: str, rank: int) -> None:
         self.engine, self.scenario = engine, scenario
@@ -56,7 +56,7 @@ class Loop:
         return loss
 
     def step(self, number: int) -> None:
-        surprise = number == HABIT and self.differs
+        surprise = number == STEADY and self.differs
         route = ALL
         if self.scenario == "any route":
             route = tuple(self.chance.choices(ALL, k=self.chance.randrange(1, 6)))
@@ -67,7 +67,7 @@ class Loop:
         if surprise and self.scenario == "one more evaluation":
             with torch.no_grad():
                 self.forward(ALL)
-        if number == HABIT and self.scenario == "raises and tries again":  # one alone fails, all give the batch up
+        if number == STEADY and self.scenario == "raises and tries again":  # one alone fails, all give the batch up
             with contextlib.suppress(ArithmeticError, RankFailedError):
                 self.engine.backward(self.forward((0, 1, None) if self.differs else ALL))
         if surprise and self.scenario == "dies":

@@ -91,7 +91,7 @@ UNSEEN: dict[str, str] = {
         "not reached: ends the waits of programs one of which has failed; tests/dist/test_failures_of_one_rank.py"
     ),
     "zero.runtime:_forget_vacant: self.gradients.land_all()": (
-        "ranks that differ: what guests have made is dropped, of which there is nothing in one process; without it a "
+        "ranks that differ: what dummies have made is dropped, of which there is nothing in one process; without it a "
         "gradient that no rank had would go before it has landed"
     ),
     "zero.runtime:_gather: unit.arrive()": (

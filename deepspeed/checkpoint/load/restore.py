@@ -79,7 +79,7 @@ def load_into(
             _check_window(runtime, source)
         check()
     begin()
-    nbytes = sum(u.shard.numel() * u.full.element_size() for u in states.units)
+    nbytes = sum(u.shard.numel() * u.buffer.full.element_size() for u in states.units)
     with together(mesh, what), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
         if module:
             _fill_module(states, source, match, report)
@@ -154,7 +154,7 @@ def _fill_module(states: States, source: Source, match: Comparison, report: Call
                 fill(source, _of_range(unit, kind, values, match.keys))
                 if kind is StateKind.OPTIM and unit.tiled:
                     unit.publish_part(start, values).wait()
-            report((stop - start) * unit.full.element_size())
+            report((stop - start) * unit.buffer.full.element_size())
         for name, buffer in persistent_buffers(states.module).items():
             if name in match.keys:
                 buffer.copy_(whole(source, match.keys[name]))
@@ -313,4 +313,4 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                         source.read(key, arrived[lo:hi], start=at, region=region)
                     total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
                     positions.add(position)
-            unit.restore_partial(total, positions)
+            unit.window.restore(total, positions)

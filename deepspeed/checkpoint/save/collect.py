@@ -277,14 +277,15 @@ def unpack_scalar(packed: Any) -> Any:
 
 def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
     """Of an open window: reduced gradients, then this rank's sums, by its number among those to reduce them."""
-    for unit in (u for u in states.units if u.grad_filled):
+    for unit in (u for u in states.units if u.window.filled):
         ours = (o for o in owned(unit, StateKind.GRAD) if o[0].name not in without)
         yield from range_parts(unit, StateKind.GRAD, "grad", ours)
-    for unit in (u for u in states.units if u.partial is not None):
-        assert unit.partial is not None
-        for segment in (unit.layout.segments[i] for i in sorted(unit.fired)):
+    for unit in (u for u in states.units if u.window.partial is not None):
+        assert unit.window.partial is not None
+        for segment in (unit.layout.segments[i] for i in sorted(unit.window.fired)):
             if segment.numel and segment.name not in without:
-                state, values = f"grad_partial@{unit.mesh.zero.index}", unit.partial[segment.offset : segment.stop]
+                state = f"grad_partial@{unit.mesh.zero.index}"
+                values = unit.window.partial[segment.offset : segment.stop]
                 for lo, hi, start, region in regions(segment, 0, segment.numel):
                     yield TensorPart(state, segment.name, segment.whole_shape, start, Elements(values[lo:hi]), region)
 

@@ -35,7 +35,7 @@ def _unpack(saved: Any) -> torch.Tensor:
         return saved
     unit, *place = saved
     unit.hold_for_backward()
-    return cast(torch.Tensor, unit.full.as_strided(*place))
+    return cast(torch.Tensor, unit.buffer.full.as_strided(*place))
 
 
 class GatheredParameters:
@@ -98,7 +98,7 @@ class GatheredParameters:
                 point(param, whole_of(local_of(param).detach(), segment.place, unit.mesh.tp))
                 self._whole.add(param)
         marked = self._units if self._modifier is None and not self._inside_forward else []
-        self._marks = {u: (u.version, bit_sums(u.full)) for u in marked}
+        self._marks = {u: (u.version, bit_sums(u.buffer.full)) for u in marked}
         self._writes = {p: p._version for u in marked if u.facts.sanity_checks for p in u.params}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
         # forward the module's own hooks gather for the backward, so they are not needed there.
@@ -127,7 +127,7 @@ class GatheredParameters:
         """What autograd saves of a parameter is read after the release: of a view of a full buffer save the place."""
         storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         for unit in self._units if storage else ():
-            if unit.movable and storage == unit.full.data_ptr():
+            if unit.movable and storage == unit.buffer.full.data_ptr():
                 return unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return tensor
 
@@ -152,7 +152,7 @@ class GatheredParameters:
         finally:
             for param in self._whole:
                 unit = param._ds_unit  # type: ignore[attr-defined]
-                point(param, unit.view(unit.full, segment_of(param)))
+                point(param, unit.view(unit.buffer.full, segment_of(param)))
             self._whole.clear()
             self._pinned.close()
             self._units, self._marks, self._writes = [], {}, {}
@@ -169,12 +169,12 @@ class GatheredParameters:
         """What is wrong with the parameters as this rank leaves them."""
         # By something else than a step or a context with a modifier rank.
         same = {u: sums for u, (version, sums) in self._marks.items() if u.version == version}
-        edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.full), sums)]
+        edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.buffer.full), sums)]
         written = [p for u in same for p in u.params if p in self._writes and p._version != self._writes[p]]
         edited += [f"{segment_of(p).name} (written in place, which enable_sanity_checks forbids)" for p in written]
         for param in self._params:
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
-            values, inside = local_of(param), unit.view(unit.full, segment)
+            values, inside = local_of(param), unit.view(unit.buffer.full, segment)
             shape = segment.whole_shape if param in self._whole else segment.shape
             if tuple(values.shape) != shape:
                 return UsageError(
@@ -203,7 +203,7 @@ class GatheredParameters:
         unit, position, segment = param._ds_unit, param._ds_position, segment_of(param)  # type: ignore[attr-defined]
         assert self._modifier is not None
         with torch.no_grad():
-            values, inside = local_of(param), unit.view(unit.full, segment)
+            values, inside = local_of(param), unit.view(unit.buffer.full, segment)
             world, tp = unit.mesh.zero, unit.mesh.tp
             sharers = unit.mesh.sharers(self._modifier)
             if tp.size > 1:
@@ -334,7 +334,7 @@ def leave_device(
         store = unit.rest.get(kind)
         if store is None or store.on_drive or store.tensor.device.type == "cpu":
             return
-        if kind is StateKind.GRAD and not unit.grad_filled:
+        if kind is StateKind.GRAD and not unit.window.filled:
             unit.drop_rest(kind)  # only memory; the next reduction makes it again
             return
         device = store.tensor.device

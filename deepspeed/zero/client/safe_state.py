@@ -73,7 +73,7 @@ def _opened(
             runtime.gradients.settle()
             kind = StateKind.GRAD
             memory = write and unit.grad is not None and not unit.on_drive(kind)  # may be written to while empty
-            if not (unit.grad_filled or memory):
+            if not (unit.window.filled or memory):
                 yield None
                 return
             # What makes of a rest gradient the averaged, unscaled one.
@@ -151,8 +151,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
             if lo < hi:
                 piece = value.reshape(-1)[lo - segment.offset : hi - segment.offset]
                 unit.part(StateKind.PARAM, segment, resting).copy_(piece)
-        if unit.full.untyped_storage().nbytes():
-            unit.view(unit.full, segment).copy_(value)
+        if unit.buffer.full.untyped_storage().nbytes():
+            unit.view(unit.buffer.full, segment).copy_(value)
             unit.new_version(shown=True)
 
 
@@ -224,7 +224,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         return
     unit, ((start, part),) = master.unit, master.pieces
     # In memory fp32 parameters are their own master; where they are two, both change.
-    if part.numel() and unit.full.dtype == part.dtype and not unit.master_is_param:
+    if part.numel() and unit.dtype == part.dtype and not unit.master_is_param:
         unit.publish_part(master.segment.offset + start, value.reshape(-1)).wait()  # the caller may change it now
 
 

@@ -96,7 +96,7 @@ class ModuleTree:
                 continue
             now, before = [p._version for p in unit.params], self._versions[unit]
             self._versions[unit] = now
-            counted = unit.check_views() or now != before
+            counted = (unit.whole and unit.buffer.bring_back()) or now != before
             looked = unit in self._through_data or (sampled and not unit.on_drive(StateKind.PARAM))
             written = _written(unit) if counted or looked else []
             names = [unit.layout.segments[position].name for position in written]
@@ -146,7 +146,7 @@ def _refused(name: str) -> str:
 
 def _written(unit: Unit) -> list[int]:
     """Positions of the parameters of which this rank's part, bit by bit, is not as it is at rest."""
-    shown = unit.full[slice(*unit.range_of(StateKind.PARAM))]
+    shown = unit.buffer.full[slice(*unit.range_of(StateKind.PARAM))]
     with unit.values(StateKind.PARAM) as resting:
         both = [[unit.part(StateKind.PARAM, s, flat) for flat in (shown, resting)] for s in unit.layout.segments]
         bits = [(a.view(torch.uint8), b.to(a.device).view(torch.uint8)) for a, b in both]

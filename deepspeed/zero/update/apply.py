@@ -126,7 +126,7 @@ def frozen_since(views: Iterable[OptimView], before: Mapping[Unit, Collection[in
     """
     still: Frozen = {}
     for unit in dict.fromkeys(view.unit for view in views):
-        trains = unit.trained.union((before or {}).get(unit, ()))
+        trains = unit.window.trained.union((before or {}).get(unit, ()))
         if len(trains) < len(unit.params):
             trains.update(requiring(unit.params))
             if segments := [s for i, s in enumerate(unit.layout.segments) if i not in trains]:

@@ -11,9 +11,8 @@ from deepspeed.tier.behind import Turn, Worker
 from deepspeed.tier.store import Landing, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import Spread, StateKind
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, UnitState
 
 
 class Publication:

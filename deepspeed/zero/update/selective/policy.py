@@ -158,7 +158,7 @@ class SelectiveUpdate(LateUpdate):
         if begins:
             self._trained.clear()
         for unit in self._units():
-            self._trained.setdefault(unit, set()).update(unit.trained, requiring(unit.params))
+            self._trained.setdefault(unit, set()).update(unit.window.trained, requiring(unit.params))
 
     def _units(self) -> list[Unit]:
         return [unit for unit in self.host.units if unit.views]
