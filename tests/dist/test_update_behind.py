@@ -265,7 +265,7 @@ def returned() -> dict[str, Any]:
         # a unit is waited for alone
         threading.Timer(0.1, gate.set).start()
         engine.module.inp.weight.sum()
-        found["after a reader"] = units[0].guarded
+        found["after a reader"] = units[0].buffer.hidden
         changed = [not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)]
         found["changed"] = all(changed)
         engine.destroy()
