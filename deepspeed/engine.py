@@ -29,9 +29,9 @@ from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.failures import serving
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.step import StepOptions, take_step
+from deepspeed.zero.sync.failures import serving
 
 
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module):

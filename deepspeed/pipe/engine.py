@@ -21,8 +21,8 @@ from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only
 from deepspeed.pipe.run import Pass, PassResult
 from deepspeed.pipe.torch_pipelining import make_order
-from deepspeed.zero.failures import break_off_all
 from deepspeed.zero.hooks import tensors_in
+from deepspeed.zero.sync.failures import break_off_all
 
 
 class _Read(NamedTuple):

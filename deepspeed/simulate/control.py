@@ -23,7 +23,7 @@ from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.simulate.events import Talk
 from deepspeed.simulate.record import Recorder
 from deepspeed.tensor.apply import FirstBatch
-from deepspeed.zero import agreement
+from deepspeed.zero.sync import agreement
 
 _PICOSECONDS = 1e12
 _HOST = "host"

@@ -355,7 +355,7 @@ class Gradients:
         for unit in self._units:
             for position in written_gradients(unit.params) if unit.trainable and not collected else ():
                 take_gradient(unit.params[position])
-            unit.window.clear()
+            unit.window.reset()
 
     def close(self) -> None:
         """Let go of the memory of rest gradients, all of which are cleared."""

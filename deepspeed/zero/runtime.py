@@ -19,13 +19,13 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.tier.behind import Worker
-from deepspeed.zero.agreement import Agreement, Kind
-from deepspeed.zero.failures import Failures, doubt, serving
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.order import CollectiveOrder
 from deepspeed.zero.plan import InFlight, StateKind, Tier, ZeroPlan
 from deepspeed.zero.schedule import Schedule
+from deepspeed.zero.sync.agreement import Agreement, Kind
+from deepspeed.zero.sync.failures import Failures, doubt, serving
+from deepspeed.zero.sync.order import CollectiveOrder
 from deepspeed.zero.unit import Unit, UnitState
 from deepspeed.zero.update.policy import UpdatePolicy
 from deepspeed.zero.update.publish import Publication

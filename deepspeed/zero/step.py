@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.zero.failures import error_of
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.sync.failures import error_of
 from deepspeed.zero.update import result as step_result
 from deepspeed.zero.update.policy import Step
 from deepspeed.zero.update.result import LateResult, StepResult, late_report, report_nonfinite

@@ -437,7 +437,7 @@ class Unit:
         """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
         self.plan, self.trainable = self.plan.frozen(), False
         self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
-        self.window.clear()
+        self.window.reset()
         self.window.drop()
         self.abandon()
         self.views, self.pins, self._keeper = [], 0, lambda: None

@@ -97,7 +97,7 @@ class GradientWindow:
         filled, self.filled = self.filled, True
         return filled
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Drop the gradient; its memory stays for the next window."""
         self.partial = None
         for noted in (self.fired, self.arrived, self.trained):

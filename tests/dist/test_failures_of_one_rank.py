@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.verify.grads import full_parameters
-from deepspeed.zero import failures
+from deepspeed.zero.sync import failures
 from deepspeed.zero.unit import Unit
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room

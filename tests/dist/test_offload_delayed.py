@@ -336,7 +336,7 @@ def test_one_rank_that_fails_ends_all_with_its_name(
 
 def failed_before_a_save(folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
     """The same where the program itself updates: the first rank goes on to a save."""
-    with mock.patch("deepspeed.zero.failures._PATIENCE_S", 0.5):
+    with mock.patch("deepspeed.zero.sync.failures._PATIENCE_S", 0.5):
         return failed_alone("program", "save", folder, stage, offload)
 
 

@@ -18,7 +18,7 @@ from tests.harness.training import make_config, start, train_step
 
 PAGE = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
 MOST_FILES = {
-    # One more in the first two than when the runtime agreed on collectives itself: `zero/order.py`.
+    # One more in the first two than when the runtime agreed on collectives itself: `zero/sync/order.py`.
     "Gather a unit before its module runs": 6,
     "Reduce a gradient": 5,
     "A step whose optimizer states rest on a drive": 9,

@@ -65,7 +65,7 @@ _PURE = (
     Mutant("C2", "deepspeed/zero/schedule.py", "if now.seen:", "if True:", _SCHEDULE, "an empty pass keeps the trace"),
     Mutant(
         "A1",
-        "deepspeed/zero/agreement.py",
+        "deepspeed/zero/sync/agreement.py",
         "REDUCE = 0\n    GATHER = 1",
         "GATHER = 0\n    REDUCE = 1",
         _AGREEMENT,
@@ -73,7 +73,7 @@ _PURE = (
     ),
     Mutant(
         "A2",
-        "deepspeed/zero/agreement.py",
+        "deepspeed/zero/sync/agreement.py",
         "words = merge(numbers, words, self._group)",
         "_ = merge(numbers, words, self._group)",
         _AGREEMENT,

@@ -82,7 +82,7 @@ PIPELINES = (
     ),
     Mutant(
         "PL4",
-        "deepspeed/zero/failures.py",
+        "deepspeed/zero/sync/failures.py",
         "            collectives.break_off(mesh.tp)\n",
         "",
         (f"{_CUT}::test_a_rank_that_fails_alone_does_not_leave_those_waiting_that_share_its_layers[forward]",),

@@ -18,8 +18,8 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DivergenceError
-from deepspeed.zero import agreement as module
-from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
+from deepspeed.zero.sync import agreement as module
+from deepspeed.zero.sync.agreement import PASSING, Agreement, Decision, Kind, Request
 
 NAMES = [f"unit{i}" for i in range(130)]
 

@@ -207,7 +207,7 @@ OUTSIDE: dict[str, str] = {
     "tensor.": "as comm.differentiable",
     "zero.hooks": "a unit's update is waited for before a module runs; tests/dist/test_update_behind.py",
     "zero.param": "and where a parameter is read by itself; there too",
-    "zero.failures": "the end of what waits for a program that has failed",
+    "zero.sync.failures": "the end of what waits for a program that has failed",
     "comm.hang": "threads that watch, on a clock",
     "zero.client.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",
     "zero.client.incoming": "as zero.client.mapped",

@@ -23,9 +23,9 @@ from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.behind import Worker
 from deepspeed.tier.store import TierStore
-from deepspeed.zero.failures import Failures
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.sync.failures import Failures
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.publish import Publication
 

@@ -21,7 +21,7 @@ from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe.log import logger
 from deepspeed.tier.behind import Worker
-from deepspeed.zero.order import CollectiveOrder
+from deepspeed.zero.sync.order import CollectiveOrder
 
 _LOUD_AFTER_S = 2.0
 _PATIENCE_S = 10.0

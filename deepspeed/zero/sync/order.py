@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from deepspeed.comm import collectives
 from deepspeed.mesh.groups import Mesh
-from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.gradients import Gradients
+from deepspeed.zero.sync.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.window import GradState
 
@@ -162,7 +162,7 @@ class CollectiveOrder:
         """Drop the sums of zeros that dummies have made."""
         self._gradients.land_all()
         for unit in self._vacant:
-            unit.window.clear()
+            unit.window.reset()
 
     # -- after an error ------------------------------------------------------------------------------------------------
     @property
