@@ -16,15 +16,13 @@ from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine_elastic import SaveKeeper
 from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.update.result import StepResult
-
-if TYPE_CHECKING:
-    from deepspeed.engine_elastic import SaveKeeper
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -53,7 +51,7 @@ class EngineCheckpoint:
         # A launcher that has started the script anew after it had saved says so.
         self._must_load = os.environ.get("DS_ELASTIC_SAVED", "")
 
-    def keep_with(self, keeper: "SaveKeeper") -> None:
+    def keep_with(self, keeper: SaveKeeper) -> None:
         """``keeper`` decides after each update what is saved, until the engine ends (``elasticity.take_part``)."""
         if self._keeper is not None:
             self._keeper.close()

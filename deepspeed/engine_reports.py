@@ -35,9 +35,6 @@ from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.apply import captured_groups
 from deepspeed.zero.update.result import StepResult
 
-if TYPE_CHECKING:
-    from deepspeed.engine import DeepSpeedEngine
-
 PHASES = ("forward", "backward", "step")
 
 
@@ -358,7 +355,7 @@ def _numel(units: list[Unit]) -> int:
     return sum(segment.numel for unit in units for segment in unit.layout.segments)
 
 
-def state_dump(engine: "DeepSpeedEngine") -> str:
+def state_dump(engine: EngineReports) -> str:
     """Every resolved key with its origin, the units with their rest places, and the optimizer's groups, by lines."""
     secret = {field.path for field in declared_fields(DeepSpeedConfig) if not field.info.repr}
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
@@ -375,7 +372,7 @@ def state_dump(engine: "DeepSpeedEngine") -> str:
     return "\n".join(lines)
 
 
-def report_start(engine: "DeepSpeedEngine") -> None:
+def report_start(engine: EngineReports) -> None:
     """Log one line about ``engine``, and what ``dump_state`` and ``memory_breakdown`` ask for."""
     units, offload = engine.runtime.units, engine.runtime.plan.offload
     log_dist(
