@@ -207,19 +207,19 @@ class Listener:
             self._beside -= beside
         return _Watched(transfer, self, f"{what} {self._unit or 'a unit'}") if transfer.nbytes else transfer
 
-    def _for_unit(self, method: Callable[..., Any], unit: Any, **kwargs: Any) -> Any:
+    def _for_unit(self, method: Callable[..., Any], unit: Any, *args: Any) -> Any:
         """What is issued in this call is for ``unit``."""
         before, self._unit = self._unit, self._title(unit)
         try:
-            return method(unit, **kwargs)
+            return method(unit, *args)
         finally:
             self._unit = before
 
     def _title(self, unit: Any) -> str:
         return self._titles.get(unit.index) or self._titles.setdefault(unit.index, unit.title)
 
-    def _publication(self, method: Callable[..., Any], units: list[Any]) -> Any:
-        made = method(units)
+    def _publication(self, method: Callable[..., Any], units: list[Any], **how: Any) -> Any:
+        made = method(units, **how)
         sent = any(g.size > 1 for u in units for g in u.mesh.groups)
         whole = sent and any(not u.movable for u in units)
         if whole:  # of these the values are gathered at once, and waited for at the end
@@ -264,7 +264,7 @@ class Listener:
         engine, details = self._engine, self._details
         self._detailed = True
         self.wake()
-        details.put(engine.runtime, "_gather", self._for_unit)
+        details.put(engine.runtime.order, "_gather", self._for_unit)
         details.put(engine.runtime.gradients, "reduce", self._for_unit)
         hooks, units = engine._parts.hooks, engine.runtime.units
         names = {module: name for name, module in engine.module.named_modules()}
