@@ -29,9 +29,12 @@ class PendingWork:
 
     def wait(self, kind: StateKind, *, write: bool = False, copies: bool = True) -> None:
         """Wait for what writes ``kind`` and, with ``write``, for what reads it; without ``copies`` for updates only."""
-        for entry in self._entries:
-            if entry.concerns(kind, write=write) and (copies or not entry.copy):
-                entry.work.wait()
+        seen: tuple[_Work, ...] = ()
+        while (entries := self._entries) is not seen:  # an update that ends may have begun a copy
+            for entry in entries:
+                if entry.concerns(kind, write=write) and (copies or not entry.copy):
+                    entry.work.wait()
+            seen = entries
 
     def until(self, kind: StateKind, *, write: bool = False) -> Transfer:
         """What ``wait`` would wait for now, as one transfer."""

@@ -26,12 +26,11 @@ from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "comm.collectives", "zero.runtime", "zero.sync.order", "zero.unit", "zero.buffer", "zero.window", "zero.gradients",
-    "zero.optim_view", "zero.step",
-    "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging", "tier.store",
-    "tier.transfer", "tier.behind", "tier.aio", "tier.pending", "engine", "engine_weights", "zero.update.publish",
-    "zero.update.result", "zero.update.policy", "zero.update.inline", "zero.update.tiled", "zero.update.staged",
-    "zero.update.speculative",
+    "comm.collectives", "zero.runtime", "zero.sync.order", "zero.unit", "zero.gradients", "zero.optim_view",
+    "zero.step", "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging",
+    "tier.store", "tier.transfer", "tier.behind", "tier.aio", "tier.pending", "engine", "engine_weights",
+    "zero.update.publish", "zero.update.result", "zero.update.policy", "zero.update.inline", "zero.update.tiled",
+    "zero.update.staged", "zero.update.speculative",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {

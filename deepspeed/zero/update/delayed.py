@@ -81,17 +81,14 @@ class DelayedUpdate(LateUpdate):
         for unit, those in itertools.groupby(step.views, lambda view: view.unit):
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
-            units.append((Begun(unit, store, []), list(those)))
+            after = Several([landing[unit], unit.pending.until(StateKind.OPTIM, write=True)])
+            units.append((Begun(unit, store, after), list(those)))
         self._begun += [begun for begun, _ in units]
         if not undisturbed:
-            Several(landing.values()).wait()
             self._update_watched(step, step.factor)
         else:
             self.optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
             for begun, views in units:
-                unit = begun.unit
-                # Behind the gradient also masters that are published: in fp32 the device copies these.
-                first = Several([landing[unit], unit.pending.until(StateKind.OPTIM, write=True)]).wait
-                turn = self._turn_of(begun, views, groups, step.factor, first=first, frozen=frozen_since(views))
-                self._start(begun, turn, after=landing[unit])
+                turn = self._turn_of(begun, views, groups, step.factor, frozen=frozen_since(views))
+                self._start(begun, turn, after=landing[begun.unit])
         self._publish_into_contexts()

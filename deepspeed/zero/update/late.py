@@ -1,7 +1,7 @@
 """Updates of host units that go on beside later steps, and whose weights are published later still."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepspeed.errors import UsageError
 from deepspeed.optim.base import GroupStep
@@ -19,14 +19,16 @@ from deepspeed.zero.update.publish import Publication
 
 @dataclass
 class Begun:
-    """The update of one unit, its gradient in ``store``. ``rounded``: whose rounded weights are there behind it, each
-    with the version of the master that they are of.
+    """The update of one unit, its gradient in ``store``, ``after`` what writes that and reads the masters: in fp32 the
+    device copies these. ``rounded``: whose rounded weights are there behind it, each with the version of the master
+    that they are of.
     """
 
     unit: Unit
     store: TierStore
-    rounded: list[tuple[OptimView, int]]
+    after: Transfer
     turn: Transfer = ARRIVED
+    rounded: list[tuple[OptimView, int]] = field(default_factory=list)
 
     @property
     def written(self) -> list[OptimView]:
@@ -70,12 +72,13 @@ class LateUpdate(BackgroundUpdate):
         groups: Groups,
         factor: Scalar,
         *,
-        first: Callable[[], object],
         frozen: Frozen,
+        first: Callable[[], object] = lambda: None,
     ) -> Callable[[], Transfer]:
         """The update of one unit, after a call of ``first``."""
 
         def turn() -> Transfer:
+            begun.after.wait()
             first()
             places = {begun.unit: begun.store}
             written = apply_to_part(self.optimizer, views, groups, factor, frozen=frozen, apart=places)
@@ -86,6 +89,7 @@ class LateUpdate(BackgroundUpdate):
 
     def _update_watched(self, step: Step, factor: Scalar, frozen: Frozen | None = None) -> None:
         """Call the optimizer's own ``step`` once, over all that has begun."""
+        Several([begun.after for begun in self._begun]).wait()
         apart = {begun.unit: begun.store for begun in self._begun}
         written = apply_rule(self.optimizer, step.views, self.optimizer.step, factor, frozen=frozen, apart=apart)
         for begun in self._begun:

@@ -180,7 +180,7 @@ class SelectiveUpdate(LateUpdate):
             landed, sums = unit.pending.until(StateKind.GRAD), self._sums_of(unit)
             store = unit.exchange_gradient_store(self._spare.pop(unit, None)) if beside else unit.rest[StateKind.GRAD]
             assert store is not None, "a step comes with gradients"
-            begun = Begun(unit, WindowSum(sums.pop(0), store), [])
+            begun = Begun(unit, WindowSum(sums.pop(0), store), unit.pending.until(StateKind.OPTIM, write=True))
             self._begun.append(begun)
             add = functools.partial(_add, begun.store.tensor, store, factor, landed, begins=count == 1)
             views = list(those)
@@ -400,6 +400,7 @@ class SelectiveUpdate(LateUpdate):
         for chosen in self._chosen.values():
             view, param = chosen.view, chosen.param
             assert param is not None
+            view.unit.wait(StateKind.OPTIM, write=True)  # copies read it; what this policy itself waits for is done
             state = self.optimizer._state_of(view.param, self.optimizer.param_groups[view.group])
             chosen.put(view.param.detach(), param.detach().cpu())
             for name in _MOMENTS:
