@@ -1,12 +1,12 @@
 """Work behind the program that reads and writes the states of a unit: updates in the background, copies on streams."""
 
+from enum import Enum
 from threading import Lock
 from typing import NamedTuple
 
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
-from deepspeed.zero.plan import StateKind
 
-Kinds = tuple[StateKind, ...]
+Kinds = tuple[Enum, ...]  # of states
 
 
 class _Work(NamedTuple):
@@ -15,7 +15,7 @@ class _Work(NamedTuple):
     writes: Kinds
     copy: bool
 
-    def concerns(self, kind: StateKind, *, write: bool) -> bool:
+    def concerns(self, kind: Enum, *, write: bool) -> bool:
         """Whether who reads, or writes, ``kind`` has to wait for it."""
         return kind in self.writes or (write and kind in self.reads)
 
@@ -27,7 +27,7 @@ class PendingWork:
         self._entries: tuple[_Work, ...] = ()
         self._lock = Lock()
 
-    def wait(self, kind: StateKind, *, write: bool = False, copies: bool = True) -> None:
+    def wait(self, kind: Enum, *, write: bool = False, copies: bool = True) -> None:
         """Wait for what writes ``kind`` and, with ``write``, for what reads it; without ``copies`` for updates only."""
         seen: tuple[_Work, ...] = ()
         while (entries := self._entries) is not seen:  # an update that ends may have begun a copy
@@ -36,7 +36,7 @@ class PendingWork:
                     entry.work.wait()
             seen = entries
 
-    def until(self, kind: StateKind, *, write: bool = False) -> Transfer:
+    def until(self, kind: Enum, *, write: bool = False) -> Transfer:
         """What ``wait`` would wait for now, as one transfer."""
         works = [entry.work for entry in self._entries if entry.concerns(kind, write=write)]
         return works[0] if len(works) == 1 else Several(works) if works else ARRIVED

@@ -1,4 +1,4 @@
-"""Who waits for a state of a unit waits for all that writes it, or reads what is to be written, however it came there."""
+"""Who waits for a state of a unit waits for all that writes it, and for all that reads what is to be written."""
 
 from collections.abc import Callable
 
