@@ -22,8 +22,7 @@ from deepspeed.engine_reports import PHASES, EngineReports, StepCalls
 from deepspeed.engine_weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
@@ -226,19 +225,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._hear_or_end(0 if self._scaler.dynamic else config.anomalies.nonfinite_updates)
         self._scaler.update(self._scaler.dynamic and result.overflow)
         self._watch_memory()
-
-    def _watch_memory(self) -> None:
-        """Say once when this rank holds more than ``memory.host_limit``, and that it is not states."""
-        limit = self._config.memory.host_limit
-        if limit is None or self._over_limit or (resident := hostmem.rss_bytes()) <= limit:
-            return
-        self._over_limit = True
-        logger.warning(
-            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at "
-            "%d MiB, so the rest is activations, data or other objects: use smaller batches, activation checkpointing "
-            "or fewer loader workers",
-            *(self.global_rank, resident >> 20, limit >> 20, self.memory_plan().host >> 20),
-        )
 
     def _before_backward(self) -> None:
         """A backward has begun, through the engine or not; the latter is scaled here."""

@@ -17,6 +17,7 @@ from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
+from deepspeed.zero.attributes import mark_zero_parameter
 from deepspeed.zero.client.mapped import agreed_files, say_full_load, values_from_files
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
@@ -29,7 +30,6 @@ from deepspeed.zero.param import (
     expose,
     is_composed,
     local_of,
-    mark_zero_parameter,
     move_composed,
     part_of,
     pieces_of,
