@@ -164,6 +164,7 @@ class EngineReports(EngineFacts):
         self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._spent_ms: dict[str, float] = {}  # by phase, since the last update
         self._phases: list[str] = []
+        self._over_limit = False  # of host memory, and the log says so
         self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
         if config.wall_clock_breakdown:
             self.runtime.flush = functools.partial(self._timed_flush, self.runtime.flush)
