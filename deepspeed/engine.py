@@ -73,7 +73,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
-        self._destroyed = self._over_limit = self.is_compiled = False
+        self._destroyed = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
