@@ -32,7 +32,7 @@ _LAZY = {
     "DeepSpeedConfigError": "deepspeed.config:",
     "DeepSpeedDataLoader": "deepspeed.data.loader:",
     "DeepSpeedEngine": "deepspeed.engine:",
-    "DeepSpeedHybridEngine": "deepspeed.engine_hybrid:",
+    "DeepSpeedHybridEngine": "deepspeed.engine.hybrid:",
     "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",

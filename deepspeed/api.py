@@ -22,8 +22,8 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.engine_hybrid import DeepSpeedHybridEngine, check_generates
-from deepspeed.engine_reports import report_start
+from deepspeed.engine.hybrid import DeepSpeedHybridEngine, check_generates
+from deepspeed.engine.reports import report_start
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.mesh.mpu import Ways, ways_of_mesh, ways_of_mpu

@@ -22,8 +22,6 @@ TOOLS_LINES = 11_710
 CORE = (
     "api",
     "engine",
-    "engine_checkpoint",
-    "engine_reports",
     "config",
     "mesh",
     "comm.collectives",
@@ -37,7 +35,16 @@ CORE = (
     "checkpoint.load",
 )
 TOOLS = ("verify", "bench", "report", "checkpoint.tool", "config.tool", "observe.program", "simulate")
-SURFACE = ("config.model.elastic", "zero.client", "checkpoint.save.client_files", "tier.aio_handle")
+SURFACE = (
+    "engine.elastic",
+    "engine.facts",
+    "engine.hybrid",
+    "engine.weights",
+    "config.model.elastic",
+    "zero.client",
+    "checkpoint.save.client_files",
+    "tier.aio_handle",
+)
 # Files a folder, sub-folders not counted.
 FOLDER_FILES = 15
 

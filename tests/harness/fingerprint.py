@@ -29,7 +29,7 @@ from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
-from deepspeed.engine_elastic import SaveKeeper
+from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule

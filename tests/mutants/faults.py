@@ -504,7 +504,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K6",
-        "deepspeed/engine_checkpoint.py",
+        "deepspeed/engine/checkpoint.py",
         'self._scaler.load_state_dict(facts["loss_scaler"])',
         "pass",
         (f"{_COMPLETE}::test_loading_into_an_engine_that_has_stepped",),
@@ -512,7 +512,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K7",
-        "deepspeed/engine_checkpoint.py",
+        "deepspeed/engine/checkpoint.py",
         "schedule.load_state_dict(state)",
         "pass",
         (f"{_COMPLETE}::test_switches_leave_out_what_they_name[all]",),

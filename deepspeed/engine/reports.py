@@ -20,7 +20,7 @@ import torch
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
-from deepspeed.engine_facts import EngineFacts
+from deepspeed.engine.facts import EngineFacts
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger

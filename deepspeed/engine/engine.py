@@ -17,9 +17,9 @@ from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator, map_tensors
-from deepspeed.engine_checkpoint import EngineCheckpoint
-from deepspeed.engine_reports import PHASES, EngineReports, StepCalls
-from deepspeed.engine_weights import EngineWeights
+from deepspeed.engine.checkpoint import EngineCheckpoint
+from deepspeed.engine.reports import PHASES, EngineReports, StepCalls
+from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe.log import log_dist
