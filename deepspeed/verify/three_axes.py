@@ -45,7 +45,7 @@ from deepspeed.verify.runs import Digests, hash_of, whole_state
 from deepspeed.verify.schedule import usual_chunks
 from deepspeed.verify.user_model import case_of
 
-TOLERANCE, STEPS, CLIP = 1e-6, 3, 0.5
+TOLERANCE, STEPS, CLIP = 2e-6, 3, 0.5  # another processor adds in another order: 1.03e-6 was seen
 KINDS = ("loss", "grad", "norm", "param")
 MATRIX_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 COLUMNS, WIDTHS = ("dp", "pp", "tp", "zero", "schedule", *KINDS), (2, 2, 2, 4, 13, 8, 8, 8, 8)

@@ -72,6 +72,7 @@ class Gradients:
         self._views: dict[Unit, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._shown: dict[Unit, list[torch.Tensor]] = {}
         self.written = False  # a client has written gradients by hand
+        self.clipped_by_client = False  # who has been told that this clips nothing
         # A policy of the update's: it reads the last rest gradient before the next one comes, and sees this one, in
         # memory of the device, on its way to the host.
         self.before: Callable[[Unit], None] = lambda _: None

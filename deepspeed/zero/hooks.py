@@ -97,15 +97,15 @@ def _settling(units: list[Unit]) -> Callable[..., None]:
 
 def hold_clipping() -> Borrowed:
     """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use where it sees no gradients: on shards."""
-    clip, warned = torch.nn.utils.clip_grad_norm_, weakref.WeakSet[Runtime]()
+    clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
     def telling(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
         for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
-            if isinstance(runtime, Runtime) and runtime not in warned:
-                warned.add(runtime)
+            if isinstance(runtime, Runtime) and not runtime.gradients.clipped_by_client:
+                runtime.gradients.clipped_by_client = True
                 logger.warning(
                     "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they "
                     "are sharded over the ranks. Set gradient_clipping in the configuration; "

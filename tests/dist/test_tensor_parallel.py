@@ -330,7 +330,7 @@ def test_saved_at_one_layout_and_loaded_at_any_other(
         for to, (others, shared, level) in enumerate(layouts):
             if to != at and 0 in (at, to):
                 for found, after in pools[others].run(_load, name, level, shared, folder):
-                    assert found == digest and after == pytest.approx(loss, abs=1e-6)
+                    assert found == digest and after == pytest.approx(loss, rel=1e-6)
 
 
 def _dropped(*, recompute: bool) -> tuple[float, Tensor, Tensor]:
