@@ -122,7 +122,7 @@ class Plain:
         return told
 
     def _backward(self, loss: Tensor, weight: float) -> None:
-        """A weight used by several parts of a graph that run by themselves gets a gradient of each: all added in fp32."""
+        """Add in fp32: a weight gets a gradient of each part of a graph that runs by itself."""
 
         def collect(name: str, param: Tensor) -> None:
             self.grads[name] += param.grad.float() * weight
