@@ -88,7 +88,7 @@ def construct(part: str, name: str, factory: Callable[..., Any], first: Any, set
         raise OptimizerConfigError(f'{part} "{name}" {what}')
     try:
         return factory(first, **settings)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise OptimizerConfigError(f'{part} "{name}" refused {part}.params {dict(settings)}: {error}') from error
 
 
