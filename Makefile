@@ -50,7 +50,7 @@ test-torch:
 	$(MAKE) test VENV=.venv-$(OTHER) TORCH=torch==$(OTHER)
 
 # The oldest and the newest torch that are tested; the wheels (with CUDA, 6 GB installed) must be within reach.
-TORCHES ?= 2.11.0 2.15.0
+TORCHES ?= 2.11.0 $(shell sed -n "s/^torch==//p" tests/requirements-newest-torch.txt)
 # Where torch's own changes are met first; a name that has gone is an error.
 FIRST_MET = \
   tests/pure/test_torch_names.py \
