@@ -198,6 +198,7 @@ def init_distributed(
             for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
                 os.environ[name] = os.environ.get(name) or str(value)
         _prepare(dist.get_backend(), ranks)
+        watch()
         return
     if dist_init_required is False:
         what = "dist_init_required=False, but there is no process group"
