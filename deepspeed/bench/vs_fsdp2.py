@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from deepspeed.bench.common import titled
-from deepspeed.bench.trained import add_training, batch_for, blocks, engine_for, on_ranks, passes, together
+from deepspeed.bench.trained import batch_for, blocks, engine_for, on_ranks, passes, together
 from deepspeed.observe import hostmem
-from deepspeed.observe.program import CommandLine, count_of, size
+from deepspeed.observe.program import size
 
 _FSDP = "torch.distributed.fsdp"
 CONTENDERS = ("ZeRO-3", "FSDP2")
@@ -86,8 +86,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     ratios = [ours[key] / theirs[key] for key in ("step_s", "samples_per_s", "grew_bytes")]
     rows.append(["ours / theirs", *(f"{ratio:.3f}" for ratio in ratios)])
     return titled(f"about {plan.params:,} parameters on {plan.ranks} CPU ranks, bf16, AdamW", rows)
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser, levels=())
-    parser.option("--rounds", count_of, 3, "N", "times each has its turn")

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deepspeed.checkpoint.format.manifest import MANIFEST
+from deepspeed.checkpoint.format.names import MANIFEST
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
 

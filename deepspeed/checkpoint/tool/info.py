@@ -69,7 +69,6 @@ def _tensors(source: Source, *, each: bool) -> list[str]:
     return [*rows, "", *lines] if each else rows
 
 
-# -- audit -------------------------------------------------------------------------------------------------------------
 def scan(path: Path) -> Counter[str]:
     """How many opcodes of the pickles in a torch archive or bare stream name what ("": nothing); they are never run.
 
