@@ -254,9 +254,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._speaking = outer
 
     def _agree(self, fault: Exception | None, *, depth: int = 0, wants: bool = False) -> bool:
-        """Raise on all ranks where one has a fault: its own there. Of faults that follow from others (``depth``) only
-        where there are no others. Else whether a rank ``wants`` something.
-        """
+        """Raise on all ranks where one has a fault, of the least ``depth``. Else whether a rank ``wants`` something."""
         text = None if fault is None else describe(fault)
         answers = gather_objects((depth, text, wants), self.mesh.talk)
         least = min((theirs for theirs, cause, _ in answers if cause is not None), default=0)

@@ -116,8 +116,7 @@ class EngineWeights:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The module with every parameter gathered once and without ZeRO's hooks, for generation. Collective at both
-        ends.
+        """The module with every parameter gathered, without ZeRO's hooks, for generation. Collective at both ends.
 
         Inside, ranks may run different numbers of forward passes (under tensor parallelism those that share a layer
         the same). Edits are refused at the end, on all ranks. The log says once how much memory that takes. Raises

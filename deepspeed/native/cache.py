@@ -69,8 +69,8 @@ def publish(built: Path, library: Path, origin: dict[str, Any]) -> None:
 
 class BuildLock:
     """The right to build one op in one folder; the kernel takes it from an owner that died. The file's text is for
-    people, and for those who waited while a build failed: it would fail for them too. It stays: removing it would let
-    two owners in.
+    people, and for those who waited while a build failed: it would fail for them too. It stays, or two owners could get
+    in.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -40,8 +40,7 @@ def first_error(text: str) -> str:
 
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
     """Exit status and output of ``command`` within ``limit_s`` seconds; BuildError when it cannot run. It has a process
-    group of its own and writes to a file, so that nothing it starts can outlive the limit or keep us waiting on a
-    pipe.
+    group of its own and writes to a file, so that nothing it starts outlives the limit or keeps a pipe open.
     """
     what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
     with tempfile.TemporaryFile() as output:
@@ -129,9 +128,7 @@ def targets_in(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
-    """Architectures of the devices that this process may use, lowest first; empty where there is none. The driver is
-    asked, as torch is not there when a package is installed.
-    """
+    """Architectures of the devices of this process, lowest first, by the driver: torch may not be installed yet."""
     architectures, number, value = set[int](), ctypes.c_int(), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         cuda = ctypes.CDLL(driver)

@@ -1,8 +1,7 @@
 """How fast each rank is, and which one the others wait for. Pure.
 
 Where ranks meet at every step, all take as long as the slowest, so the time of a step tells nothing of who that is. Its
-own work does: what is left of the step without the time that a rank waits for others (C4, MegaScale look for such ranks
-in the same way).
+own work does: what is left of the step without the time that a rank waits for others (as C4 and MegaScale do).
 """
 
 import statistics

@@ -169,9 +169,7 @@ class Links:
 
     # -- receiving ------------------------------------------------------------------------------------------------
     def get_ready(self) -> None:
-        """Post the first receive from each rank. A batch keeps one posted that nobody needs yet: what comes to a
-        receive that waits travels at once, while this rank computes.
-        """
+        """Post the first receive from each rank: what a posted receive gets travels while this rank computes."""
         for source, queue in self._queues.items():
             self._post_early(queue, source)
 

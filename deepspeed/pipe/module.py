@@ -50,8 +50,7 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares its parameters with all others of the same ``key``, on whatever stages these are.
 
-    ``forward_fn(module, value)`` replaces the call. ``tied_weight_attr`` names (dotted) attributes that must exist; the
-    whole layer is shared.
+    ``forward_fn(module, value)`` replaces the call. ``tied_weight_attr``: (dotted) attributes that must exist.
     """
 
     def __init__(

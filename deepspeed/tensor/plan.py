@@ -1,7 +1,6 @@
 """Which layers of a model are split, and how: by rules of the user's, by the model's own plan, or by their names.
 
-What no rule names stays whole on every rank, which is always right: outside the split layers every tensor-parallel rank
-computes the same.
+What no rule names stays whole on every rank, which is always right: all ranks compute the same there.
 """
 
 import re
@@ -106,8 +105,8 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 class Planner:
     """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``, with the numbers of
-    ``rank``. ``others``: names of parameters of other stages, which rules may be meant for; None: they are not known.
-    ``key``: what asks for it.
+    ``rank``. ``others``: parameters of other stages, which rules may be meant for; None: not known. ``key``: what asks
+    for it.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Asynchronous reads and writes between host tensors and files.
 
 ``AioEngine`` hands transfers to csrc/aio (io_uring, else libaio, else threads); where that cannot be compiled, Python
-threads do them. Bytes go through O_DIRECT as far as offset, address and length allow it; the rest goes through the page
-cache.
+threads do them. Bytes go through O_DIRECT where offset, address and length allow it, else through the page cache.
 """
 
 import contextlib

@@ -117,8 +117,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
     that gives other bytes.
 
     ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and
-    ``overlap_events`` are kept and returned only: requests are submitted together, and as room comes free. Close it, or
-    let it be collected.
+    ``overlap_events`` are kept and returned only: requests are submitted together, as room comes free.
     """
 
     def __init__(

@@ -333,9 +333,7 @@ def _late_report(runtime: Runtime) -> Callable[[], str]:
 
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> str:
-    """Log, and return, the first parameter with a non-finite gradient; and the ranks whose backward produced it.
-    Collective.
-    """
+    """Log and return the first parameter with a non-finite gradient, and the ranks that produced it. Collective."""
     first = (len(runtime.units), 0, "", "")
     for unit in units:
         with unit.values(StateKind.GRAD) as grad:

@@ -46,9 +46,7 @@ def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 def write_pretrained(
     saver: Callable[..., Any] | None, folder: Path, flow: WeightFlow, outputs: Tensors, *, max_shard_size: int | str
 ) -> None:
-    """Write ``outputs`` (names, dtypes, shapes) with the values of ``flow``, and what ``saver``, the module's
-    ``save_pretrained``, writes of a model without weights.
-    """
+    """Write ``outputs`` (names, dtypes, shapes) from ``flow``, and what ``saver`` writes without weights."""
     arrived: Tensors = {}
 
     def read(name: str, start: int, out: torch.Tensor) -> None:

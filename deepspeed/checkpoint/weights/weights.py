@@ -1,6 +1,4 @@
-"""The weights of a model: as streams, of which nobody ever holds more than a piece of one tensor, and as files that
-other programs read, safetensors or torch, each whole or absent.
-"""
+"""The weights of a model: as streams of pieces of tensors, and as files of safetensors or torch, whole or absent."""
 
 import contextlib
 import json
@@ -184,8 +182,8 @@ def write_weights(
     shared: Mapping[str, str] | None = None,
     progress: Progress = lambda _bytes: None,
 ) -> list[Path]:
-    """Write ``streams`` into the folder ``out`` as ``model.safetensors`` or ``pytorch_model.bin``, in shards with an
-    index when larger; the paths.
+    """Write ``streams`` into ``out`` as ``model.safetensors`` or ``pytorch_model.bin``, large ones in shards; the
+    paths.
 
     Holds a piece of one tensor (safetensors) or one shard (torch). ``shared`` (alias -> name in ``streams``) goes into
     torch files as the same storage, and is left out of safetensors, as Hugging Face expects. Files of an earlier export

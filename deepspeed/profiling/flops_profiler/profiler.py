@@ -63,8 +63,7 @@ class FlopsProfiler:
     ) -> None:
         """Begin anew; modules of the classes in ``ignore_list`` count nothing. UsageError when it runs already.
 
-        Counting is slower than computing, so that times are best taken without it; compiled code runs uncompiled while
-        operations are counted.
+        Counting is slower than computing, and compiled code runs uncompiled for it: take times without it.
         """
         if self.started:
             raise UsageError("start_profile() was called while the profiler runs; call stop_profile() first")

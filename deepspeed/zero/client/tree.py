@@ -37,9 +37,7 @@ class ModuleTree:
         self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = [(part, (*part.values(),)) for part in parts]
 
     def check(self) -> None:
-        """UsageError for a trained parameter that is new, and for one that is another than it was. A warning, once, for
-        new ones that are frozen, and for what is gone.
-        """
+        """UsageError for a trained parameter that is new or another; a warning for new frozen ones and what is gone."""
         if any(len(part) != len(was) or not all(map(is_, part.values(), was)) for part, was in self._seen):
             self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
             self._look()
@@ -115,8 +113,7 @@ class ModuleTree:
         element: where the rounded master is what stands there it keeps its bits. Else the next update would undo it.
 
         What was written through ``data``, which torch does not count, is looked for until the first update, when
-        programs initialise their weights, and with ``unseen``: to read all of them for each update would cost a part of
-        it.
+        programs initialise their weights, and with ``unseen``: to read all of them for each update would take time.
         """
         first = self._runtime.steps == 0
         for unit in self._apart:

@@ -43,9 +43,7 @@ class _Place:
 
 @dataclass
 class EarlyUpdate:
-    """What becomes of ``unit`` by its gradient times ``factor`` with the settings ``groups``, in one of the ``spare``
-    places, if there is one.
-    """
+    """Update ``unit`` by its gradient times ``factor`` with settings ``groups``, in a ``spare`` place if any."""
 
     unit: Unit
     optimizer: AdamBase
