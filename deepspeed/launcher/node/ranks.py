@@ -107,6 +107,7 @@ class Ranks:
         """
         index = len(self._processes)
         environment = {**os.environ, **environment, "DS_CRASH_REPORT": self._report_file(index)}
+        environment |= {"DS_RANK_LOG": log_file} if log_file else {}
         try:
             with contextlib.ExitStack() as stack:
                 if cores:  # what this thread starts inherits them
