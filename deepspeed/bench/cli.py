@@ -10,8 +10,7 @@ ds_bench stream     whole weights out of a running engine, beside plain messages
 ds_bench generate   tokens a second under unsharded(), beside plain PyTorch
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
-Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
-the collectives of a training run.
+Each with --help lists its options. deepspeed.comm.log_summary() times the collectives of a training run.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""``ds_bench cpu-adam``: AdamW in host memory by this package's kernel, by torch's fused one, and a loop of the same
-memory traffic.
+"""``ds_bench cpu-adam``: AdamW in host memory by this package's kernel and torch's, beside a loop of that traffic.
 
 GB/s (10^9 bytes) count 28 bytes an element: weight, gradient and two moments in, weight and moments out, all fp32. The
 loop moves the same bytes and computes next to nothing: what the memory gives. Contenders take turns.

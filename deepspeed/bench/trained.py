@@ -87,9 +87,7 @@ def _on_cpu(work: Callable[..., Any], plan: argparse.Namespace, alike: _Errors, 
 def on_ranks(
     work: Callable[..., Any], plan: argparse.Namespace, *given: Any, each: int = _TRAINING, alike: _Errors = ()
 ) -> list[Any]:
-    """``work(plan, *given)`` on CPU ranks of this machine, with ``each`` bytes a parameter; ``alike``: errors that all
-    ranks have. Raises UsageError (memory), DeepSpeedError.
-    """
+    """``work(plan, *given)`` on CPU ranks, ``each`` bytes a parameter; errors ``alike`` on all: DeepSpeedError."""
     if each:
         check_memory(plan.ranks * plan.params * each, "--params or --ranks")
     plan.threads = max(1, torch.get_num_threads() // plan.ranks)

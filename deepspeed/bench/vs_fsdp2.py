@@ -3,8 +3,7 @@
     ds_bench vs-fsdp2 --params 134M --ranks 2
 
 Both compute in bf16 over fp32 weights with AdamW, a unit per block, on CPU ranks of this machine. They take turns, each
-in fresh processes. Printed are medians of the steps, samples a second, and by how much the memory of the larger rank
-grew at most.
+in fresh processes. Printed are medians of the steps, samples a second, and the growth of memory.
 """
 
 import argparse

@@ -154,9 +154,7 @@ def shipped_targets() -> tuple[str, ...]:
 
 
 def covers(targets: Sequence[str], devices: Sequence[str]) -> bool:
-    """Whether what was compiled for ``targets`` runs on each of ``devices``: code does on those of the same major
-    number that are not older, the last target's PTX on all that are not older.
-    """
+    """Whether code for ``targets`` runs on all ``devices``: on those of equal major, the last PTX on newer."""
     codes = [int(name) for name in targets if name.isdecimal()]  # "90a" runs on a 90 and on nothing else
     exact, newer = {name[:-1] for name in targets if not name.isdecimal()}, targets[-1].isdecimal()
 

@@ -83,8 +83,7 @@ def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
 
 
 def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
-    """The exit status: that of ``run``, or 1 for a failed check, 2 for wrong input and failures, 130 for Ctrl-C, 141 if
-    no one reads on.
+    """The exit status: of ``run``, or 1 for a failed check, 2 for wrong input and failures, 130 for Ctrl-C, 141 unread.
 
     ``run`` may instead return what is to be said: text, or facts, which are written as JSON; the status is 0 then.
     """

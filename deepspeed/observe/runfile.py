@@ -155,9 +155,7 @@ def _ends_with_a_line(path: Path) -> bool:
 
 @dataclass
 class Run:
-    """What a record holds, by kind, each in order of time. ``damaged``: lines that cannot be read; ``over``: whether it
-    has come to its end; ``place``: where the next line begins, for who follows it.
-    """
+    """What a record holds, by kind, in order of time. ``damaged``: unreadable lines; ``place``: of the next line."""
 
     folder: Path
     by_kind: dict[str, list[Record]] = field(default_factory=dict)

@@ -118,9 +118,7 @@ def split_backward(
 def _run(
     starts: Sequence[tuple[Any, torch.Tensor]], inputs: _Tensors | None = None, *, hooks: Sequence[Any] = ()
 ) -> None:
-    """A backward from ``starts`` (tensors or edges, with gradients) to ``inputs``, or all leaves; then ``hooks`` are
-    removed.
-    """
+    """A backward from ``starts`` (tensors or edges, with gradients) to ``inputs``, or all; then ``hooks`` go."""
     try:
         if starts:
             places, grads = zip(*starts, strict=True)

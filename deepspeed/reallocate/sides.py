@@ -43,9 +43,7 @@ class Side:
         self._model = weakref.ref(model) if model is not None else lambda: None
 
     def open(self, *, moving: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors and aliases of ``state_names``, when nothing is under way that writes them. Raises UsageError where
-        they cannot be read, or written, now. ``moving``: a target is about to be written.
-        """
+        """Tensors and aliases of ``state_names``; UsageError while they are written. ``moving``: a target will be."""
         if self.absent:
             return {}, {}
         model: Any = self._model()

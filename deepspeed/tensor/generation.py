@@ -44,8 +44,7 @@ class _Replacement(NamedTuple):
 def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int, rank: int = 0) -> TensorPlan:
     """How ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules. Changes nothing.
 
-    Raises DeepSpeedConfigError where nothing can be split, or heads cannot be dealt out; NotYetError for weights that
-    are codes, and for what cannot be split.
+    DeepSpeedConfigError where nothing, or no heads, can be split; NotYetError for weights that are codes.
     """
     for name, param in model.named_parameters():
         if is_composed(param) or not castable(param.dtype):
@@ -119,7 +118,6 @@ class PartsForGeneration:
         """The ranks that share layers."""
         return self._shared.group
 
-    # -- weights --------------------------------------------------------------------------------------------------
     def check(self, model: nn.Module) -> None:
         """UsageError where ``model`` has other parameters than when the parts were made."""
         if self._parts.keys() != {*model.parameters()}:
@@ -189,7 +187,6 @@ class PartsForGeneration:
             point(part, _hollow(part, tuple(part.shape), self._device))
         self._taken, self._buffers, self.filled = None, [], False
 
-    # -- generating -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, the model computes by the parts."""

@@ -99,9 +99,7 @@ def loop_settings(case: Case) -> dict[str, Any]:
 
 
 def scaled_error(ours: Tensor, reference: Tensor, scale: float | None = None) -> float:
-    """``max|ours - reference| / scale``, infinite for a wrong shape, a NaN or an infinity; without a ``scale`` it is
-    ``max(1, max|reference|)``.
-    """
+    """``max|ours - reference| / scale`` (default ``max(1, max|reference|)``), infinite for a wrong shape or a NaN."""
     if ours.shape != reference.shape:
         return float("inf")
     if reference.numel() == 0:

@@ -1,5 +1,4 @@
-"""The resume gate: training that was saved, ended and loaded into a new engine must go on as if nothing had happened,
-to the last bit.
+"""The resume gate: training that was saved and loaded into a new engine goes on as without that, to the last bit.
 
 Every *cell* trains a model for some steps in one go, and again up to the save; then a new engine of a freshly built
 model, with other random numbers in all generators, loads and trains the rest. The losses, the parameters, buffers and
@@ -7,8 +6,7 @@ fp32 masters, the optimizer's state, learning rates and schedule, random generat
 counters are compared after the load and at the end.
 
 With another number of ranks for the load, the state as a whole (full parameters, masters, every optimizer slot,
-counters) must have the same hash, and the losses of the next steps on the same samples may differ by the order of
-additions only.
+counters) must have the same hash, and the next losses may differ by the order of additions only.
 """
 
 import argparse

@@ -148,9 +148,7 @@ def _gradients_before(engine: Any, update: Callable[[], Any]) -> tuple[Any, dict
 
 
 def run_cell(cell: GridCell, records: list[StepRecord]) -> tuple[dict[str, tuple[float, str]], list[str]] | str:
-    """Train on the ranks of this process group: the largest error of each kind and where it is, and the names of the
-    parameters compared on this rank; or why the layout is refused. Collective.
-    """
+    """Train on these ranks: the largest error of each kind, and the names compared; or why it is refused."""
     case, errors, names = cell.case(), dict.fromkeys(KINDS, (0.0, "")), list[str]()
     try:
         engine = cell.start(case)

@@ -153,7 +153,7 @@ def test_a_rank_alone_in_a_call_of_all_ranks_is_told_so() -> None:
     others = [RankReport(rank, state=RUNS, line="train.py:11 in main") for rank in (1, 2)]
     lines = explain([alone, *others], 60, ends=False).splitlines()
     assert lines[0] == (
-        "the job stands still: no rank has come further for 60 s (nothing is ended: hang_timeout does that)"
+        "the job stands still: no rank has made progress for 60 s (nothing is ended: hang_timeout does that)"
     )
     assert lines[1] == "  every rank must call save_checkpoint(): rank 0 did, ranks 1, 2 did not"
     assert lines[2:] == [

@@ -48,6 +48,8 @@ def is_any(folder: Path) -> bool:
 
 def begin(save_dir: Path, tag: str) -> Path:
     """Make the folder that a save fills, after removing those of dead processes. Raises OSError."""
+    if save_dir.exists() and not save_dir.is_dir():
+        raise CheckpointError(f"{save_dir} is a file, not a folder; save to another one")
     save_dir.mkdir(parents=True, exist_ok=True)
     repair(save_dir)
     for left in left_behind(save_dir):

@@ -19,9 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Parcel], Tensors]:
-    """``tensors`` as the files of ``module`` name them: what transformers has put together while it loaded is taken
-    apart again, as its ``save_pretrained`` does. And what comes of it, without values.
-    """
+    """``tensors`` as the files of ``module`` name them (see ``save_pretrained``), and what comes of it."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     kept = [name for name in tensors if name not in ignored]
     empty = {n: torch.empty(whole_shape(tensors[n]), dtype=tensors[n].dtype, device="meta") for n in kept}

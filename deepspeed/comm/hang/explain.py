@@ -149,7 +149,7 @@ def explain(reports: Sequence[RankReport], limit_s: float, *, ends: bool = True)
         behind = _behind(report, [r for r in ordered if r is not report])
         alike[_words(report, many=True), behind].append(report)
     what = "hang_timeout" if ends else "nothing is ended: hang_timeout does that"
-    lines = [f"the job stands still: no rank has come further for {limit_s:g} s ({what})"]
+    lines = [f"the job stands still: no rank has made progress for {limit_s:g} s ({what})"]
     lines += [f"  {text}" for text in _alone(ordered)]
     if different := _different(ordered):
         lines.append(f"  {different}")

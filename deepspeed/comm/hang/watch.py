@@ -142,7 +142,6 @@ class HangWatch:
         for group, name in groups.values():
             group.ledger.append(self.ledger.listener(name))
 
-    # -- the thread that looks --------------------------------------------------------------------------------------
     def _look(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(self._beat_s):
@@ -182,7 +181,6 @@ class HangWatch:
     def _waits_too_long(self, more_s: float = 0.0) -> bool:
         return min(self._waited_s, self._still_s) >= self._due_s + more_s
 
-    # -- the thread that talks --------------------------------------------------------------------------------------
     def _talk(self) -> None:
         while not self._stopped.wait(self._beat_s):
             try:
@@ -205,15 +203,14 @@ class HangWatch:
             order = json.loads(self._store.get("order"))
             if order["kind"] == "end":
                 self._end(order["silent"])
-            elif order["kind"] == "announced":
-                self._hear_announcement(order["turn"])
-            elif order["turn"] != self._answered:
+            elif order["kind"] == "announced" and order["turn"] != self._announced:
+                self._due_s, self._announced = (
+                    self._limit_s,
+                    order["turn"],
+                )  # only the end is due, until this rank moves
+            elif order["kind"] == "report" and order["turn"] != self._answered:
                 self._store.set(f"report/{order['turn']}/{self._rank}", self._report().to_text())
                 self._answered = order["turn"]
-
-    def _hear_announcement(self, turn: str) -> None:
-        """A rank has said that the job stands still; from then on only the end is due, until this rank moves."""
-        self._due_s, self._announced = self._due_s if turn == self._announced else self._limit_s, turn
 
     def _exchange(self) -> None:
         self._heed()
@@ -258,7 +255,6 @@ class HangWatch:
             calls=tuple(entry.text() for entry in list(self.ledger.entries)[-_CALLS:]),
         )
 
-    # -- one rank for all -------------------------------------------------------------------------------------------
     def _alarm(self) -> None:
         """This rank waits too long. If it is the first to see that, it looks whether anybody comes further."""
         mine = f"{self._rank} {self._beats}".encode()
@@ -285,9 +281,9 @@ class HangWatch:
             self._store.compare_set("leader", mine.decode(), "")
             return
         if self._due_s < self._limit_s:
-            self._tell(text)
-            self._store.set("order", json.dumps({"kind": "announced", "turn": self._answered}))
-            self._hear_announcement(self._answered)
+            logger.warning("%s", text.rstrip())
+            self._due_s, self._announced = self._limit_s, self._answered
+            self._store.set("order", json.dumps({"kind": "announced", "turn": self._announced}))
             self._store.compare_set("leader", mine.decode(), "")
             return
         ends = mine + b" ends"
@@ -371,10 +367,6 @@ class HangWatch:
         last = f"; its last collective: {pulse['last']}" if pulse["last"] else ""
         return RankReport(rank, pulse["host"], pulse["pid"], SILENT, state + last, still_s=pulse["still"])
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-    def _tell(self, text: str) -> None:
-        logger.warning("%s", text.rstrip())
-
     def _say(self, text: str) -> None:
         """On standard error, and to the launcher, which shows it again after all else."""
         self._last_words.acquire()  # for good: the other thread could write over what the launcher reads
@@ -390,12 +382,11 @@ class HangWatch:
             "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped or "
             "has ended\n"
         )
-        if not ends:
-            self._tell(text)
-            self._due_s = self._limit_s
-            return
-        self._say(text)
-        self._end([])
+        if ends:
+            self._say(text)
+            self._end([])
+        logger.warning("%s", text.rstrip())
+        self._due_s = self._limit_s
 
     def _end(self, silent: list[list[Any]]) -> None:
         """End this process, without destructors that could wait, and those of this machine that cannot end."""
@@ -452,7 +443,7 @@ def watch(configured: float | None = None) -> HangWatch | None:
     begun.start()
     atexit.register(begun.stop)
     if limit_s is not None:
-        logger.info("the job ends when no rank has come further for %g s (hang_timeout)", limit_s)
+        logger.info("the job ends when no rank makes progress for %g s (hang_timeout)", limit_s)
     return begun
 
 

@@ -143,7 +143,6 @@ class FlopsProfiler:
         self.stop_profile()
         self.reset_profile()
 
-    # -- figures --------------------------------------------------------------------------------------------------
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Operations of the forward, two for a multiply-add."""
         return _shown(self._counter.flops(FORWARD), "FLOPS", as_string=as_string)

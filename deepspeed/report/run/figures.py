@@ -25,9 +25,7 @@ class Curve:
 
 @dataclass
 class Figure:
-    """Curves over one axis. ``stacked``: they are areas on top of each other. ``marks``: moments with a word each.
-    ``log``: the upward axis is logarithmic, where all values are above zero.
-    """
+    """Curves over one axis; ``stacked``: as areas. ``marks``: moments with a word each. ``log``: if values allow it."""
 
     title: str
     unit: str

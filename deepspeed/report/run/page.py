@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from deepspeed.errors import counted
 from deepspeed.observe.program import size
 from deepspeed.observe.runfile import Record, Run
 from deepspeed.report.run.figures import Bars, Curve, Figure, draw, draw_bars
@@ -119,6 +120,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     whole, waits = _median(numbers(steps, "total_ms")), _median(numbers(steps, "wait_ms"))
     flight = _median(numbers(steps, "communication_ms"))
     batch = start.get("batch") or [0, 0, 0]
+    units = counted(start.get("units", 0), "unit")
     rate = f", {batch[0] / whole * 1e3:,.0f} samples/s" if whole else ""
     last = steps[-1] if steps else {}
     error = run.of("end")[-1].get("error") if run.over else None
@@ -126,7 +128,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     state = ended if run.over else "goes on, or was killed: there is no last line"
     times = f", started {len(run.of('start'))} times" if len(run.of("start")) > 1 else ""
     rows = [
-        ("model", f"{start.get('model')}, {start.get('parameters', 0):,} parameters in {start.get('units')} units"),
+        ("model", f"{start.get('model')}, {start.get('parameters', 0):,} parameters in {units}"),
         ("ranks", f"{start.get('ranks')} ({start.get('device')}), ZeRO {start.get('zero')}, {start.get('dtype')}"),
         ("batch", f"{batch[0]} samples = {batch[1]} x {batch[2]} micro-batches x data-parallel ranks"),
         ("optimizer", str(start.get("optimizer"))),

@@ -2,8 +2,7 @@
 
 Rows are optimizers of torch and a class as a user would write it, at each ZeRO stage, and with their states in host
 memory. Matrices are in a group of their own; all else has another learning rate and no decay. Methods that look at
-whole matrices (Adafactor, Muon) or whole tensors (the user's class) must agree, too. Compared as by ``ds_verify
-grads``, in fp32.
+whole matrices (Adafactor, Muon) or whole tensors (the user's class) must agree, too. All in fp32.
 """
 
 import argparse
