@@ -77,14 +77,14 @@ def initialize(
     trouble, UsageError for wrong arguments, DivergenceError when ranks hold different models; nothing of the model has
     changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
-    source = _config_source(args, config, config_params)
     suspended = shutdown_init_context()
     lasting = ExitStack()  # what lasts as long as the engine, which closes it
     engine: DeepSpeedEngine | None = None
     try:
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
+        source = _config_source(args, config, config_params)
         if mpu is not None:
             register_mpu(mpu)
             lasting.callback(forget_mpu, mpu)
@@ -118,7 +118,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     given = next((s for n in ("deepspeed_config", "deepscale_config") if (s := _from_args(args, n)) is not None), None)
     if (config is None) is (given is None):
         raise UsageError(
-            f"the configuration was given {'not at all' if given is None else 'twice'}: pass config= to "
+            f"{'no configuration was given' if given is None else 'two configurations were given'}: pass config= to "
             "deepspeed.initialize, or start the script with --deepspeed_config FILE (args.deepspeed_config)"
         )
     return given if config is None else config
@@ -154,7 +154,9 @@ def _ways(model: nn.Module, mpu: Any, mesh_param: Any) -> Ways:
 
 def _log_notes(cfg: DeepSpeedConfig) -> None:
     if notes := inert_notes(cfg):
-        log_dist("configuration keys without effect here: " + "; ".join(notes))
+        asked = cfg.zero.offload_param is not None and cfg.zero_stage != 3
+        level = logging.WARNING if asked else logging.INFO
+        log_dist(f"configuration keys without effect here: {'; '.join(notes)}", level=level)
     if (size := cfg.vocabulary_size) is not None and size % 8:
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)

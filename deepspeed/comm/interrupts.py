@@ -36,9 +36,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def _inside(frame: FrameType | None) -> bool:
-    """Whether the innermost frame that tells is one of the runtime, or the client's in the middle of an update. Also
-    where Python drops what is raised, in finalizers.
-    """
+    """Whether the innermost frame that tells is the runtime's, a finalizer's, or the client's amid an update."""
     frames = [*outwards(frame)]
     if any(f.f_code in _DROPPING or f.f_code.co_name == "__del__" for f in frames):
         return True
@@ -137,9 +135,7 @@ _PLACED: dict[int, Postponed] = {}  # of this process, whose the handlers are
 
 
 def at_door() -> None:
-    """The client calls the engine: what has waited is raised, and handlers that are new (torch's comes with the first
-    worker) are postponed from now on.
-    """
+    """Raise what has waited, as the client calls the engine; postpone handlers that are new (torch's of a worker)."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGCHLD, signal.SIGINT):

@@ -48,8 +48,7 @@ def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int
     From then on ``engine.step()`` saves every ``every`` updates (0: only when asked), and SIGTERM and SIGUSR1 on any
     rank make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
     ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first; what is in it is saved with
-    every checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``, and what
-    ``load_checkpoint`` raises.
+    every checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``.
     """
     if not str(folder):
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")

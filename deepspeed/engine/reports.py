@@ -21,7 +21,7 @@ from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.engine.facts import EngineFacts
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, counted
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, profiled, see_memory_usage
@@ -252,7 +252,7 @@ def state_dump(engine: EngineReports) -> str:
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {_numel([unit]):,} elements in {len(unit.params)} parameters, {unit.dtype}, "
+        f"  {unit.name}: {_numel([unit]):,} elements in {counted(len(unit.params), 'parameter')}, {unit.dtype}, "
         f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]
@@ -267,10 +267,10 @@ def report_start(engine: EngineReports) -> None:
     """Log one line about ``engine``, and what ``dump_state`` and ``memory_breakdown`` ask for."""
     units, offload = engine.runtime.units, engine.runtime.plan.offload
     log_dist(
-        f"DeepSpeed info: version={__version__}, {_numel(units):,} parameters in {len(units)} units "
-        f"({sum(u.movable for u in units)} sharded), {engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
-        f"batch {engine.train_batch_size()} = {engine._micro} x {engine._gas} x {engine.mesh.data.size}; the engine "
-        "alone divides by accumulation steps and ranks"
+        f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')} "
+        f"({sum(u.movable for u in units)} sharded), {counted(engine.mesh.job.size, 'rank')}, "
+        f"{engine._config.compute_dtype}, batch {engine.train_batch_size()} = micro-batch {engine._micro} x "
+        f"accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )
     away = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
     if away or offload.host_limit or offload.device_limit:

@@ -84,8 +84,7 @@ class EngineWeights:
         return self._flow(tensors, limit, target=target, parcels=parcels)
 
     def settle_weights(self, call: str) -> None:
-        """Wait until the weights at rest are those of the last step and nobody writes them. On this rank alone: the
-        caller lets all ranks hear what is raised.
+        """Wait until the weights at rest are those of the last step and nobody writes them; on this rank alone.
 
         ``call``: what for. Raises UsageError inside a forward or backward, and where an update has failed.
         """
@@ -116,8 +115,7 @@ class EngineWeights:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The module with every parameter gathered once and without ZeRO's hooks, for generation. Collective at both
-        ends.
+        """The module with every parameter gathered, without ZeRO's hooks, for generation. Collective at both ends.
 
         Inside, ranks may run different numbers of forward passes (under tensor parallelism those that share a layer
         the same). Edits are refused at the end, on all ranks. The log says once how much memory that takes. Raises
@@ -157,7 +155,6 @@ class EngineWeights:
             finally:
                 self._generating = False
 
-    # -- states that leave the device --------------------------------------------------------------------------------
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
@@ -197,7 +194,6 @@ class EngineWeights:
         if self._lent:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
-    # -- files ----------------------------------------------------------------------------------------------------
     def save_pretrained(self, save_directory: Any, max_shard_size: int | str = "5GB", **options: Any) -> None:
         """Write ``model.safetensors`` (several with an index beyond ``max_shard_size``) in the dtype of the module,
         and what the module's own ``save_pretrained`` writes beside. Collective; the first rank holds a bucket.

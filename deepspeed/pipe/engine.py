@@ -280,9 +280,7 @@ class PipelineEngine(DeepSpeedEngine):
         return batch or [Micro(None, None)] * count, kinds
 
     def _as_before(self, read: _Read | None, count: int) -> bool:
-        """Whether all have read micro-batches of the kinds of the last batch, those that work on one the same labels,
-        and those of them that share layers the same inputs.
-        """
+        """Whether all have inputs of the last kinds, the same labels, the same inputs where layers are shared."""
         known = self._kinds is not None and len(self._kinds) == count
         odd = not known or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.

@@ -107,7 +107,6 @@ class Links:
             f"({str(error).partition(chr(10))[0]})"
         )
 
-    # -- sending --------------------------------------------------------------------------------------------------
     def send(self, message: Message, target: int, shape: Signature, tensors: Sequence[torch.Tensor | None]) -> None:
         """Send an activation, of ``shape``. UsageError if its kind had another one before."""
         place = (message.chunk, self._keys[message.micro])
@@ -167,11 +166,8 @@ class Links:
             peer = self._order.homes[chunk]
             raise self._trouble("sends" if sending else "waits for", message, peer, error) from error
 
-    # -- receiving ------------------------------------------------------------------------------------------------
     def get_ready(self) -> None:
-        """Post the first receive from each rank. A batch keeps one posted that nobody needs yet: what comes to a
-        receive that waits travels at once, while this rank computes.
-        """
+        """Post the first receive from each rank: what a posted receive gets travels while this rank computes."""
         for source, queue in self._queues.items():
             self._post_early(queue, source)
 

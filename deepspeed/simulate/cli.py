@@ -25,19 +25,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed.bench.common import size_of
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.observe.program import CommandLine, count_of, guarded, say, whole_of
-from deepspeed.simulate import report
-from deepspeed.simulate.calibrate.run import calibrate
 from deepspeed.simulate.costs import load_machine, machines
-from deepspeed.simulate.models import subject_of
-from deepspeed.simulate.pipeline import report as drawn
-from deepspeed.simulate.pipeline.run import simulate_pipeline, ways_of
-from deepspeed.simulate.run import Outcome, RankJob, run_job
+
+if TYPE_CHECKING:
+    from deepspeed.simulate.run import Outcome
 
 
 def _share_of(text: str) -> float:
@@ -76,7 +74,7 @@ def _parser() -> CommandLine:
     return parser
 
 
-def _failures(outcome: Outcome, options: argparse.Namespace, who: str = "") -> list[str]:
+def _failures(outcome: "Outcome", options: argparse.Namespace, who: str = "") -> list[str]:
     """What of the limits is passed, a sentence each."""
     share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
     texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
@@ -103,7 +101,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    ways = ways_of(read_config_source(options.config), options.gpus)
+    source = read_config_source(options.config)
+    from deepspeed.simulate import report
+    from deepspeed.simulate.models import subject_of
+    from deepspeed.simulate.pipeline import report as drawn
+    from deepspeed.simulate.pipeline.run import simulate_pipeline, ways_of
+    from deepspeed.simulate.run import RankJob, run_job
+
+    ways = ways_of(source, options.gpus)
     machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // ways)
     samples = config.train_micro_batch_size_per_gpu
     make = functools.partial(
@@ -137,6 +142,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    from deepspeed.simulate import report
+    from deepspeed.simulate.calibrate.run import calibrate
+
     document = calibrate(options.calibrate, folder=options.drive)
     if document is None:  # not the rank that writes
         return 0

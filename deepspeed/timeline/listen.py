@@ -2,7 +2,7 @@
 
 Nothing of the engine knows of a listener: for as long as there is one, methods of living objects are replaced by ones
 that call them and note when (``Wraps``), and the listeners of process groups have one more. So an engine that nobody
-watches does not even ask whether somebody does.
+watches pays nothing.
 """
 
 import contextlib

@@ -1,12 +1,10 @@
-"""What the commands of ``ds_verify`` share: their options, and a report that is written row by row."""
+"""What the commands of ``ds_verify`` share: a report that is written row by row."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from deepspeed.config.parse import read_config_source
-from deepspeed.observe.program import CommandLine, count_of, positive_of
 from deepspeed.verify.ranks import RankFailure
 from deepspeed.verify.user_model import load_user_case
 
@@ -16,28 +14,6 @@ _SHOWN = 3  # failures of which more than a line is shown
 
 class Finding(Exception):
     """What a gate found wrong, when nothing can come after it."""
-
-
-def folder(text: str) -> str:
-    """A folder that is there. Raises ArgumentTypeError."""
-    if not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
-    return text
-
-
-def add_training(parser: CommandLine, config: str, *, steps: int, limit: float, ranks: int = 2) -> None:
-    """What all gates take that train a model of ours or of the user."""
-    model = "your own model (ds_verify grads --help says what build() returns)"
-    parser.option("--model", str, None, "MODULE:BUILD", model)
-    parser.option("--config", str, None, "FILE", config)
-    add_runs(parser, steps=steps, limit=limit, ranks=ranks)
-
-
-def add_runs(parser: CommandLine, *, steps: int, limit: float, ranks: int = 2) -> None:
-    """What all gates take that train."""
-    parser.option("--ranks", count_of, ranks, "N", "number of CPU ranks")
-    parser.option("--steps", count_of, steps, "N", "optimizer steps of one run")
-    parser.option("--time-limit", positive_of, limit, "N", "seconds one run may take")
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:

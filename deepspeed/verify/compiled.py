@@ -1,8 +1,7 @@
 """The compile gate: blocks compiled by ``engine.compile`` train as plain one-process PyTorch does, and stay whole.
 
 Every row trains one model compiled and compares it as ``ds_verify grads`` does. It fails, too, where a compiled module
-falls apart into several graphs, or where anything is compiled again after the second step; the reason that torch gives
-is below it.
+falls apart into several graphs, or where anything is compiled again after the second step; with torch's reason.
 
 A model whose batches change their shape, or which branches on its data, may well compile later: that is a finding about
 the model, not about sharding.
@@ -15,9 +14,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.observe.program import CommandLine, number_of
-from deepspeed.verify.common import Printout, add_training, aligned, config_of
-from deepspeed.verify.grads import TOLERANCE, Cell, Errors, largest, run_cell
+from deepspeed.verify.common import Printout, aligned, config_of
+from deepspeed.verify.grads import Cell, Errors, largest, run_cell
 from deepspeed.verify.ranks import RankPool
 
 _SETTLED = 2  # steps after which everything that will be is compiled
@@ -48,12 +46,6 @@ def train_compiled(cell: Cell, steps: int, backend: str, case: Any = None) -> Co
         after_step=lambda: graphs.append(counters["stats"]["unique_graphs"]),
     )
     return Compiled(errors, graphs[-1], graphs[-1] - graphs[min(_SETTLED, steps) - 1], (*counters["graph_break"],))
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser, "the configuration to check your model under", steps=4, limit=600.0)
-    parser.option("--backend", str, "inductor", "NAME", "what compiles; aot_eager needs no C++ compiler")
-    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def _cells(model: str | None, config: dict[str, Any]) -> list[Cell]:

@@ -29,8 +29,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.observe.log import logger
-from deepspeed.observe.program import CommandLine, count_of, whole_of
-from deepspeed.verify.common import Finding, Printout, folder
+from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import Processes, enter_world
 from deepspeed.verify.runs import hash_of, seed_everything, snapshot
 
@@ -193,18 +192,6 @@ def kill_once(job: SavingJob, witness: Witness, dice: random.Random, save_s: flo
             time.sleep(mourning)
 
     live(job, witness, until=at_target, then=strike)
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.option("--kills", count_of, 200, "N", "how often")
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
-    parser.option("--seed", whole_of, 0, "N", "of the first kill; kill n has seed + n")
-    stage = "how states are spread over the ranks (default 3)"
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help=stage)
-    text = "where to save, for example on the filesystem in question (default: a temporary one)"
-    parser.option("--folder", folder, None, "PATH", text)
-    background = "save in the background (checkpoint.async)"
-    parser.add_argument("--async", dest="background", action="store_true", help=background)
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

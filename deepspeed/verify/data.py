@@ -1,5 +1,4 @@
-"""The data gate: after a resume on another number of ranks the rest of the epoch holds every remaining sample exactly
-once.
+"""The data gate: after a resume on other ranks the rest of the epoch holds every remaining sample exactly once.
 
 Ranks train a tiny model over numbered samples, save in the middle of an epoch and end. Other ranks load and train to
 the end of it. The samples that both have seen are counted; workers fetch ahead meanwhile, as in a real run.
@@ -16,11 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
-from deepspeed.observe.program import CommandLine, count_of, positive_of, whole_of
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankPool, scratch
 
-SAMPLES = 997  # a prime: no number of ranks divides it
 _SHOWN = 8
 _WIDTH = 4
 
@@ -53,8 +50,7 @@ def train(folder: str, samples: int, batch: int, workers: int, steps: int | None
 
 
 def faults(before: list[list[int]], after: list[list[int]], samples: int) -> list[str]:
-    """What is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``; empty when
-    nothing is.
+    """What is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``.
 
     One list of sample numbers for each rank, in the order seen. The padding at the end of the epoch is left out.
     """
@@ -81,16 +77,6 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
         for what, names in (("seen twice", twice), ("missing", missing))
         if names
     ]
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.option("--save-n", count_of, 4, "N", "ranks that begin the epoch and save")
-    parser.option("--load-n", count_of, 3, "N", "ranks that load and finish it")
-    parser.option("--workers", whole_of, 2, "N", "worker processes of each rank's loader")
-    parser.option("--samples", count_of, SAMPLES, "N", "samples of an epoch")
-    parser.option("--batch", count_of, 4, "N", "samples of a batch on each rank")
-    parser.option("--at", whole_of, None, "N", "steps before the save (default: a third of the epoch)")
-    parser.option("--time-limit", positive_of, 180.0, "N", "seconds each of the two runs may take")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

@@ -6,8 +6,7 @@ step (``GatheredParameters``). All of it in fp32, where nothing but the order of
 
 An error is ``max|ours - reference| / max(1, max|reference|)`` of one tensor: absolute for values up to 1.
 
-A dtype of the model that changes otherwise than ``ds_config show --dtypes`` says is an error too, in 16 bits where
-asked for.
+A dtype of the model that changes otherwise than ``ds_config show --dtypes`` says is an error too.
 """
 
 import argparse
@@ -23,16 +22,14 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
-from deepspeed.observe.program import CommandLine, number_of
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.common import Printout, add_training, aligned, config_of
+from deepspeed.verify import STEPS
+from deepspeed.verify.common import Printout, aligned, config_of
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
 from deepspeed.verify.user_model import case_of
 
-TOLERANCE = 1e-6
-STEPS = 3
 KINDS = ("loss", "grad", "norm", "param")
 COLUMNS = ("model", "stage", "bucket", "overlap", "accum", *KINDS)
 WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8)
@@ -102,9 +99,7 @@ def loop_settings(case: Case) -> dict[str, Any]:
 
 
 def scaled_error(ours: Tensor, reference: Tensor, scale: float | None = None) -> float:
-    """``max|ours - reference| / scale``, infinite for a wrong shape, a NaN or an infinity; without a ``scale`` it is
-    ``max(1, max|reference|)``.
-    """
+    """``max|ours - reference| / scale`` (default ``max(1, max|reference|)``), infinite for a wrong shape or a NaN."""
     if ours.shape != reference.shape:
         return float("inf")
     if reference.numel() == 0:
@@ -210,12 +205,6 @@ def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] |
     """stage x bucket x overlap x accumulation x model, in a stable order."""
     axes = product(models, range(4), BUCKETS, (False, True), MATRIX_ACCUMULATION)
     return [Cell(m, stage=s, bucket=b, overlap=o, accumulation=a, config=config or {}) for m, s, b, o, a in axes]
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.switches(matrix="every combination of stage, bucket, overlap and accumulation")
-    add_training(parser, "the configuration to check your model under", steps=STEPS, limit=120.0)
-    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:

@@ -1,9 +1,7 @@
-"""The offload gate: the same training with states on the device, in host memory and on a drive must agree to the last
-bit.
+"""The offload gate: states on the device, in host memory and on a drive give the same training to the last bit.
 
 Every *tier* trains the model of a cell for some steps; after each step every rank takes a digest of the losses, the
-full parameters, the fp32 masters and all optimizer slots. The first tensor that differs from the run without offload is
-named.
+full parameters, the fp32 masters and all optimizer slots. The first tensor that differs without offload is named.
 """
 
 import argparse
@@ -12,8 +10,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from deepspeed.config import load_config
-from deepspeed.observe.program import CommandLine
-from deepspeed.verify.common import Printout, add_training, config_of, folder
+from deepspeed.verify.common import Printout, config_of
 from deepspeed.verify.ranks import RankPool, scratch
 from deepspeed.verify.runs import ADAMW, Digests, Setup, full_states, seed_everything, train_case, user_setup
 
@@ -45,12 +42,6 @@ def first_difference(base: list[list[Digests]], other: list[list[Digests]]) -> s
                 if ours[step].get(name) != wanted:
                     return f"{name} differs after step {step + 1} on rank {rank}"
     return ""
-
-
-def add_options(parser: CommandLine) -> None:
-    config = "the configuration to check it under; its offload blocks are replaced"
-    add_training(parser, config, steps=20, limit=300.0)
-    parser.option("--folder", folder, None, "PATH", "a folder on the drive (default: a temporary one)")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

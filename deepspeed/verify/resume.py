@@ -1,5 +1,4 @@
-"""The resume gate: training that was saved, ended and loaded into a new engine must go on as if nothing had happened,
-to the last bit.
+"""The resume gate: training that was saved and loaded into a new engine goes on as without that, to the last bit.
 
 Every *cell* trains a model for some steps in one go, and again up to the save; then a new engine of a freshly built
 model, with other random numbers in all generators, loads and trains the rest. The losses, the parameters, buffers and
@@ -7,8 +6,7 @@ fp32 masters, the optimizer's state, learning rates and schedule, random generat
 counters are compared after the load and at the end.
 
 With another number of ranks for the load, the state as a whole (full parameters, masters, every optimizer slot,
-counters) must have the same hash, and the losses of the next steps on the same samples may differ by the order of
-additions only.
+counters) must have the same hash, and the next losses may differ by the order of additions only.
 """
 
 import argparse
@@ -24,8 +22,7 @@ from typing import Any
 import torch
 
 from deepspeed.config import load_config
-from deepspeed.observe.program import CommandLine, count_of
-from deepspeed.verify.common import Printout, add_training, config_of
+from deepspeed.verify.common import Printout, config_of
 from deepspeed.verify.ranks import RankPool, scratch
 from deepspeed.verify.runs import ADAMW, Digests, Setup, hash_of, snapshot, train_case, user_setup, whole_state
 
@@ -83,8 +80,7 @@ def difference(wanted: dict[str, Digests], loaded: dict[str, Digests]) -> str:
 def interrupted(
     start: Callable[[int], Any], train: Callable[[Any, range], list[float]], folder: str, *, cut: int, last: int
 ) -> str:
-    """The first difference between ``last`` micro-batches in one go and with a save and a load after ``cut``; empty
-    without one.
+    """The first difference between ``last`` micro-batches in one go and with a save and load after ``cut``, or "".
 
     ``start(seed)`` makes an engine of a fresh model and seeds every generator; ``train(engine, numbers)`` returns
     losses. Collective.
@@ -163,12 +159,6 @@ def _check(pools: Sequence[RankPool], cell: Setup, folder: str, *, steps: int, a
     if not error <= TOLERANCES[cell.dtype]:
         return "", f"{text}, but losses after it differ by {error:.1e} ({losses} and {again})"
     return f"{text}; losses of the next {NEXT} steps differ by {error:.1e}", ""
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser, "the configuration to check it under", steps=20, limit=300.0)
-    parser.option("--at", count_of, 10, "N", "steps before the save")
-    parser.option("--load-ranks", count_of, None, "N", "number of ranks that load (default: as many)")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

@@ -12,25 +12,11 @@ from importlib import import_module
 from math import gcd
 from pathlib import Path
 
-from deepspeed.observe.program import CommandLine, count_of, number_of
-from deepspeed.pipe.orders import SCHEDULES, Program, Timed, bubble, most_alive, timeline
+from deepspeed.pipe.orders import Program, Timed, bubble, most_alive, timeline
 from deepspeed.pipe.torch_pipelining import make_order
 from deepspeed.verify.common import Finding, Printout
 
 _COLUMNS, _FINEST = 220, 100
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.add_argument("--schedule", choices=[*SCHEDULES], default="1f1b", help="as in the key pipeline.schedule")
-    parser.option("--stages", count_of, 4, "N", "pipeline stages, one on each rank")
-    parser.option("--micro-batches", count_of, 8, "N", "micro-batches of one update")
-    parser.option("--chunks", count_of, None, "N", "parts of the model on each stage")
-    parser.add_argument(
-        "--costs", type=number_of, nargs=3, default=[1.0, 1.0, 1.0], metavar=("F", "I", "W"),
-        help="time of a stage's forward, of its backward for inputs and of that for weights (default: 1 1 1)",
-    )  # fmt: skip
-    parser.option("--hop", number_of, 0.0, "T", "time of a message between two stages")
-    parser.option("--png", Path, None, "FILE", "draw it there too (needs matplotlib)")
 
 
 def usual_chunks(schedule: str) -> int:

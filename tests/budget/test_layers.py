@@ -31,6 +31,7 @@ LAYERS = {
     "deepspeed.zero.client.leaf": 2,
     "deepspeed.checkpoint.format.boxes": 2,
     "deepspeed.checkpoint.format.manifest": 2,
+    "deepspeed.checkpoint.format.names": 2,
     "deepspeed.comm": 3,
     "deepspeed.dist": 3,
     "deepspeed.mesh.groups": 3,

@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 from torch import nn
 
+from deepspeed.verify import cli
 from deepspeed.verify.cli import main
 from deepspeed.verify.grads import Errors
 from deepspeed.verify.reference import trainable
-from deepspeed.verify.training import gas, lr, optim, teardown
+from deepspeed.verify.training import gas, lr, optim
 from deepspeed.verify.training.loop import LOOPS, run_loop
 from deepspeed.verify.training.optim import run_optimizer
 from tests.harness.pool import RankPool
@@ -79,7 +80,7 @@ def test_splits_that_are_too_far_from_the_whole_batch_fail(
 
 
 def test_memory_that_grew_too_much_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teardown, "number_of", float)  # below zero, so that what has not grown has grown too much
+    monkeypatch.setattr(cli, "number_of", float)  # below zero, so that what has not grown has grown too much
     assert main(["teardown", "--cycles", "2", "--growth", "-100"]) == 1
     shown = capsys.readouterr().out
     text = "FAIL\n    live tensors grew by 0 B, files by 0, threads by 0, groups by 0, resident memory by"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.format.boxes import Gap, Region, Span, uncovered
+from deepspeed.checkpoint.format.names import MANIFEST as MANIFEST
 from deepspeed.errors import CheckpointError
 
 FORMAT = "deepspeed-checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
 PIECE_BYTES = 4 << 20  # what one checksum covers
 ALIGN_BYTES = 64  # boxes begin there
 _LARGEST = 1 << 59  # elements of a tensor or bytes of a file; what torch can count, whatever the dtype

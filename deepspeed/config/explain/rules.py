@@ -7,7 +7,7 @@ from deepspeed.config.model.elastic import share_of
 from deepspeed.config.model.keys import Configuration
 from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
 from deepspeed.config.model.values import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, is_auto
-from deepspeed.errors import ElasticityConfigError
+from deepspeed.errors import ElasticityConfigError, counted
 
 Rule = tuple[object, str, str]  # (is it broken, the key it is about, the rest of the sentence)
 _ZERO = "zero_optimization"
@@ -53,10 +53,14 @@ def resolve_batch(cfg: Configuration, *, lenient: bool) -> dict[str, int]:
         steps = _share(train, micro, world, MICRO)
     product = micro * steps * world
     if train not in (None, product):
+        fits, rest = divmod(train, micro * steps)
+        who = (
+            f" {TRAIN} {train} is that of {counted(fits, 'rank')}: whoever filled it in (Accelerate?) counted so many."
+        )
         raise ValueError(
             f"Check batch related parameters. {TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step * "
             f"world_size {train} != {micro} * {steps} * {world} (= {product}). "
-            f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived."
+            f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived.{'' if rest else who}"
         )
     return dict(zip(BATCH_KEYS, (product, micro, steps), strict=True))
 

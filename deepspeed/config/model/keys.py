@@ -30,7 +30,7 @@ class Configuration(unread.Keys):
     dump_state: Flag = key(False, "Log the engine's attributes and the whole configuration once at the start.")
     log_level: blocks.LogLevel | None = key(None, "Level of this package's logger; null leaves it.")
     hang_timeout: Num | None = key(
-        None, "Seconds in which no rank comes further before the job ends; null: never.", gt=0
+        None, "Seconds in which no rank makes progress before the job ends; null: never.", gt=0
     )
     disable_python_gc: Flag = key(False, "No cyclic garbage collection while the engine lives.")
     vocabulary_size: Positive | None = key(None, "Rows of the embedding; warns about a size that is no multiple of 8.")

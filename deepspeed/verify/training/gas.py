@@ -18,10 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed.observe.program import CommandLine, number_of, positive_of
 from deepspeed.precision.token_weights import IGNORED
 from deepspeed.verify.common import Printout
-from deepspeed.verify.grads import TOLERANCE, Cell, full_gradients, full_parameters, scaled_error, start_engine
+from deepspeed.verify.grads import Cell, full_gradients, full_parameters, scaled_error, start_engine
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, SEQUENCE, VOCABULARY, Case, Tied, case_named, seeded
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.reference import train_reference, trainable
@@ -93,11 +92,6 @@ def run_split(stage: int, micro: int, steps: int, kind: str) -> tuple[float, flo
     engine.destroy()
     dist.all_reduce(total)
     return abs(float(total - record.losses[0, 0][0])), max(errors)
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.option("--time-limit", positive_of, 120.0, "N", "seconds one run may take")
-    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

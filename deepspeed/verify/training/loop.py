@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed.verify.common import Printout
 from deepspeed.verify.grads import Cell, Errors, run_cell
 from deepspeed.verify.models import Case, Losses, MicroBatch, Stack, fields_of, regression_batch, squared_error
-from deepspeed.verify.training.table import add_options as add_options, run_table
+from deepspeed.verify.training.table import run_table
 
 Backward = Callable[[Losses, Callable[..., Any]], None]
 

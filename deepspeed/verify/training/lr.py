@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.observe.program import CommandLine, positive_of
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.models import SAMPLES, MicroBatch as Place, Stack, regression_batch, seeded, squared_error
 from deepspeed.verify.ranks import RankPool, scratch
@@ -69,10 +68,6 @@ def run_trace(stage: int, accumulation: int, skipped: tuple[int, ...], folder: s
         raise Finding(f"{engine.skipped_steps} steps were skipped, {len(skipped)} had infinite gradients")
     engine.destroy()
     return trace
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.option("--time-limit", positive_of, 120.0, "N", "seconds one run may take")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

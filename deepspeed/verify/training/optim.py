@@ -2,8 +2,7 @@
 
 Rows are optimizers of torch and a class as a user would write it, at each ZeRO stage, and with their states in host
 memory. Matrices are in a group of their own; all else has another learning rate and no decay. Methods that look at
-whole matrices (Adafactor, Muon) or whole tensors (the user's class) must agree, too. Compared as by ``ds_verify
-grads``, in fp32.
+whole matrices (Adafactor, Muon) or whole tensors (the user's class) must agree, too. All in fp32.
 """
 
 import argparse
@@ -15,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.observe.program import CommandLine
 from deepspeed.optim.rules import FusedLion
 from deepspeed.verify.common import Printout
 from deepspeed.verify.grads import Cell, Errors, run_cell
 from deepspeed.verify.models import Stack, case_named, seeded
 from deepspeed.verify.reference import GATE_ADAM, trainable
-from deepspeed.verify.training.table import add_options as add_table, run_table
+from deepspeed.verify.training.table import run_table
 
 
 class OfAUser(torch.optim.Optimizer):
@@ -46,13 +44,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
     "Lion": (FusedLion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
-    "Muon": (getattr(torch.optim, "Muon", torch.optim.SGD), {"lr": 1e-2, "weight_decay": 0.1}),
+    "Muon": (torch.optim.Muon, {"lr": 1e-2, "weight_decay": 0.1}),
     "a class of a user": (OfAUser, {"lr": 1e-2, "weight_decay": 0.1}),
 }
-if not hasattr(torch.optim, "Muon"):
-    del OPTIMIZERS["Muon"]
-
-
 _AWAY = ", offloaded"
 
 
@@ -68,10 +62,8 @@ class Matrices(Stack):
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices, and all else with settings of its own."""
     params = list(trainable(model).values())
-    rest = [p for p in params if p.ndim != 2]
-    return [{"params": [p for p in params if p.ndim == 2]}] + (
-        [{"params": rest, "lr": 3e-3, "weight_decay": 0.0}] if rest else []
-    )
+    matrices, rest = ([p for p in params if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, *([{"params": rest, "lr": 3e-3, "weight_decay": 0.0}] if rest else [])]
 
 
 def run_optimizer(name: str, stage: int, steps: int) -> Errors:
@@ -83,11 +75,6 @@ def run_optimizer(name: str, stage: int, steps: int) -> Errors:
     config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config |= {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if name.endswith(_AWAY) else {}
     return run_cell(Cell("plain", stage=stage, bucket="tiny", config=config), steps=steps, case=case)
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.switches(all="what is done anyway: every optimizer of the list")
-    add_table(parser)
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

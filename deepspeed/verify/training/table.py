@@ -3,16 +3,9 @@
 import argparse
 from collections.abc import Callable, Iterable
 
-from deepspeed.observe.program import CommandLine, number_of
-from deepspeed.verify.common import Printout, add_runs
-from deepspeed.verify.grads import TOLERANCE, Errors, largest
+from deepspeed.verify.common import Printout
+from deepspeed.verify.grads import Errors, largest
 from deepspeed.verify.ranks import RankPool
-
-
-def add_options(parser: CommandLine) -> None:
-    """Options of a gate whose rows are names and stages."""
-    add_runs(parser, steps=3, limit=120.0)
-    parser.option("--tolerance", number_of, TOLERANCE, "N", "largest error allowed")
 
 
 def run_table(

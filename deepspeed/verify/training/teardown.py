@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.observe.hostmem import rss_bytes
-from deepspeed.observe.program import CommandLine, count_of, number_of, positive_of, size
+from deepspeed.observe.program import size
 from deepspeed.verify.common import Printout
 from deepspeed.verify.grads import Cell, start_engine
 from deepspeed.verify.models import MicroBatch, case_named
@@ -105,13 +105,6 @@ def _four_engines() -> Left:
 
 def _identity(model: nn.Module) -> Any:
     return hooks_of(model), [(name, id(p), type(p), p.shape) for name, p in model.named_parameters()]
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.option("--cycles", count_of, 50, "N", "engines that are made and destroyed in a row")
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
-    parser.option("--growth", number_of, 1.0, "PERCENT", "by how much resident memory may grow")
-    parser.option("--time-limit", positive_of, 300.0, "N", "seconds one row may take")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:

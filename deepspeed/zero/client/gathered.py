@@ -319,8 +319,7 @@ def leave_device(
 ) -> bool:
     """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
 
-    Parameters that are whole on every rank stay. Whether parameters were among them. Raises UsageError while the model
-    is in use.
+    Parameters that are whole on every rank stay. Whether parameters moved. Raises UsageError while the model is in use.
     """
     if any(not unit.idle for unit in units):
         raise UsageError("offload_states() inside a forward, backward or GatheredParameters; call it between steps")

@@ -198,9 +198,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the averaged, unscaled gradient, or None outside backward..step. With ``normalize`` it is not
-    divided by the tokens yet, whose number one rank does not know.
-    """
+    """This rank's part of the averaged, unscaled gradient (not yet divided by tokens); None outside backward..step."""
     with _opened(param, _GRAD) as grad:
         return None if grad is None else grad.pieces[0][1] * grad.factor
 

@@ -37,9 +37,7 @@ class ModuleTree:
         self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = [(part, (*part.values(),)) for part in parts]
 
     def check(self) -> None:
-        """UsageError for a trained parameter that is new, and for one that is another than it was. A warning, once, for
-        new ones that are frozen, and for what is gone.
-        """
+        """UsageError for a trained parameter that is new or another; a warning for new frozen ones and what is gone."""
         for part, was in self._seen:
             if len(part) != len(was) or not all(map(is_, part.values(), was)):
                 self._compare(dict(self._model.named_parameters(remove_duplicate=False)))

@@ -285,8 +285,7 @@ def fit(
     """The rows of ``units``, with gradients on the drive where host memory has no room for them.
 
     Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as
-    have to. Raises DeepSpeedConfigError, with the table and the first settings that would fit, when the limits cannot
-    be kept.
+    have to. Raises DeepSpeedConfigError, with the table and settings that would fit, where the limits cannot be kept.
     """
 
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:
