@@ -288,7 +288,7 @@ _OPTIMIZERS = (
 _STEPS = (
     Mutant(
         "R5",
-        "deepspeed/engine.py",
+        "deepspeed/engine/engine.py",
         "gradients.scale = 1.0\n        self",
         "self",
         ("tests/dist/test_loops.py::test_plain_and_engine_backwards_share_a_window",),
@@ -374,7 +374,7 @@ _STEPS = (
     ),
     Mutant(
         "E1",
-        "deepspeed/engine.py",
+        "deepspeed/engine/engine.py",
         "self.micro_steps = self._window_begin",
         "pass",
         ("tests/dist/test_invariant_i8_errors.py::test_invariant_i8_inside_an_accumulation_window[1-backward]",),
@@ -382,7 +382,7 @@ _STEPS = (
     ),
     Mutant(
         "E2",
-        "deepspeed/engine.py",
+        "deepspeed/engine/engine.py",
         "finally:\n            self._syncing_off",
         "except BaseException:\n            raise\n        else:\n            self._syncing_off",
         ("tests/dist/test_loops.py::test_misuse_is_refused_and_the_engine_goes_on[0]",),

@@ -1,9 +1,10 @@
 """What ``ds_plan`` does when its line is right: a start on devices that do not exist, and what it says."""
 
 import argparse
+import functools
 import json
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.device import DTYPES
@@ -17,15 +18,6 @@ from deepspeed.simulate.run import RankJob, look_at_start
 from deepspeed.zero.memory.fit import MemoryPlan
 
 _LISTED = 8
-
-
-class Planned(NamedTuple):
-    """What a start says: elements of the model, those that train, the layers with adapters, and the plan."""
-
-    parameters: int
-    trained: int
-    layers: list[str]
-    memory: MemoryPlan
 
 
 def _lora_of(options: argparse.Namespace, config: DeepSpeedConfig) -> Lora | None:
@@ -50,32 +42,32 @@ def _lora_of(options: argparse.Namespace, config: DeepSpeedConfig) -> Lora | Non
     return Lora(options.lora, options.lora_targets or ALL_LINEAR, DTYPES[wanted] if wanted else None)
 
 
-def _look(engine: Any) -> Planned:
-    model = engine.module
-    layers = [path for path, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+def _look(engine: Any, lora: Lora | None) -> tuple[dict[str, Any], MemoryPlan]:
+    """What a start says, for programs and as the engine's plan."""
+    model, memory = engine.module, engine.memory_plan()
     trained = [param for unit in engine.runtime.units if unit.trainable for param in unit.params]
     total, those = (sum(getattr(p, "ds_numel", p.numel()) for p in some) for some in (model.parameters(), trained))
-    return Planned(total, those, layers, engine.memory_plan())
-
-
-def _facts(planned: Planned, lora: Lora | None) -> dict[str, Any]:
-    memory = planned.memory
-    together = {"device": memory.device, "host": memory.host, "drive": memory.drive}
-    lines = {x.what: {"device": x.device, "host": x.host, "drive": x.drive} for x in memory.lines}
-    facts: dict[str, Any] = {"parameters": planned.parameters, "trained": planned.trained}
+    facts: dict[str, Any] = {"parameters": total, "trained": those}
     if lora is not None:
-        facts["lora"] = {"rank": lora.rank, "layers": planned.layers}
-    return facts | {"bytes": lines, "together": together}
+        layers = [path for path, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+        facts["lora"] = {"rank": lora.rank, "layers": layers}
+    facts["bytes"] = {x.what: {"device": x.device, "host": x.host, "drive": x.drive} for x in memory.lines}
+    facts["together"] = {"device": memory.device, "host": memory.host, "drive": memory.drive}
+    return facts, memory
 
 
-def _text(planned: Planned, lora: Lora | None, title: str) -> str:
-    train = f"{planned.trained:,} of {planned.parameters:,} parameters are trained"
-    lines = [f"{title}: {train if planned.trained else f'none of {planned.parameters:,} parameters is trained'}"]
-    if lora is not None:
-        names = sorted({path.rpartition(".")[2] for path in planned.layers})
+def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
+    trained, total = facts["trained"], facts["parameters"]
+    train = (
+        f"{trained:,} of {total:,} parameters are trained" if trained else f"none of {total:,} parameters is trained"
+    )
+    lines = [f"{title}: {train}"]
+    if "lora" in facts:
+        rank, layers = facts["lora"].values()
+        names = sorted({path.rpartition(".")[2] for path in layers})
         more = ", ..." if len(names) > _LISTED else ""
-        lines.append(f"LoRA of rank {lora.rank} on {len(planned.layers)} layers ({', '.join(names[:_LISTED])}{more})")
-    return "\n".join([*lines, "", planned.memory.table(), "", "beside them: activations and inputs (ds_simulate)"])
+        lines.append(f"LoRA of rank {rank} on {len(layers)} layers ({', '.join(names[:_LISTED])}{more})")
+    return "\n".join([*lines, "", memory.table(), "", "beside them: activations and inputs (ds_simulate)"])
 
 
 def run(options: argparse.Namespace, source: dict[str, Any], machine: Machine) -> int:
@@ -86,14 +78,15 @@ def run(options: argparse.Namespace, source: dict[str, Any], machine: Machine) -
     lora = _lora_of(options, config)
     subject = subject_of(options.model, samples=1, sequence=None, recompute=False)
     subject = subject if lora is None else adapted(subject, lora)
-    planned = look_at_start(RankJob(config.source, machine, options.gpus), subject, _look)
+    job = RankJob(config.source, machine, options.gpus)
+    facts, memory = look_at_start(job, subject, functools.partial(_look, lora=lora))
     title = f"{subject.name}, one of {options.gpus} ranks"
-    say(json.dumps(_facts(planned, lora), indent=1) if options.json else _text(planned, lora, title))
-    if options.gpu is None or (need := planned.memory.device) <= options.gpu:
+    say(json.dumps(facts, indent=1) if options.json else _text(facts, memory, title))
+    if options.gpu is None or memory.device <= options.gpu:
         return 0
-    most = max(planned.memory.lines, key=lambda line: line.device)
+    most = max(memory.lines, key=lambda line: line.device)
     sys.stderr.write(
-        f"ds_plan: --gpu: the states of a rank need {size(need)} of a device, not {size(options.gpu)}; the largest "
-        f"part is {most.what}, {size(most.device)}\n"
+        f"ds_plan: --gpu: the states of a rank need {size(memory.device)} of a device, not {size(options.gpu)}; "
+        f"the largest part is {most.what}, {size(most.device)}\n"
     )
     return 1
