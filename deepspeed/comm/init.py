@@ -165,6 +165,16 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
     atexit.register(at_exit)
 
 
+def _adopt() -> None:
+    """Take over the process group that is there, and name its ranks in the environment as far as nobody has."""
+    ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank)
+    if dist.get_backend() != "fake":  # whose ranks are no processes
+        for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
+            os.environ[name] = os.environ.get(name) or str(value)
+    _prepare(dist.get_backend(), ranks)
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
@@ -193,12 +203,7 @@ def init_distributed(
     if config is not None:
         trace.configure(deepspeed_config=config)
     if dist.is_initialized():
-        ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
-        os.environ["LOCAL_RANK"] = str(ranks.local_rank)
-        if dist.get_backend() != "fake":  # whose ranks are no processes
-            for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
-                os.environ[name] = os.environ.get(name) or str(value)
-        _prepare(dist.get_backend(), ranks)
+        _adopt()
         show_plainly()
         watch()
         return
