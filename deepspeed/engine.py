@@ -22,8 +22,7 @@ from deepspeed.engine_reports import PHASES, EngineReports, StepCalls
 from deepspeed.engine_weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.rules import AdamBase
@@ -96,7 +95,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
-        self._destroyed = self._over_limit = self.is_compiled = False
+        self._destroyed = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
@@ -110,7 +109,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             settle = weakref.WeakMethod(getattr(self.runtime.delayed, "come_home", self.runtime.settle))
             optimizer.before_looking = lambda: (now := settle()) and now()
 
-    def give_way(self, params: set[nn.Parameter]) -> bool:
+    def _give_way(self, params: set[nn.Parameter]) -> bool:
         """Another engine wants ``params``: an inference engine over no others is destroyed, unless the new one only
         adds to what is frozen and whole, which both can have. Whether it was.
         """
@@ -124,7 +123,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.destroy()
         return True
 
-    # -- forward, backward, step ----------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. After an error inside it, the engine and the window's gradients are as before.
 
@@ -154,10 +152,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns it.
+        """Back-propagate ``loss``; returns it, divided as it was. After an error the accumulation window starts anew.
 
-        With ``"normalize": "tokens"`` it is weighed by its tokens instead, and returned as it is. After an error inside
-        it the accumulation window starts anew.
+        Args:
+            loss: A scalar, the mean of the micro-batch. With ``"normalize": "tokens"`` it is weighed by its tokens.
+            retain_graph: As torch's.
+            scale_wrt_gas: Whether it is divided by the accumulation steps.
         """
         self._make_ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -196,7 +196,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._step_calls.step(self._gas)
         if boundary := self.is_gradient_accumulation_boundary():
             with self._clock("step"):
-                self.update()
+                self._update()
             if self.lr_scheduler is not None:
                 self._step_schedule(lr_kwargs or {})
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
@@ -212,7 +212,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._window_begin = self.micro_steps  # first, as what follows an update may save
             self._after_update()
 
-    def update(self) -> None:
+    def _update(self) -> None:
         """One optimizer update from the gradients at hand, or none on overflow. Collective."""
         self._check_here()
         if self._backwards == 0 and not self.runtime.gradients.collect():
@@ -250,19 +250,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._hear_or_end(0 if self._scaler.dynamic else config.anomalies.nonfinite_updates)
         self._scaler.update(self._scaler.dynamic and result.overflow)
         self._watch_memory()
-
-    def _watch_memory(self) -> None:
-        """Say once when this rank holds more than ``memory.host_limit``, and that it is not states."""
-        limit = self._config.memory.host_limit
-        if limit is None or self._over_limit or (resident := hostmem.rss_bytes()) <= limit:
-            return
-        self._over_limit = True
-        logger.warning(
-            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at "
-            "%d MiB, so the rest is activations, data or other objects: use smaller batches, activation checkpointing "
-            "or fewer loader workers",
-            *(self.global_rank, resident >> 20, limit >> 20, self.memory_plan().host >> 20),
-        )
 
     def _before_backward(self) -> None:
         """A backward has begun, through the engine or not; the latter is scaled here."""
@@ -346,7 +333,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._forget_window()
         self.runtime.gradients.clear()
 
-    # -- state the client reads and writes ------------------------------------------------------------------------
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps so that the global batch is ``train_batch_size`` samples.
 
@@ -362,6 +348,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._gas, self._window_begin = self._next_gas, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Let a micro-batch count as so many samples."""
         self._micro = micro_batch_size
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
@@ -393,7 +380,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over ``dataset`` for this rank; ``batch_size`` samples, default the micro batch."""
+        """A loader over ``dataset`` for this rank, which checkpoints know.
+
+        Args:
+            dataset: Of torch, sized or iterable.
+            batch_size: Samples of a batch on this rank (default: the micro-batch).
+            route: Not used; ``data_sampler``, ``collate_fn`` and ``pin_memory`` are torch's.
+            num_local_io_workers: Worker processes (default: none).
+        """
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro,
@@ -414,12 +408,15 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile in place, by ``torch.compile(..., backend=backend, **compile_kwargs)``, at the next forward.
+        """Compile in place at the next forward; a second call replaces the first.
 
-        Where no parameter is sharded that is the module's forward as a whole, else the forward of each block that the
-        model repeats and of other modules that hold parameters; gathers stay outside. A second call replaces the first.
-        Raises UsageError inside a forward or backward, for CUDA graphs over sharded parameters, whose addresses change,
-        and for ``schedule`` and ``compiled_autograd_enabled``, which are not in this release.
+        Where no parameter is sharded that is the module's forward as a whole, else the forward of each block that
+        repeats and of other modules with parameters; gathers stay outside. Raises UsageError inside a forward or
+        backward, and for CUDA graphs over sharded parameters, whose addresses change.
+
+        Args:
+            backend: Of ``torch.compile``; ``compile_kwargs`` are its other keywords.
+            schedule: Has to be None, and ``compiled_autograd_enabled`` False: they are not in this release.
         """
         self._check_alive()
         options = dict(compile_kwargs or {})
@@ -445,11 +442,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         for unit in self.runtime.units:
             self.runtime.backward_done(unit)
 
-    def whole_state(self) -> contextlib.AbstractContextManager[None]:
+    def _whole_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
 
-    # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
         """Drop what an error has left, on all ranks, and start the accumulation window anew if one was further."""
         if (worker := self.runtime.worker) is not None:
@@ -552,8 +548,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """Remove every hook and give every buffer back. Collective.
 
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready
-        for another ``initialize``. So does every model when some rank, which may have raised, does not come within a
-        minute.
+        for another ``initialize``. So does every model when some rank does not come within a minute.
         """
         if self._destroyed:
             return

@@ -45,7 +45,7 @@ def take_part(engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, ever
     engine._may_begin = True
     loaded = engine.load_checkpoint(folder)[1] or {}
     state: dict[str, Any] = loaded.get(_STATE, {})
-    engine.keep_with(SaveKeeper(engine, folder, every=every, state=state))
+    engine._keep_with(SaveKeeper(engine, folder, every=every, state=state))
     return state
 
 
@@ -145,7 +145,7 @@ class SaveKeeper:
         self._engine, self._folder, self._every, self._state = weakref.proxy(engine), str(folder), every, state
         self._saved = engine.global_steps  # the update that was saved, or loaded, last
         self._alarm: Alarm | None = None
-        deadline_s = engine.emergency_deadline()
+        deadline_s = engine._config.checkpoint.emergency_deadline
         if deadline_s is not None:
             grace = os.environ.get(_LAUNCHER_KILLS)
             if grace is not None and float(grace) < deadline_s + _FOR_ENDING_S:

@@ -1,8 +1,7 @@
 """Which parameters form a unit, and what holds for one whatever is in it: who shares it, which moves are legal.
 
 The unit of a sharded PARAM is the block the model itself repeats (one gather per transformer block); what lies outside
-the blocks is packed module by module. A replicated PARAM needs no gathers, so its units are plain buckets for the
-reduction.
+is packed module by module. A replicated PARAM needs no gathers: its units are buckets for the reduction.
 """
 
 from collections import Counter
@@ -32,9 +31,7 @@ _PACK_NUMEL = 1_000_000
 
 
 class UnitState(Enum):
-    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled (also by an update
-    in another thread); READY both.
-    """
+    """Which memory of PARAM exists: ABSENT the shard; FETCHING that and a full buffer being filled; READY both."""
 
     ABSENT = "absent"
     FETCHING = "fetching"

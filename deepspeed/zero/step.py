@@ -161,8 +161,7 @@ def _goes_ahead(runtime: Runtime) -> bool:
 def _update(
     runtime: Runtime, views: _Views, units: list[Unit], factor: float, failure: _Failure, skip: torch.Tensor | None
 ) -> None:
-    """The optimizer's rule over everything: over what is in memory, then tile by tile over what is on a drive; and the
-    publication of PARAM.
+    """The optimizer's rule: over what is in memory, then tile by tile over a drive; and the publication of PARAM.
 
     Nothing changes where ``skip``, a number on the device, is not 0. Where it fails, or with a ``failure`` from before,
     the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.

@@ -25,8 +25,7 @@ class Unit:
 
     ``full`` is the flat compute-dtype buffer under all parameters, without bytes while released; ``partial`` the local
     sum of gradients before reduction. ``rest`` says where each state rests; ``shard``, ``master`` (fp32, the very
-    memory of the parameter when dtypes and ranges agree) and ``grad`` are its tensors, not-a-number for what is on
-    a drive.
+    memory of the parameter when dtypes and ranges agree) and ``grad`` are its tensors, NaN for what is on a drive.
     """
 
     def __init__(
@@ -209,9 +208,7 @@ class Unit:
         return self.within(kind, flat, lo, hi) if lo < hi else flat[:0]
 
     def check_views(self, *, sample: bool = False) -> bool:
-        """Whether any parameter (``sample``: the last one) was moved off the flat buffer: frozen ones come back, others
-        are refused (``module.half()``, ...).
-        """
+        """Whether a parameter (``sample``: the last) has left the flat buffer: frozen ones return, others raise."""
         first = len(self.params) - 1 if sample else 0
         pairs = zip(self.layout.segments[first:], self.params[first:], strict=True) if self.whole and first >= 0 else ()
         return any([keep_view(param, self.full, segment) for segment, param in pairs if segment.numel])

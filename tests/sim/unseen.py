@@ -125,7 +125,7 @@ UNSEEN: dict[str, str] = {
     "tier.behind:forget: self._last.wait()": _DOOR,
     "engine_weights:offload_states: self.runtime.settle()": _DOOR,
     "engine:_end_update: self.runtime.settle()": _DOOR,
-    "engine_weights:settle_weights: self.runtime.settle()": _DOOR,
+    "engine_weights:_settle_weights: self.runtime.settle()": _DOOR,
     "zero.runtime:begin_backward: unit.settle()": "not reached: a graph from before an update; test_offload_delayed.py",
     "zero.runtime:need: unit.settle()": f"not reached: parameters that stay in a client's context. Else {_DOOR}",
     "zero.runtime:publish: self.settle()": f"not reached: no case loads a checkpoint. Else {_DOOR}",

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Begun:
-    """The update of one unit, its gradient in ``store``. ``rounded``: whose rounded weights are there behind it, each
-    with the version of the master that they are of.
-    """
+    """The update of one unit, its gradient in ``store``. ``rounded``: whose rounded weights are there, by version."""
 
     unit: Unit
     store: TierStore

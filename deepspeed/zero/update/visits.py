@@ -40,9 +40,7 @@ class Visits:
 
     @contextlib.contextmanager
     def expected(self, turns: Sequence[Sequence[OptimView]]) -> Iterator[None]:
-        """Those of ``turns`` (each of one unit, or of several that do not visit) that visit will in this order. At the
-        end all have come home: the only wait.
-        """
+        """Those of ``turns`` (of one unit, or several that stay) that will visit, in order; at the end all are back."""
         self._waiting = deque(_Visit(views) for views in turns if views[0].unit.plan.visits)
         self._coming.clear()
         self._send_for(InFlight.VISITS - 1)

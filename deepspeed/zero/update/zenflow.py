@@ -63,9 +63,7 @@ class Counts:
 
 
 class ZenFlow(Delayed):
-    """Of one engine. With ``plan.overlap`` what a window's end makes is published at the end of the next window, as the
-    delayed update does step by step; else at once.
-    """
+    """Of one engine. With ``plan.overlap`` what a window makes is published at the end of the next; else at once."""
 
     def __init__(self, runtime: "Runtime", optimizer: AdamBase, plan: ColumnsPlan) -> None:
         super().__init__(runtime, optimizer, first=0)
