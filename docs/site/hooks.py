@@ -41,6 +41,13 @@ def _help(place: str, *words: str) -> str:
     return re.sub(r"usage: \S+", lambda m: m[0].replace("__main__.py", "deepspeed"), shown.getvalue())
 
 
+def on_config(config: Any) -> Any:
+    """The version behind the site's name."""
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "deepspeed" / "version.py").read_text())
+    config["site_name"] = f"{config['site_name']} {version[1] if version else ''}".strip()
+    return config
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Generated parts in the place of their markers; files outside docs/ by their path: the site has no such page."""
     made = {"errors": lambda: page().replace("## ", "### "), "commands": commands}
