@@ -397,9 +397,7 @@ class ModuleHooks:
             del self._frozen[name]
 
     def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False, whole: bool = False) -> bool:
-        """Hook every output that will carry a gradient; True when there was one. ``inner``: a root does, too;
-        ``whole``: these are the model's.
-        """
+        """Hook outputs that will carry a gradient, of a root if ``inner``, of the model if ``whole``; whether any."""
         if not torch.is_grad_enabled():
             return False
         origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}
