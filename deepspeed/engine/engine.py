@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -412,11 +411,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._compiled.callback(self._parts.hooks.compile(torch.compile(backend=backend, **options)))
         self.is_compiled = True
 
-    def empty_partition_cache(self) -> None:
-        """Release every parameter that is gathered and not in use."""
-        for unit in self.runtime.units:
-            self.runtime.backward_done(unit)
-
     def _whole_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.runtime.update.whole_state()
@@ -505,10 +499,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         finally:
             self.runtime.update.end_updates()
         return None
-
-    def collect_python_gc(self) -> int:
-        """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
-        return gc.collect()
 
     def destroy(self) -> None:
         """Remove every hook and give every buffer back. Collective.

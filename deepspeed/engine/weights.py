@@ -1,6 +1,7 @@
 """The engine's whole weights: for a file, for an inference server, for generation; and states that leave the device."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,6 +194,15 @@ class EngineWeights:
         """Bring back what ``offload_states`` moved."""
         self._way_back.close()
         self._lent = self._params_lent = False
+
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is gathered and not in use."""
+        for unit in self.runtime.units:
+            self.runtime.backward_done(unit)
+
+    def collect_python_gc(self) -> int:
+        """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
+        return gc.collect()
 
     def _check_here(self) -> None:
         if self._lent:
