@@ -13,15 +13,6 @@ SEEN: dict[str, str] = {
     "comm.collectives:run: transfer.wait()": "stage1",
     "comm.collectives:run: event.record(self._stream)": "stage1",
     "comm.collectives:run: accelerator.current_stream().wait_stream...": "failing-on-host",
-    "zero.runtime:need: unit.arrive()": "stage3",
-    "zero.runtime:_discard: unit.arrive()": "skipping",
-    "zero.publish:finish: transfer.wait()": "stage1",
-    "zero.publish:finish: self._gathers.run(unit.start_gather).wai...": "held",
-    "zero.publish:_publish: transfer.wait()": "hpz",
-    "zero.publish:_publish: collectives.all_gather(gathered, piece.t...": "hpz-parameters-on-host",
-    "zero.unit:fetch: self.arrive()": "failing-on-host",
-    "zero.unit:arrive: self._transfer.wait()": "stage3",
-    "zero.unit:fetch_whole: self.arrive()": "stage3",
     "zero.gradients:_land: transfer.wait()": "stage0",
     "zero.gradients:leave: transfer.wait()": "stage2-optimizer-on-host",
     "zero.gradients:show: self.land_all()": "reading-at-stage0",
@@ -30,18 +21,13 @@ SEEN: dict[str, str] = {
     "zero.gradients:clear: self._land_all()": "leaving",
     "zero.gradients:_zero: self._land_all()": "skipping-on-host",
     "zero.gradients:land_all: self._land_all()": "looking",
-    "zero.optim_view:gradient: self.unit.landed.wait()": "both-on-host-unchecked",
-    "zero.unit:values: self.landed.wait()": "setting-on-host",
     "zero.gradients:_continued: before.wait()": "mics",
-    "zero.optim_view:show: transfer.wait()": "optimizer-on-drive",
     "zero.client.safe_state:_opened: runtime.gradients.settle()": "looking",
     "zero.client.safe_state:safe_set_local_fp32_param: unit.publish_part(master.segment.offset ...": "setting-on-drive",
     "tier.drive:put: round_into(inside, values[lo - start:hi ...": "drive",
     "zero.runtime:attached: self.before_update()": "slots",
     "zero.unit:values: keeper.before_update()": "writing",
     "zero.step:take_step: runtime.before_update()": "saving",
-    "zero.step:__init__: self._event.record()": "asking",
-    "zero.step:_read: self._event.synchronize()": "asking",
     "checkpoint.save.copies:take: self._event.synchronize()": "copies",
     "checkpoint.save.copies:take: self._stream.wait_stream(accelerator.cur...": "saving",
     "checkpoint.save.copies:take: self._event.record(self._stream)": "saving",
@@ -65,16 +51,32 @@ SEEN: dict[str, str] = {
     "tier.aio:wait: self.settle()": "drive",
     "tier.aio:close: transfer.settle() (2)": "drive",
     "engine.weights:offload_states: self.runtime.gradients.land_all()": "looking",
-    "zero.unit:settle_states: self.settle(stepping=stepping)": "saving-both-on-host",
-    "zero.unit:settle: self._updating.wait()": "saving-both-on-host",
-    "zero.unit:settle: self.arrive()": "single-stage2-on-host-unchecked",
-    "zero.unit:start_gather: self._updating.wait()": "both-on-host-unchecked",
     "tier.behind:take: self._call().wait()": "skipping-on-host",
     "tier.behind:take: event.record(worker.stream)": "skipping-on-host",
     "tier.behind:wait: stream.wait_event(self._event)": "skipping-on-host",
-    "zero.update.early:compute: self._landed.wait()": "single-early-on-host",
-    "zero.update.visits:on_device: visit.coming.wait()": "slots-visiting-on-host",
-    "zero.update.visits:expected: self._home_again.wait()": "slots-visiting-on-host",
+    "zero.runtime:need: unit.wait(StateKind.PARAM) (2)": "stage3",
+    "zero.runtime:_discard: unit.wait(StateKind.PARAM)": "skipping",
+    "zero.unit:values: self.wait(kind, write=write)": "setting-on-host",
+    "zero.unit:fetch: self._finish_fetch()": "failing-on-host",
+    "zero.unit:_finish_fetch: self._transfer.wait()": "stage3",
+    "zero.unit:wait: self.pending.wait(kind, write=write, cop...": "both-on-host-unchecked",
+    "zero.unit:wait: self._finish_fetch()": "stage3",
+    "zero.unit:start_gather: self.pending.wait(StateKind.PARAM)": "optimizer-on-host",
+    "zero.unit:fetch_whole: self.wait(StateKind.PARAM)": "stage3",
+    "zero.gradients:reduce: unit.wait(StateKind.GRAD, write=True, co...": "zenflow-on-host",
+    "zero.gradients:land_all: unit.wait(StateKind.GRAD, write=True)": "slots-delayed-on-host-accumulated",
+    "tier.pending:wait: entry.work.wait()": "optimizer-on-host",
+    "engine.engine:_end_update: self.runtime.update.wait()": "stage2-optimizer-on-host-unchecked",
+    "zero.update.publish:finish: transfer.wait()": "stage1",
+    "zero.update.publish:finish: self._gathers.run(unit.start_gather).wai...": "held-both-on-host",
+    "zero.update.publish:_publish: transfer.wait()": "hpz",
+    "zero.update.publish:_publish: collectives.all_gather(gathered, piece.t...": "hpz-parameters-on-host",
+    "zero.update.result:__init__: self._event.record()": "stage0",
+    "zero.update.result:_read: self._event.synchronize()": "asking",
+    "zero.update.policy:wait: unit.wait(StateKind.OPTIM, write=True)": "stage2-optimizer-on-host-unchecked",
+    "zero.update.tiled:show: transfer.wait()": "stage1-optimizer-on-drive",
+    "zero.update.staged:_states_of: visit.coming.wait()": "slots-visiting-on-host",
+    "zero.update.speculative:compute: self._landed.wait()": "single-early-on-host",
 }
 
 _SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
@@ -90,19 +92,8 @@ UNSEEN: dict[str, str] = {
     "comm.collectives:break_off: work.wait(timedelta(milliseconds=1))": (
         "not reached: ends the waits of programs one of which has failed; tests/dist/test_failures_of_one_rank.py"
     ),
-    "zero.runtime:_forget_vacant: self.gradients.land_all()": (
-        "ranks that differ: what dummies have made is dropped, of which there is nothing in one process; without it a "
-        "gradient that no rank had would go before it has landed"
-    ),
-    "zero.runtime:_gather: unit.arrive()": (
-        "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
-    ),
     "zero.runtime:_gather: self._stream.run(functools.partial(unit....": (
         "what is gathered for others goes to memory that nobody reads; without it that would be given away too early"
-    ),
-    "zero.publish:_publish: transfer.wait() (2)": (
-        "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there behind; "
-        "test_offload_parity.py::test_four_ranks[hpz]"
     ),
     "zero.unit:start_gather: rest.get(piece).wait()": (
         "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
@@ -111,24 +102,62 @@ UNSEEN: dict[str, str] = {
     "tier.store:settled: place.put(values).wait()": (
         "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
-    "zero.unit:settle_states: self._delayed.wait()": f"not reached: no case delays its updates. Else {_DOOR}",
-    "zero.unit:settle_states: self.landed.wait()": "not reached: no case writes to masters; test_pretend.py",
-    "zero.runtime:gather_gradients: self.settle(stepping=True)": _DOOR,
-    "zero.unit:values: self.settle()": _DOOR,
-    "zero.unit:widen_gradient: self.settle()": f"not reached: gradients that are read early. Else {_DOOR}",
-    "zero.update.early:_result: self.turn.wait()": (
+    "tier.behind:forget: self._last.wait()": _DOOR,
+    "zero.sync.order:forget_vacant: self._gradients.land_all()": (
+        "ranks that differ: what dummies have made is dropped, of which there is nothing in one process; without it a "
+        "gradient that no rank had would go before it has landed"
+    ),
+    "zero.runtime:_gather: unit.wait(StateKind.PARAM)": (
+        "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
+    ),
+    "zero.update.publish:_publish: transfer.wait() (2)": (
+        "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there behind; "
+        "test_offload_parity.py::test_four_ranks[hpz]"
+    ),
+    "zero.runtime:attached: view.unit.wait(StateKind.OPTIM, write=Tr...": _DOOR,
+    "zero.runtime:gather_gradients: self.update.begin_step()": _DOOR,
+    "zero.update.inline:begin_step: turn.wait()": _DOOR,
+    "zero.update.inline:begin_step: super().begin_step()": "no wait: the base class notes that nobody has to",
+    "zero.update.tiled:begin_step: turn.wait()": _DOOR,
+    "zero.update.tiled:begin_step: super().begin_step()": "as zero.update.inline:begin_step",
+    "zero.unit:values: self.wait(StateKind.PARAM)": _DOOR,
+    "zero.unit:widen_gradient: self.wait(StateKind.GRAD, write=True)": (
+        f"not reached by an update: gradients that are read early. Else {_DOOR}"
+    ),
+    "zero.unit:forget_pending: self._finish_fetch()": _DOOR,
+    "zero.gradients:_zero: unit.wait(StateKind.GRAD, write=True, co...": _DOOR,
+    "zero.client.safe_state:_opened: runtime.update.wait_together(groups=grou...": (
+        f"not reached: states that several ranks answer for. Else {_DOOR}"
+    ),
+    "engine.engine:_wait_together: self.runtime.update.wait_together()": _DOOR,
+    "engine.engine:_end_update: self.runtime.update.end_updates()": "no wait: forgets what the line before waited for",
+    "engine.weights:offload_states: self.runtime.update.wait()": _DOOR,
+    "engine.weights:_settle_weights: self.runtime.update.wait()": f"not reached: whole weights. Else {_DOOR}",
+    "zero.update.policy:wait_together: unit.wait(StateKind.PARAM)": _DOOR,
+    "zero.update.policy:wait_together: self.wait()": _DOOR,
+    "zero.runtime:begin_backward: unit.wait(StateKind.PARAM)": (
+        "a later wait covers it: a graph from before an update; test_offload_delayed.py"
+    ),
+    "zero.runtime:need: unit.wait(StateKind.PARAM)": f"parameters that stay in a client's context. Else {_DOOR}",
+    "zero.runtime:publish: self.update.wait()": f"not reached: no case loads a checkpoint. Else {_DOOR}",
+    "zero.unit:outbox: self.wait(StateKind.GRAD, write=True)": (
+        "a later wait covers it: the update has waited for the gradient, but of units in no group of the optimizer"
+    ),
+    "zero.optim_view:gradient: self.unit.wait(StateKind.GRAD)": (
+        "a later wait covers it: what is rounded goes into the gradient's memory, and waits for the same (Unit.outbox)"
+    ),
+    "zero.update.tiled:let_go: transfer.wait()": (
+        "a later wait covers it: after an update that failed nobody takes the buffer until the drive is closed"
+    ),
+    "zero.update.staged:_expected: self._home_again.wait()": (
+        "a later wait covers it: every door waits for what the unit has noted; without it a client who reads "
+        "optimizer.state itself would be too early"
+    ),
+    "zero.update.staged:_measure: get_accelerator().synchronize()": "not reached: measures before there are states",
+    "zero.update.staged:_measure: get_accelerator().synchronize() (2)": "as the first",
+    "zero.update.speculative:_result: self.turn.wait()": (
         "the thread, which asks itself, has taken it; tests/dist/test_offload_early.py, whose steps come too early"
     ),
-    "zero.unit:forget_update: self.settle()": _DOOR,
-    "zero.gradients:reduce: unit.settle()": _DOOR,
-    "zero.gradients:_zero: unit.settle()": _DOOR,
-    "tier.behind:forget: self._last.wait()": _DOOR,
-    "engine.weights:offload_states: self.runtime.settle()": _DOOR,
-    "engine.engine:_end_update: self.runtime.settle()": _DOOR,
-    "engine.weights:settle_weights: self.runtime.settle()": _DOOR,
-    "zero.runtime:begin_backward: unit.settle()": "not reached: a graph from before an update; test_offload_delayed.py",
-    "zero.runtime:need: unit.settle()": f"not reached: parameters that stay in a client's context. Else {_DOOR}",
-    "zero.runtime:publish: self.settle()": f"not reached: no case loads a checkpoint. Else {_DOOR}",
     "tier.behind:_until_ended: self._ended.wait()": "not reached: in its place the program waits for a stream",
     "tier.behind:__init__: self._begin.record(self._home)": (
         "ordered already: the update waits for the gradient, which comes behind all kernels that read the weights"
@@ -145,18 +174,9 @@ UNSEEN: dict[str, str] = {
     "zero.gradients:_land: written.wait()": (
         "not reached: gradients go to a drive only where host memory is short; such a write waits for its copy itself"
     ),
-    "zero.gradients:land_all: unit.landed.wait()": (
-        "a later wait covers it: who opens a gradient waits too, and a save reads those of open windows, all landed"
-    ),
-    "zero.unit:outbox: self.landed.wait()": (
-        "a later wait covers it: the update has waited for the gradient, but of units in no group of the optimizer"
-    ),
     "zero.gradients:withdraw: self.land_all()": (
         "values: what a client put in the place of a gradient; reductions have landed when gradients are shown; "
         "test_gradients_by_hand.py::test_edits_of_a_shown_gradient_count"
-    ),
-    "zero.optim_view:let_go: transfer.wait()": (
-        "a later wait covers it: after an update that failed nobody takes the buffer until the drive is closed"
     ),
     "tier.arena:__del__: get_accelerator().synchronize()": (
         "not reached: the simulator's pages wait alike, which is planted in matrix.py; "
@@ -186,8 +206,10 @@ OUTSIDE: dict[str, str] = {
     "timeline": "what is recorded of a run, whose events nobody's memory depends on",
     "engine.elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
-    "zero.update.delayed": "no case delays its updates; tests/dist/test_offload_delayed.py",
-    "zero.update.zenflow": "as for delayed; tests/dist/test_offload_zenflow.py",
+    "zero.update.delayed": "what it waits for is in zero.update.late; tests/dist/test_offload_delayed.py",
+    "zero.update.late": "turns of the thread, taken out in tests/pretend; tests/dist/test_offload_delayed.py",
+    "zero.update.selective": "as zero.update.late; tests/dist/test_offload_zenflow.py",
+    "zero.client.client_optimizer": "what each call waits for by itself; tests/dist/test_update_behind.py",
     "simulate.": "the simulator itself",
     "device": "the events of a host that is its own device",
     "bench.": "measurements of drives",
@@ -202,7 +224,6 @@ OUTSIDE: dict[str, str] = {
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
     "observe.": "clocks",
-    "zero.update.rates": "measurements, before there are states",
     "pipe.": "not taken out one by one; tests/sim/test_pipelines.py, tests/dist/test_pipeline_*",
     "tensor.": "as comm.differentiable",
     "zero.hooks": "a unit's update is waited for before a module runs; tests/dist/test_update_behind.py",
