@@ -11,16 +11,19 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.differentiable import bounds
 from deepspeed.mesh import groups
 from deepspeed.mesh.topology import Axis
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.simulate.events import Talk
 from deepspeed.simulate.record import Recorder
+from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch
 from deepspeed.zero.sync import agreement
 
@@ -107,6 +110,12 @@ class _Column:
             return self._receive(self._place(group.ranks[peer]), self._peers)
 
 
+def _even_edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
+    """In the place of ``loss._edges``, which reads how many words all ranks have: the program waits for a number."""
+    int(collectives.sum_in_place(torch.zeros(group.size, device=logits.device, dtype=torch.float64), group).sum())
+    return bounds(logits.shape[-1] * group.size, group.size)
+
+
 @contextlib.contextmanager
 def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Control]:
     """Inside, messages take their time. ``column``: they are sent to these ranks, one of each pipeline stage."""
@@ -121,6 +130,7 @@ def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Contr
         (agreement, "merge", control.merge),
         (dist.ProcessGroup, "_get_sequence_number_for_group", collectives_of),
         (FirstBatch, "__call__", lambda *_: None),  # there are no values to be compared
+        (loss, "_edges", _even_edges),
     ]
     if column:
         among = _Column(recorder, control, column)

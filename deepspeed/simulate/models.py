@@ -35,18 +35,8 @@ _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "granite")
 _PLAIN = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "starcoder2")
 _TIED = ("gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")  # unless they say
 _PLACED = ("", "gpt2", "gpt_bigcode", "opt")  # a table of positions
-_TWO_HALVES = (
-    "t5",
-    "bart",
-    "pegasus",
-    "marian",
-    "m2m",
-    "blenderbot",
-    "led",
-    "whisper",
-    "encoder-decoder",
-    "prophetnet",
-)
+_TWO_HALVES = ("t5", "bart", "pegasus", "marian", "m2m", "blenderbot", "led", "whisper", "prophetnet")
+_TWO_HALVES += ("encoder-decoder",)
 _GELU_NEW = ("gpt2", "gptj", "phi")  # unless they say
 _ACTIVATED_BY = ("hidden_activation", "hidden_act", "activation_function")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

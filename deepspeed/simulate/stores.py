@@ -35,9 +35,8 @@ CATEGORIES = {
     ("zero/unit.py", "fetch"): "gathered",
     ("zero/unit.py", "adopt"): "states",
     ("tier/store.py", "settled"): "states",
-    ("zero/unit.py", "_spread"): "states",
     ("zero/unit.py", "open_grad"): "states",
-    ("zero/unit.py", "open_partial"): "gradients",
+    ("zero/window.py", "open"): "gradients",
     ("zero/memory/tiers.py", "place"): "states",
     ("zero/build.py", "_values"): "states",  # what stays whole stays in that buffer
     ("zero/gradients.py", "reduce"): "reduction",

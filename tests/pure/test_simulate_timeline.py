@@ -143,11 +143,12 @@ def test_the_node_with_the_fewest_ranks_is_the_narrowest() -> None:
 
 
 def test_fewer_ranks_than_devices_share_the_host_and_its_drives_among_them() -> None:
-    machine = Machine("plain", PLAIN)
+    """The optimizer as far as the cores of one rank go."""
+    machine = Machine("plain", PLAIN | {"adam_rank_rate": 4.0})
     for world, times in ((1, 8), (2, 4), (8, 1), (12, 1), (512, 1)):  # of 12, 8 share a node, and the rest wait
         used = machine.used_by(world)
-        for kind in ("host", "adam", "read", "write"):
-            assert used.seconds(Work(kind, nbytes=64)) == 64 / times, (world, kind)
+        for kind, share in (("host", times), ("adam", min(times, 4)), ("read", times), ("write", times)):
+            assert used.seconds(Work(kind, nbytes=64)) == 64 / share, (world, kind)
         for kind in ("up", "down", "kernel"):  # each device's own
             assert used.seconds(Work(kind, nbytes=64, flops=2)) == machine.seconds(Work(kind, nbytes=64, flops=2))
 
