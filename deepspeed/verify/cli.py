@@ -195,8 +195,7 @@ def _run(options: argparse.Namespace) -> int:
     common = import_module("deepspeed.verify.common")  # brings torch, as all commands do
     report = common.Printout(sys.stdout)
     try:
-        status: int = import_module(f"deepspeed.verify.{_COMMANDS[options.command][0]}").run(options, report)
-        return status
+        return int(import_module(f"deepspeed.verify.{_COMMANDS[options.command][0]}").run(options, report))
     except (common.Finding, common.RankFailure) as failure:
         report.say(f"{failure}\nFAIL")
         return 1

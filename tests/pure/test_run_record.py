@@ -377,7 +377,7 @@ def test_follow_and_job_show_a_run_on_no_terminal_once(tmp_path: Path, capsys: p
     assert main(["--job", str(tmp_path)]) == 0
     job = capsys.readouterr().out.splitlines()
     assert job[2].split()[0] == "1" and "SLOW: 2.00 x the median rank" in job[2], "the slowest first"
-    assert "1 ranks have not told of themselves yet" in job[4]
+    assert "ranks that have not told of themselves yet: 1" in job[4]
     (tmp_path / "ranks.json").unlink()
     assert main(["--job", str(tmp_path)]) == 0
     assert "no rank has told of itself yet" in capsys.readouterr().out

@@ -112,10 +112,12 @@ def prune(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Import the command's module, and torch with it, and run it."""
+    """Import the command's module, and torch with it, and run it. Raises CheckpointError before where nothing is."""
+    path = getattr(args, "source", getattr(args, "checkpoint", args.run))
+    if path not in ("live", args.run) and not Path(path).exists():
+        raise CheckpointError(f"there is no checkpoint in {path} (no such folder)")
     module, _, function = args.run.partition(".")
-    status: int = getattr(import_module(f"deepspeed.checkpoint.tool.{module}"), function)(args)
-    return status
+    return int(getattr(import_module(f"deepspeed.checkpoint.tool.{module}"), function)(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.weights.weights import (
     write_weights,
 )
 from deepspeed.device import DTYPES
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.observe.program import say, size
 
 CHOICES = {**DTYPES, "keep": None}
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
                     source, hidden, level=args.zero, world=world, exclude_frozen=args.exclude_frozen
                 )
             how = f"engine.load_checkpoint({str(out)!r}) under the same configuration"
-            say(f"wrote {out / folder.name} for {world} ranks; load it with {how}")
+            say(f"wrote {out / folder.name} for {counted(world, 'rank')}; load it with {how}")
             return 0
         dtype, shared = CHOICES[args.dtype or fixed or "keep"], shared_names(source)
         streams = weight_streams(source, dtype=dtype, exclude_frozen=args.exclude_frozen)
@@ -84,7 +84,7 @@ def run(args: Namespace) -> int:
         with progress("export", total) as advance:
             paths = write_weights(streams, out, safetensors=hf, max_shard_size=limit, shared=shared, progress=advance)
     ends = paths if len(paths) < 4 else [paths[0], paths[-1]]
-    say(f"wrote {len(streams)} tensors, {size(total)}, to {', '.join(map(str, ends))}")
+    say(f"wrote {counted(len(streams), 'tensor')}, {size(total)}, to {', '.join(map(str, ends))}")
     return 0
 
 
@@ -99,7 +99,7 @@ def run_import(args: Namespace) -> int:
             raise CheckpointError(f"{out / name} is there already; name another folder, or another tag with --as")
         with progress("import", total_bytes(stream(source, key) for key in source.entries)) as advance:
             final = write_checkpoint(source, out, name, advance=advance)
-        say(f"wrote {final}: {len(source.entries)} tensors from {source.kind}")
+        say(f"wrote {final}: {counted(len(source.entries), 'tensor')} from {source.kind}")
     say(
         "not kept: random generators and the position in the data, which DeepSpeed's files do not have in a usable form"
     )

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.format.manifest import MANIFEST, PIECE_BYTES, Manifest
 from deepspeed.checkpoint.load.reader import OwnSource, located, open_checkpoint, read_manifest
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.weights.weights import stream, total_bytes
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.observe.program import say, size
 
 _LISTED = 50
@@ -104,7 +104,7 @@ def run(args: Namespace) -> int:
     what = "every tensor can be read (files in DeepSpeed's layout; only the checksums of their archives exist)"
     if folders.is_complete(folder):
         manifest = read_manifest(folder)
-        total, tensors = sum(manifest.files.values()), len(manifest.entries)
-        what = f"{tensors} tensors, {len(manifest.files)} files, {size(total)}, every checksum matches"
+        total, tensors = sum(manifest.files.values()), counted(len(manifest.entries), "tensor")
+        what = f"{tensors}, {counted(len(manifest.files), 'file')}, {size(total)}, every checksum matches"
     say(f"ok {folder}: {what}")
     return 0

@@ -41,7 +41,7 @@ def ranks_table(state: Record, now: float) -> list[str]:
     if len(states) > _SHOWN_RANKS:
         lines.append(f"and {len(states) - _SHOWN_RANKS} ranks that do less work")
     if missing := int(state.get("of", len(states))) - len(states):
-        lines.append(f"{missing} ranks have not told of themselves yet")
+        lines.append(f"ranks that have not told of themselves yet: {missing}")
     age = now - float(state.get("time", now))
     return [*lines, f"as of {age:.0f} s ago" if age >= 2 else "now"]
 
