@@ -1,70 +1,124 @@
 """``ds_verify``: check on this machine's CPU that sharded training computes what plain PyTorch computes, wherever
 states rest.
 
-    ds_verify grads                                     stage 0-3 on a small built-in model
-    ds_verify grads --matrix                            stage x bucket x overlap x accumulation x model
+    ds_verify grads                                             on a small built-in model
     ds_verify grads --model my_model:build --config ds_config.json     your model under your configuration
-    ds_verify loop                                      accumulation by hand, no_sync, two losses, penalties: any loop
-    ds_verify gas                                       a global batch split over ranks and micro-batches: one gradient
-    ds_verify optim                                     every optimizer, each group with its own rate and decay
-    ds_verify lr                                        the rate counts updates: not ranks, micro-batches or skips
-    ds_verify teardown --cycles 50                      a destroyed engine leaves neither memory nor hooks
-    ds_verify compile                                   blocks compiled by inductor train alike, each as one graph
-    ds_verify offload                                   device, cpu and nvme agree bit for bit on a small built-in model
-    ds_verify offload --model my_model:build --config ds_config.json --folder /drive     on yours, on your drive
-    ds_verify data --save-n 4 --load-n 3 --workers 2    an epoch resumed on other ranks: no sample twice, none missing
-    ds_verify resume --steps 20 --at 10                 saved, ended and loaded training goes on bit for bit
-    ds_verify resume --ranks 4 --load-ranks 3           the state survives a change of the number of ranks
-    ds_verify crash --kills 200                         killed while saving: every resume finds a whole checkpoint
-    ds_verify schedule --schedule zero_bubble           what the ranks of a pipeline do when, and how long they wait
-    ds_verify 3d --matrix                               pipeline x tensor x data parallel x ZeRO against one process
-    ds_verify 3d --checkpoints                          saved at one layout, loaded at others and back
 
 Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong, 130 after Ctrl-C.
 """
 
 import argparse
+import inspect
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from deepspeed.observe.program import CommandLine, guarded
-from deepspeed.verify import compiled, crash, data, grads, offload, resume, schedule, three_axes, user_model
-from deepspeed.verify.common import Finding, Printout
+from deepspeed.observe.program import CommandLine, count_of, guarded, number_of, positive_of, whole_of
+from deepspeed.pipe.orders import SCHEDULES
+from deepspeed.verify import crash, data, grads, resume, schedule, teardown, three_axes, training
+from deepspeed.verify.driver import Driver, Finding
 from deepspeed.verify.ranks import RankFailure
-from deepspeed.verify.training import gas, loop, lr, optim, teardown
 
-_COMMANDS = {
-    "grads": (grads, "compare gradients, norms and parameters with plain one-process PyTorch"),
-    "loop": (loop, "compare shapes of the training loop with plain one-process PyTorch"),
-    "gas": (gas, "compare splits of a global batch with the whole batch in one process"),
-    "optim": (optim, "compare optimizers and their groups with the same ones unsharded"),
-    "lr": (lr, "compare the learning rates of a run with plain PyTorch"),
-    "teardown": (teardown, "count what is left of engines that were destroyed"),
-    "compile": (compiled, "compare compiled blocks with plain PyTorch; count graph breaks and recompilations"),
-    "offload": (offload, "compare training with states on the device, in host memory and on a drive, bit for bit"),
-    "data": (data, "count the samples of an epoch that is saved on some ranks and resumed on others"),
-    "resume": (resume, "compare training that is saved and resumed with training in one go, bit for bit"),
-    "crash": (crash, "kill a job at random instants of its saves; every resume must find a whole checkpoint"),
-    "schedule": (schedule, "draw the schedule of a pipeline, with its bubble"),
-    "3d": (three_axes, "compare pipelines of tensor-parallel parts beside ZeRO with plain one-process PyTorch"),
+
+def folder(text: str) -> str:
+    """Take a folder that exists. Raises ArgumentTypeError."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return text
+
+
+def _option(kind: Callable[[str], Any], metavar: Any, text: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "metavar": metavar, "help": text, **more}
+
+
+def _switch(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+# What an option takes and means, whichever gates have it.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": _option(str, "MODULE:BUILD", "your own model (ds_verify grads --help says what build() returns)"),
+    "config": _option(str, "FILE", "the configuration to check it under"),
+    "ranks": _option(count_of, "N", "number of CPU ranks"),
+    "steps": _option(count_of, "N", "optimizer steps of one run"),
+    "time_limit": _option(positive_of, "N", "seconds one run may take"),
+    "tolerance": _option(number_of, "N", "largest error allowed"),
+    "matrix": _switch("every combination of what the cells differ in"),
+    "all": _switch("what is done anyway: every optimizer of the list"),
+    "cycles": _option(count_of, "N", "engines that are made and destroyed in a row"),
+    "growth": _option(number_of, "PERCENT", "by how much resident memory may grow"),
+    "backend": _option(str, "NAME", "what compiles; aot_eager needs no C++ compiler"),
+    "folder": _option(folder, "PATH", "where to save, for example on the drive in question (default: a temporary one)"),
+    "save_n": _option(count_of, "N", "ranks that begin the epoch and save"),
+    "load_n": _option(count_of, "N", "ranks that load and finish it"),
+    "workers": _option(whole_of, "N", "worker processes of each rank's loader"),
+    "samples": _option(count_of, "N", "samples of an epoch"),
+    "batch": _option(count_of, "N", "samples of a batch on each rank"),
+    "at": _option(count_of, "N", "steps before the save"),
+    "epoch_at": _option(whole_of, "N", "steps before the save (default: a third of the epoch)", flag="--at"),
+    "load_ranks": _option(count_of, "N", "number of ranks that load (default: as many)"),
+    "kills": _option(count_of, "N", "how often"),
+    "seed": _option(whole_of, "N", "of the first kill; kill n has seed + n"),
+    "stage": _option(int, None, "how states are spread over the ranks", choices=range(4)),
+    "async": _switch("save in the background (checkpoint.async)"),
+    "checkpoints": _switch("save at one layout, load at others and go back"),
+    "pp": _option(count_of, "N", "pipeline stages of one layout"),
+    "tp": _option(count_of, "N", "tensor-parallel ranks of one layout"),
+    "zero": _option(int, None, "level of ZeRO (default: all)", choices=range(4)),
+    "schedule": _option(str, None, "as in the key pipeline.schedule", choices=[*SCHEDULES]),
+    "stages": _option(count_of, "N", "pipeline stages, one on each rank"),
+    "micro_batches": _option(count_of, "N", "micro-batches of one update"),
+    "chunks": _option(count_of, "N", "parts of the model on each stage"),
+    "costs": _option(number_of, ("F", "I", "W"), "time of a forward, a backward for inputs, one for weights", nargs=3),
+    "hop": _option(number_of, "T", "time of a message between two stages"),
+    "png": _option(Path, "FILE", "draw it there too (needs matplotlib)"),
+}
+_MODEL: dict[str, Any] = dict(model=None, config=None)
+_NAMED: dict[str, Any] = dict(ranks=2, steps=grads.STEPS, time_limit=120.0, tolerance=grads.TOLERANCE)
+_BITWISE: dict[str, Any] = dict(**_MODEL, ranks=2, steps=20, time_limit=300.0)
+_EPOCH = dict(save_n=4, load_n=3, workers=2, samples=997, batch=4, epoch_at=None, time_limit=180.0)
+_LAYOUTS = dict(**_MODEL, ranks=8, steps=3, time_limit=300.0, pp=None, tp=None, zero=None, schedule=None, chunks=None)
+_PICTURE = dict(schedule="1f1b", stages=4, micro_batches=8, chunks=None, costs=[1.0, 1.0, 1.0], hop=0.0, png=None)
+# The function of a gate, whose docstring is its help text, and its options with their defaults.
+GATES: dict[str, tuple[Callable[[Driver], int], dict[str, Any]]] = {
+    "grads": (grads.check_gradients, dict(matrix=False, **_MODEL, **_NAMED)),
+    "loop": (training.check_loops, _NAMED),
+    "gas": (training.check_splits, dict(time_limit=120.0, tolerance=grads.TOLERANCE)),
+    "optim": (training.check_optimizers, dict(all=False, **_NAMED)),
+    "lr": (training.check_rates, dict(time_limit=120.0)),
+    "teardown": (teardown.check_teardown, dict(cycles=50, ranks=2, growth=1.0, time_limit=300.0)),
+    "compile": (grads.check_compiled, dict(_MODEL | _NAMED, steps=4, time_limit=600.0, backend="inductor")),
+    "offload": (resume.check_offload, dict(**_BITWISE, folder=None)),
+    "data": (data.check_data, _EPOCH),
+    "resume": (resume.check_resume, dict(**_BITWISE, at=10, load_ranks=None)),
+    "crash": (crash.check_crashes, {**dict(kills=200, ranks=2, seed=0, stage=3, folder=None), "async": False}),
+    "schedule": (schedule.check_schedule, _PICTURE),
+    "3d": (three_axes.check_layouts, dict(matrix=False, checkpoints=False, **_LAYOUTS, tolerance=three_axes.TOLERANCE)),
 }
 
 
 def _run(options: argparse.Namespace) -> int:
-    report = Printout(sys.stdout)
-    try:
-        return _COMMANDS[options.command][0].run(options, report)
-    except (Finding, RankFailure) as failure:
-        report.say(f"{failure}\nFAIL")
-        return 1
+    with Driver(options, sys.stdout) as driver:
+        try:
+            return GATES[options.command][0](driver)
+        except (Finding, RankFailure) as failure:
+            driver.say(f"{failure}\nFAIL")
+            return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandLine(prog="ds_verify", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
-    for name, (module, text) in _COMMANDS.items():
-        about = user_model.__doc__ if module is grads else module.__doc__
-        module.add_options(commands.add_parser(name, help=text, description=about))
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(GATES)}}}")
+    for command, (gate, defaults) in GATES.items():
+        about = inspect.getdoc(gate) or ""
+        of_gate = commands.add_parser(command, help=about.partition("\n")[0], description=about)
+        for name, default in defaults.items():
+            ending = "" if default is None or default is False else " (default %(default)s)"
+            settings = {"flag": f"--{name.replace('_', '-')}", **OPTIONS[name], "default": default}
+            settings["help"] += ending
+            of_gate.add_argument(settings.pop("flag"), **settings)
     options = parser.parse_args(argv)
     return guarded("ds_verify", lambda: _run(options))
 

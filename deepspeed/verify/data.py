@@ -1,14 +1,5 @@
-"""The data gate: after a resume on another number of ranks the rest of the epoch holds every remaining sample exactly
-once.
+"""The gate of an epoch that is saved on some ranks and resumed on others."""
 
-Ranks train a tiny model over numbered samples, save in the middle of an epoch and end. Other ranks load and train to
-the end of it. The samples that both have seen are counted; workers fetch ahead meanwhile, as in a real run.
-
-Every rank must get equally many samples. Where they do not divide, the last round of the epoch is filled with samples
-seen before, as torch's DistributedSampler does; these few are mentioned and not counted.
-"""
-
-import argparse
 import multiprocessing
 
 import torch
@@ -16,9 +7,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
-from deepspeed.observe.program import CommandLine, count_of, positive_of, whole_of
-from deepspeed.verify.common import Finding, Printout
-from deepspeed.verify.ranks import RankPool, scratch
+from deepspeed.verify.driver import Driver, Finding
+from deepspeed.verify.ranks import scratch
 
 SAMPLES = 997  # a prime: no number of ranks divides it
 _SHOWN = 8
@@ -26,7 +16,7 @@ _WIDTH = 4
 
 
 def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
-    """Train ``steps`` steps and save, or (None) load and finish the epoch; the samples seen, in order. Collective."""
+    """Train ``steps`` steps and save, or (None) load and finish the epoch; return the samples in order. Collective."""
     multiprocessing.current_process().daemon = False  # a rank of the pool is one, and may not start workers so
     multiprocessing.set_start_method(None, force=True)  # nor are they to start as ranks do
     config = {
@@ -53,14 +43,14 @@ def train(folder: str, samples: int, batch: int, workers: int, steps: int | None
 
 
 def faults(before: list[list[int]], after: list[list[int]], samples: int) -> list[str]:
-    """What is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``; empty when
-    nothing is.
+    """Name what is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``.
 
     One list of sample numbers for each rank, in the order seen. The padding at the end of the epoch is left out.
     """
     runs = {"save": before, "load": after}
     counts = {name: sorted({len(r) for r in run}) for name, run in runs.items()}
-    if uneven := [f"{name}: ranks saw {count} samples" for name, count in counts.items() if len(count) > 1]:
+    uneven = [f"{name}: ranks saw {count} samples" for name, count in counts.items() if len(count) > 1]
+    if uneven:
         return uneven
     # in the order of the epoch, in which ranks take turns: padding is at its end
     seen = [
@@ -83,33 +73,31 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
     ]
 
 
-def add_options(parser: CommandLine) -> None:
-    parser.option("--save-n", count_of, 4, "N", "ranks that begin the epoch and save")
-    parser.option("--load-n", count_of, 3, "N", "ranks that load and finish it")
-    parser.option("--workers", whole_of, 2, "N", "worker processes of each rank's loader")
-    parser.option("--samples", count_of, SAMPLES, "N", "samples of an epoch")
-    parser.option("--batch", count_of, 4, "N", "samples of a batch on each rank")
-    parser.option("--at", whole_of, None, "N", "steps before the save (default: a third of the epoch)")
-    parser.option("--time-limit", positive_of, 180.0, "N", "seconds each of the two runs may take")
+def check_data(driver: Driver) -> int:
+    """Check that an epoch resumed on another number of ranks has every remaining sample exactly once.
 
-
-def run(options: argparse.Namespace, report: Printout) -> int:
-    """Run ``ds_verify data``. Raises ValueError (bad input) before any rank is started, Finding, RankFailure."""
-    samples, batch, saving, loading = options.samples, options.batch, options.save_n, options.load_n
-    steps = -(-samples // (saving * batch))
+    Ranks train a tiny model over numbered samples and save in the middle of an epoch; others load and finish it, while
+    workers fetch ahead. Every rank must get equally many samples. Where they do not divide, the last round is filled
+    with samples seen before, as torch's DistributedSampler does; these few are mentioned and not counted.
+    """
+    options = driver.options
+    samples, workers = options.samples, options.workers
+    steps = -(-samples // (options.save_n * options.batch))
     if options.at is not None and options.at > steps:
-        raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {saving} x {batch}")
+        size = f"{options.save_n} x {options.batch}"
+        raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {size}")
     at = max(1, steps // 3) if options.at is None else options.at
     runs = []
     with scratch() as folder:
-        for world, until, end in ((saving, at, "saved"), (loading, None, "end of the epoch")):
-            with RankPool(world, time_limit=options.time_limit) as pool:
-                runs.append(pool.run(train, folder, samples, batch, options.workers, until))
+        for world, until, end in ((options.save_n, at, "saved"), (options.load_n, None, "end of the epoch")):
+            runs.append(driver.pools(world)[0].run(train, folder, samples, options.batch, workers, until))
             count = sum(map(len, runs[-1]))
-            report.say(f"{world} ranks, {options.workers} workers each: {count} samples, then {end}")
-    if extra := -max(0, samples - sum(map(len, runs[0]))) % loading:
-        report.say(f"{extra} of these only fill the last round of {loading} ranks")
-    if wrong := faults(runs[0], runs[1], samples):
+            driver.say(f"{world} ranks, {workers} workers each: {count} samples, then {end}")
+    extra = -max(0, samples - sum(map(len, runs[0]))) % options.load_n
+    if extra:
+        driver.say(f"{extra} of these only fill the last round of {options.load_n} ranks")
+    wrong = faults(runs[0], runs[1], samples)
+    if wrong:
         raise Finding("\n".join(wrong))
-    report.say(f"{samples} samples: no sample twice, none missing")
+    driver.say(f"{samples} samples: no sample twice, none missing")
     return 0
