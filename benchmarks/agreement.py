@@ -82,7 +82,7 @@ def _train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import deepspeed
-    from deepspeed.zero import agreement
+    from deepspeed.zero.sync import agreement
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=args.port

@@ -75,7 +75,7 @@ def child(args: argparse.Namespace) -> None:
     if timeline is not None:
         for name in ("forward", "backward", "step"):
             timeline.phase(engine, name, "engine")
-        timeline.phase(engine.tiles, "step", "tiles")
+        timeline.phase(engine.runtime.update, "apply", "tiles")
     moved = []
     for _ in range(args.steps):
         before = sum(d.read_bytes + d.written_bytes for d in drives)

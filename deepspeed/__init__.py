@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import Any
 
 from deepspeed.absent import tell_of_absent_modules
-from deepspeed.errors import pending_class, pending_function
+from deepspeed.errors import nearest_hint, pending_class, pending_function
 from deepspeed.version import __version__
 
-# Clients compare ``deepspeed.version`` as a string. The submodule of that name is loaded above, so that nothing binds
-# it here later.
+# Clients compare ``deepspeed.version`` as a string; the submodule of that name is loaded above, so it binds no more.
 version = __version__
 __version_major__, __version_minor__, __version_patch__ = 1, 0, 0
 __git_hash__ = __git_branch__ = None
@@ -32,7 +31,7 @@ _LAZY = {
     "DeepSpeedConfigError": "deepspeed.config:",
     "DeepSpeedDataLoader": "deepspeed.data.loader:",
     "DeepSpeedEngine": "deepspeed.engine:",
-    "DeepSpeedHybridEngine": "deepspeed.engine_hybrid:",
+    "DeepSpeedHybridEngine": "deepspeed.engine.hybrid:",
     "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",
@@ -70,7 +69,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":  # a dependency of the submodule is missing: that is the news
             raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}", name=name) from None
+        hint = nearest_hint(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name) from None
     value = globals()[name] = getattr(module, attribute or name) if colon else module
     return value
 

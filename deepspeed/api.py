@@ -22,8 +22,8 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.engine_hybrid import DeepSpeedHybridEngine, check_generates
-from deepspeed.engine_reports import report_start
+from deepspeed.engine.hybrid import DeepSpeedHybridEngine, check_generates
+from deepspeed.engine.reports import report_start
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.mesh.mpu import Ways, ways_of_mesh, ways_of_mpu
@@ -34,7 +34,6 @@ from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
-from deepspeed.optim.rules import AdamBase
 from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.tensor.start import configured, split
@@ -44,12 +43,12 @@ from deepspeed.zero.client.init import restore_init_context, shutdown_init_conte
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
-from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
+from deepspeed.zero.optim_view import check_fresh
 from deepspeed.zero.param import castable, is_composed
 from deepspeed.zero.partition import UnitFacts, is_read, is_shared, statistics_dtypes
 from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.update.rates import measured_share
+from deepspeed.zero.update.registry import settings_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -78,14 +77,14 @@ def initialize(
     trouble, UsageError for wrong arguments, DivergenceError when ranks hold different models; nothing of the model has
     changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
-    source = _config_source(args, config, config_params)
     suspended = shutdown_init_context()
     lasting = ExitStack()  # what lasts as long as the engine, which closes it
     engine: DeepSpeedEngine | None = None
     try:
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
+        source = _config_source(args, config, config_params)
         if mpu is not None:
             register_mpu(mpu)
             lasting.callback(forget_mpu, mpu)
@@ -119,7 +118,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     given = next((s for n in ("deepspeed_config", "deepscale_config") if (s := _from_args(args, n)) is not None), None)
     if (config is None) is (given is None):
         raise UsageError(
-            f"the configuration was given {'not at all' if given is None else 'twice'}: pass config= to "
+            f"{'no configuration was given' if given is None else 'two configurations were given'}: pass config= to "
             "deepspeed.initialize, or start the script with --deepspeed_config FILE (args.deepspeed_config)"
         )
     return given if config is None else config
@@ -155,7 +154,9 @@ def _ways(model: nn.Module, mpu: Any, mesh_param: Any) -> Ways:
 
 def _log_notes(cfg: DeepSpeedConfig) -> None:
     if notes := inert_notes(cfg):
-        log_dist("configuration keys without effect here: " + "; ".join(notes))
+        asked = cfg.zero.offload_param is not None and cfg.zero_stage != 3
+        level = logging.WARNING if asked else logging.INFO
+        log_dist(f"configuration keys without effect here: {'; '.join(notes)}", level=level)
     if (size := cfg.vocabulary_size) is not None and size % 8:
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
@@ -179,7 +180,7 @@ def _assemble(
     _check_model(model)
     check_generates(model, cfg, ranks=everyone.size, ways=ways)
     base = _optimizer(cfg, model, optimizer, parameters)
-    plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
+    plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp), settings_of(cfg))
     lasting.enter_context(watched(cfg.hang_timeout))
     mesh = _mesh(backend, cfg, plan, ways)
     register_topology(mesh.topology if ways.shared > 1 else None)
@@ -188,9 +189,7 @@ def _assemble(
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     _mark_leaves(model, cfg)
-    groups = base.param_groups if base is not None else []
-    order = names_by_group(model, groups)
-    place = {p: i for i, group in enumerate(groups) for p in group["params"]} if base is not None else None
+    order = names_by_group(model, base.param_groups if base is not None else [])
     if base is not None:
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
@@ -198,17 +197,13 @@ def _assemble(
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
-    parts = build(model, plan, facts, rules=rules, group_of=place, facts_of=facts_of)
-    views: list[OptimView] = []
-    if base is not None:
-        views = build_views(parts.runtime.units, len(groups), tile_numel=plan.offload.tile_numel)
-        attach(base, views)
-        if isinstance(base, GroupStep):
-            base.load_kernels()
+    parts = build(model, plan, facts, rules=rules, optimizer=base, facts_of=facts_of)
+    if isinstance(base, GroupStep):
+        base.load_kernels()
     kind: type[DeepSpeedEngine] = DeepSpeedHybridEngine if cfg.hybrid_engine.enabled else DeepSpeedEngine
     kind = PipelineEngine if isinstance(model, PipelineModule) else kind
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
-    engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
+    engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, monitor=monitor, lasting=lasting)
     engine._group_names = order
     return engine
 
@@ -246,43 +241,14 @@ def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mes
 def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> ZeroPlan:
     """``plan`` with the share of the update that is the device's, which may have to be measured. Collective."""
     offload, name = plan.offload, type(base).__name__
-    if offload.device_share != 0 and getattr(base, "host_only", False) and device.type != "cpu":
+    offload.update.check(base, mesh)
+    share = offload.update.device_share(offload.device_share, base, mesh, device)
+    if share != 0 and getattr(base, "host_only", False) and device.type != "cpu":
         raise OptimizerConfigError(
             "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
             f"{name} cannot do; set ratio to 1, or use the Fused class of the same name"
         )
-    if (offload.travel or offload.delayed_from) and not isinstance(base, GroupStep):
-        key = 'device_states "travel"' if offload.travel else "delayed_update"
-        raise OptimizerConfigError(
-            f"zero_optimization.offload_optimizer.{key} needs an optimizer of this package (AdamW, Lion, Adagrad, Lamb "
-            f"by name in the configuration), not {name}; remove it, or use one of these"
-        )
-    if offload.early and not isinstance(base, AdamBase):
-        raise OptimizerConfigError(
-            f"zero_optimization.offload_optimizer.super_offload needs this package's AdamW or Adam, not {name}; remove "
-            "it, or use one of these by name in the configuration"
-        )
-    if offload.columns is not None:
-        _check_columns(base, mesh)
-    if offload.device_share is None:
-        share = measured_share(base, mesh, device)
-        log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
-        offload = replace(offload, device_share=share)
-    return replace(plan, offload=offload)
-
-
-def _check_columns(base: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Raise OptimizerConfigError for what ``zero_optimization.zenflow`` cannot be combined with."""
-    if not isinstance(base, AdamBase):
-        raise OptimizerConfigError(
-            f"zero_optimization.zenflow needs this package's AdamW or Adam, not {type(base).__name__}; remove it, or "
-            "use one of these by name in the configuration"
-        )
-    if mesh.pp.size > 1 or mesh.tp.size > 1:
-        raise OptimizerConfigError(
-            "zero_optimization.zenflow cannot be combined with pipeline or tensor parallelism, whose ranks have parts "
-            "of columns; remove it, or use offload_optimizer.delayed_update"
-        )
+    return replace(plan, offload=replace(offload, device_share=share))
 
 
 def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:

@@ -14,8 +14,15 @@ def nearest_hint(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     return f", did you mean {spelt[close[0]]!r}?" if close else ""
 
 
+def counted(number: int, what: str) -> str:
+    """``1 unit``, ``1,234 units``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 class DeepSpeedError(Exception):
     """Base of all errors raised on purpose by this package."""
+
+    is_shown = False  # on the terminal, as it has ended the script: a launcher need not repeat it
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError):
@@ -79,7 +86,7 @@ class RankFailedError(DeepSpeedError, RuntimeError):
 
 
 class JobHungError(DeepSpeedError, RuntimeError):
-    """No rank of the job has come further for the time of ``hang_timeout``. Ranks end with ``exit_status`` then."""
+    """No rank of the job has made progress for the time of ``hang_timeout``. Ranks end with ``exit_status`` then."""
 
     exit_status = 88
 

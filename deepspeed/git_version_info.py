@@ -8,8 +8,7 @@ from deepspeed.native.builders import compatible_ops, installed_ops
 from deepspeed.version import __version__ as version
 
 git_hash = git_branch = None
-# What is compiled at install time depends on no torch, so the accelerator is whatever this torch was built for; no
-# device is touched.
+# What is compiled at install time depends on no torch: the accelerator is what this torch was built for.
 accelerator_name = "cuda" if torch.version.cuda or torch.version.hip else "cpu"
 HAS_TRITON = find_spec("triton") is not None
 torch_info = {

@@ -3,6 +3,7 @@
     deepspeed --num_gpus 2 examples/finetune_accelerate.py
     accelerate launch --num_processes 2 examples/finetune_accelerate.py --model ./llama --text book.txt
 
+The first takes half a minute on two CPU cores that do nothing else.
 The loop is the one you have: ``prepare``, ``accumulate``, ``backward``, ``step``. The plugin says what is sharded.
 Without ``--model`` a tiny Llama that reads bytes is made from its configuration. Writes the model, its tokenizer and
 the plot of the loss to <out>.

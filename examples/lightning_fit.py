@@ -3,6 +3,7 @@
     deepspeed --num_gpus 2 examples/lightning_fit.py
     deepspeed --num_gpus 8 examples/lightning_fit.py --stage 3 --steps 2000 --out runs/gpt
 
+The first takes half a minute on two CPU cores that do nothing else.
 The module is an ordinary LightningModule. Under stage 3 ``configure_model`` is where Lightning builds in shards.
 Without a GPU a stand-in takes the place of Lightning's CUDA accelerator, which is all that its strategy accepts.
 Writes a checkpoint, which loads on any number of ranks, and the plot of the loss to <out>.

@@ -3,6 +3,7 @@
     deepspeed --num_gpus 2 examples/lora_zero3.py
     deepspeed --num_gpus 2 examples/lora_zero3.py --model out --text notes.txt     # what an earlier example has saved
 
+takes half a minute on two CPU cores that do nothing else.
 No rank ever holds the base whole: it is built, or read, in shards, and each block is gathered while it computes. Frozen
 weights have neither gradients nor optimizer state. Without ``--model`` the base is a tiny random Llama that reads
 bytes. Writes the adapters and the plot of the loss to <out>.

@@ -3,6 +3,7 @@
     deepspeed --num_gpus 2 examples/rlhf_four_engines.py
     deepspeed --num_gpus 2 examples/rlhf_four_engines.py --layer-by-layer --text notes.txt
 
+takes a minute on two CPU cores that do nothing else, of which the warm-up is half.
 Each engine has a ZeRO stage of its own. A tiny GPT first learns Python's own sources byte by byte; a judge prefers
 lines that read like prose (small letters and blanks), a reward model learns that from pairs, and PPO then teaches the
 actor what the reward model likes, near the reference. Each rank's answers end where its lines end, and states that

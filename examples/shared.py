@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ ON_CPU = get_accelerator().device_name() == "cpu"
 
 
 def need(*packages: str) -> None:
-    """End with a sentence where a client is missing."""
+    """End with a sentence, of the first rank, where a client is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("RANK", "0") != "0":
+        raise SystemExit(1)
     if missing:
-        raise SystemExit(f"this example needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        names = " ".join(missing)
+        raise SystemExit(
+            f"this example needs {' and '.join(missing)}: pip install {names}, or pip install '.[examples]' for all"
+        )
 
 
 def command_line(description: str | None, *, steps: int, lr: float) -> argparse.ArgumentParser:

@@ -15,8 +15,7 @@ import torch
 import deepspeed
 from deepspeed import comm
 from deepspeed.bench.common import titled
-from deepspeed.bench.trained import add_training, engine_for, on_ranks, passes, together
-from deepspeed.observe.program import CommandLine
+from deepspeed.bench.trained import engine_for, on_ranks, passes, together
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 
@@ -57,7 +56,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     rows = [(name, each, f"{each / once:.2f}") for name, each in seconds.items()]
     head = f"{facts['params']:,} parameters on {plan.ranks} ranks, ZeRO-{plan.level}, bf16, AdamW"
     return titled(head, [("seconds", "", "of one all-gather in fp32"), *rows])
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser)

@@ -1,5 +1,4 @@
-"""``ds_bench ckpt``: how long saving holds training, and how long until a checkpoint has its name, on the user's own
-folder.
+"""``ds_bench ckpt``: how long saving holds training, and how long until a checkpoint has its name, in your folder.
 
 A synthetic model is trained on CPU ranks of this machine with ZeRO-3, bf16 and AdamW, and saved every few steps, in the
 background unless ``--sync`` is given. Beside it: a plain copy of the same bytes into memory that is there already. What
@@ -28,10 +27,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.common import check_folder, check_memory, params_of, spread, titled
+from deepspeed.bench.common import check_folder, check_memory, spread, titled
 from deepspeed.bench.trained import on_ranks, passes, together
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import CommandLine, count_of, size
+from deepspeed.observe.program import size
 
 _LAYERS = 8
 _ROWS = 16  # of a micro-batch
@@ -173,15 +172,3 @@ def as_text(facts: dict[str, Any], _: argparse.Namespace) -> str:
     saves = f"{len(holds['all'])} saves of {size(facts['bytes'])}, one after every {facts['every']} steps, {how}"
     share = f"saves held training for {100 * facts['share']:.1f} % of {facts['wall_s']:.1f} s"
     return titled(f"{head}\n{saves}", rows, "", share)
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.add_argument("--folder", required=True, help="where to save: a folder on the drive to be measured")
-    parser.option("--params", params_of, "134M", "N", "about, for example 8M or 1e9")
-    parser.option("--every", count_of, 5, "N", "steps from one save to the next")
-    parser.option("--steps", count_of, 20, "N", "steps in all")
-    parser.option("--ranks", count_of, 2, "N", "processes")
-    kind = parser.add_mutually_exclusive_group()
-    text = "save in the background (default)"
-    kind.add_argument("--async", dest="background", action="store_true", default=True, help=text)
-    kind.add_argument("--sync", dest="background", action="store_false", help="training waits until a save has ended")

@@ -10,27 +10,47 @@ ds_bench stream     whole weights out of a running engine, beside plain messages
 ds_bench generate   tokens a second under unsharded(), beside plain PyTorch
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
-Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
-the collectives of a training run.
+Each with --help lists its options. deepspeed.comm.log_summary() times the collectives of a training run.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
 
-from deepspeed.observe.program import BAD_INPUT, guarded
+from deepspeed.bench import options
+from deepspeed.observe.program import BAD_INPUT, CommandLine, docstring_of, guarded
 
+# Name: module; the function of the same name in ``options`` adds what the measurement may be told.
 _MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "load": "load", "cpu-adam": "cpu_adam", "access": "access"}
 _MODULES |= {"step": "step", "vs-fsdp2": "vs_fsdp2", "stream": "stream", "generate": "generate"}
+
+
+def _measured(prog: str, name: str, words: Sequence[str] | None = None) -> int:
+    """Run the measurement in the module ``name``, which is imported when the line is right. The exit status."""
+    parser = CommandLine(prog=prog, description=docstring_of(f"deepspeed.bench.{name}"), allow_abbrev=False)
+    getattr(options, name)(parser)
+    parser.switches(json="one JSON object instead of a table")
+    plan = parser.parse_args(words)
+
+    def run() -> str | dict[str, Any]:
+        module = import_module(f"deepspeed.bench.{name}")
+        facts: dict[str, Any] = module.measure(plan)
+        return facts if plan.json else str(module.as_text(facts, plan))
+
+    return guarded(prog, run)
+
+
+ds_io = partial(_measured, "ds_io", "io")
+ds_nvme_tune = partial(_measured, "ds_nvme_tune", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     what = words[0] if words else ""
     if what in _MODULES:
-        name, module = f"ds_bench {what}", f"deepspeed.bench.{_MODULES[what]}"  # imported only now: they bring torch
-        common = importlib.import_module("deepspeed.bench.common")
-        return guarded(name, lambda: common.run(importlib.import_module(module), words[1:], prog=name))
+        return _measured(f"ds_bench {what}", _MODULES[what], words[1:])
     if what in ("-h", "--help"):
         return guarded("ds_bench", lambda: str(__doc__))
     fault = f"{what!r} is not in this release" if what else "nothing to measure was named"

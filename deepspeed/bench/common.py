@@ -1,4 +1,4 @@
-"""What the commands share: from a command line to a table, sizes, medians, looks at room before it is taken."""
+"""What the commands share: sizes, tables, medians, looks at room before it is taken."""
 
 import argparse
 import os
@@ -11,22 +11,10 @@ from typing import Any
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import UsageError
 from deepspeed.observe.hostmem import host_available_bytes
-from deepspeed.observe.program import CommandLine, columns
-from deepspeed.tier.arena import ALIGN
+from deepspeed.observe.program import columns
 
+_ALIGN = 4096  # as deepspeed.tier.arena.ALIGN, which torch comes with
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
-
-
-def run(module: Any, argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
-    """What ``module.measure(plan)`` finds as the command line says, or ``module.as_text(facts, plan)`` of it; options
-    are those of ``module.add_options(parser)``. Raises CheckFailedError, DeepSpeedError, OSError, SystemExit.
-    """
-    parser = CommandLine(prog=prog, description=module.__doc__, allow_abbrev=False)
-    module.add_options(parser)
-    parser.switches(json="one JSON object instead of a table")
-    plan = parser.parse_args(argv)
-    facts: dict[str, Any] = module.measure(plan)
-    return facts if plan.json else str(module.as_text(facts, plan))
 
 
 def titled(title: str, rows: Sequence[Sequence[str | float]], *notes: str, left: int = 1) -> str:
@@ -58,8 +46,8 @@ def size_of(text: str) -> int:
 def block_of(text: str) -> int:
     """``size_of``, a multiple of 4096 and 1 GiB at most."""
     size = size_of(text)
-    if size % ALIGN or size > 1 << 30:
-        raise argparse.ArgumentTypeError(f"a block is a multiple of {ALIGN} bytes, 1G at most, not {text}")
+    if size % _ALIGN or size > 1 << 30:
+        raise argparse.ArgumentTypeError(f"a block is a multiple of {_ALIGN} bytes, 1G at most, not {text}")
     return size
 
 

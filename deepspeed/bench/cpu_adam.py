@@ -1,9 +1,7 @@
-"""``ds_bench cpu-adam``: AdamW in host memory by this package's kernel, by torch's fused one, and a loop of the same
-memory traffic.
+"""``ds_bench cpu-adam``: AdamW in host memory by this package's kernel and torch's, beside a loop of that traffic.
 
 GB/s (10^9 bytes) count 28 bytes an element: weight, gradient and two moments in, weight and moments out, all fp32. The
-loop moves the same bytes and computes next to nothing, so it says what the memory gives. Contenders take turns;
-medians.
+loop moves the same bytes and computes next to nothing: what the memory gives. Contenders take turns.
 """
 
 import argparse
@@ -11,22 +9,19 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 
-from deepspeed.bench.common import check_memory, params_of, spread, titled
+from deepspeed.bench.common import check_memory, spread, titled
 from deepspeed.errors import BuildError
 from deepspeed.native.build import load
 from deepspeed.native.spec import CPU_ADAM, OpSpec
-from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.optim.host import usable
 from deepspeed.optim.rules import DeepSpeedCPUAdam
 
 BYTES = 28
 ROUNDS = 9
-_MOST_THREADS = 4096  # more crash the runtimes below
 OURS, TORCH, LOOP = "ours", "torch fused", "plain loop"
 _STREAM = OpSpec("bench_stream", ("cpu/stream.cpp",))
 _RESIDENT = 3 * 16  # bytes of memory an element: four tensors of each contender
@@ -79,6 +74,7 @@ def rates_of(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
     """By contender, and how they compare; ``plan.missing`` then says what could not be measured. Raises UsageError."""
     check_memory(_RESIDENT * plan.params, "--params")
+    plan.threads = plan.threads or torch.get_num_threads()
     rates, plan.missing = rates_of(plan.params, plan.threads)
     results = {name: spread(values) for name, values in rates.items()}
     ratio = {name: results[OURS]["median"] / row["median"] for name, row in results.items() if name != OURS}
@@ -93,9 +89,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
         rows.append([name, row["median"], row["min"], row["max"], facts["ratio"].get(name, "")])
     title = f"AdamW on {plan.params:,} fp32 elements, threads {plan.threads}, kernel {facts['kernel']}"
     return titled(title, rows, *filter(None, [plan.missing]))
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.option("--params", params_of, "50M", "N", "elements, for example 8M or 1e9")
-    threads = partial(count_of, most=_MOST_THREADS)
-    parser.option("--threads", threads, torch.get_num_threads(), "N", "of every contender")

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.bench.common import titled
-from deepspeed.bench.trained import add_training, blocks, engine_for, on_ranks, timed
-from deepspeed.observe.program import CommandLine, count_of
+from deepspeed.bench.trained import blocks, engine_for, on_ranks, timed
 
 WAYS = ("plain PyTorch", "in unsharded()", "through the engine")
 
@@ -69,9 +68,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     head, around = f"{head}: {plan.tokens} tokens of {plan.rows} sequences", seconds["around it"]
     columns = ("", "seconds", "tokens/s of a rank", "of plain")
     return titled(head, [columns, *rows, ("unsharded(), in and out", around, "", "")])
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser)
-    parser.option("--tokens", count_of, 16, "N", "of a sequence")
-    parser.set_defaults(rows=8)

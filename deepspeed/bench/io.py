@@ -11,20 +11,17 @@ or the folder is wrong, or the drive fails; 130 after Ctrl-C.
 
 import contextlib
 import os
-import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed.bench import common
-from deepspeed.bench.common import block_of, check_folder, size_of, spread, titled
+from deepspeed.bench.common import check_folder, spread, titled
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import CommandLine, count_of, guarded, whole_of
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
@@ -165,28 +162,6 @@ def as_text(facts: dict[str, Any], _: Any) -> str:
     return titled(title, rows, left=2)
 
 
-def add_options(parser: CommandLine) -> None:
-    parser.add_argument("--folder", required=True, help="folder on the drive to be measured")
-    parser.option("--io_size", size_of, "1G", "BYTES", "size of the file")
-    parser.option("--block_size", block_of, "1M", "BYTES", "bytes of one request")
-    parser.option("--queue_depth", count_of, 32, "N", "requests under way")
-    threads = "threads where the page cache is in the way, or the backend is threads"
-    parser.option("--io_parallel --threads", count_of, 1, "N", threads)
-    parser.option("--loops", count_of, 3, "N", "repetitions")
-    parser.option("--warmup_loops", whole_of, 1, "N", "untimed repetitions before")
-    parser.add_argument("--engine", choices=("aio_handle",), default="aio_handle", help="there is one")
-    backends = ("auto", "io_uring", "libaio", "threads")
-    parser.add_argument("--backend", choices=backends, default="auto", help="how requests reach the kernel")
-    parser.switches(
-        read="only read (default: write and read)",
-        write="only write",
-        sequential_requests="wait after each request: a queue depth of 1",
-        single_submit="accepted; the engine submits as room comes free",
-        include_warmup_time="count them",
-        validate="read everything back, untimed, and compare",
-    )
-
-
 def measure(options: Any) -> dict[str, Any]:
     """GB/s of both ways. Raises UsageError, DeepSpeedError, OSError."""
     depth = 1 if options.sequential_requests else options.queue_depth
@@ -199,11 +174,3 @@ def measure(options: Any) -> dict[str, Any]:
         result["ratio"] = result["engine"]["median"] / result["plain"]["median"]
     facts |= {name: getattr(options, name) for name in ("io_size", "block_size", "io_parallel", "loops")}
     return facts | {"queue_depth": depth, "unit": "GB/s", "results": results}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("ds_io", lambda: common.run(sys.modules[__name__], argv, prog="ds_io"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

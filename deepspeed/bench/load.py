@@ -7,14 +7,12 @@
 CPU ranks of this machine map the files and let deepspeed.initialize take over the weights, or, with --transformers,
 call from_pretrained under ZeRO-3 as a training script does. Measured are the seconds of the slowest rank, the bytes
 that each rank read, and by how much its resident memory grew at most, beside the bound: so many times its part, the
-largest tensor, and 16 MiB. What the system has in its cache is read faster. Exit status: 0; 1 above the bound; 2 for
-wrong input.
+largest tensor, and 16 MiB. Exit status: 0; 1 above the bound; 2 for wrong input.
 """
 
 import argparse
 import importlib
 import importlib.util
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -29,18 +27,11 @@ from deepspeed.bench.common import titled
 from deepspeed.bench.trained import on_ranks
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
-from deepspeed.observe.program import CheckFailedError, CommandLine, count_of, size
+from deepspeed.observe.program import CheckFailedError, size
 from deepspeed.zero.client.mapped import identity_of
 
 _SLACK_BYTES = 16 << 20  # of the process: modules, messages, the allocator
 _ROWS = ("seconds", "bytes read", "memory grew by")
-
-
-def _times(text: str) -> float:
-    """``1.3x-shard`` or ``1.3``. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d+(\.\d+)?(x-shard)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no multiple of a shard; write for example 1.3x-shard")
-    return float(text.removesuffix("x-shard"))
 
 
 def _files(folder: str) -> list[Path]:
@@ -137,11 +128,3 @@ def as_text(facts: dict[str, Any], _: argparse.Namespace) -> str:
         f"its memory grew by at most {size(max(grew))} of {size(facts['bound_bytes'])}"
     )
     return titled(head, [("rank", "bytes read", "memory grew by"), *rows], "", tail)
-
-
-def add_options(parser: CommandLine) -> None:
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="safetensors files, as of save_pretrained")
-    parser.option("--ranks", count_of, 2, "N", "processes")
-    parser.add_argument("--zero", dest="level", type=int, choices=(0, 3), default=3, help="its level (default 3)")
-    parser.option("--max-rss", _times, "1.3x-shard", "N", "the bound, in parts of a rank")
-    parser.switches(transformers="load with from_pretrained, under ZeRO-3")

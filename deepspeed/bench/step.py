@@ -14,9 +14,8 @@ from typing import Any
 
 from deepspeed import comm
 from deepspeed.bench.common import titled
-from deepspeed.bench.trained import add_training, engine_for, on_ranks, passes, settle, timed
+from deepspeed.bench.trained import engine_for, on_ranks, passes, settle, timed
 from deepspeed.device import get_accelerator
-from deepspeed.observe.program import CommandLine
 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
@@ -64,8 +63,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     where = "states in host memory" if plan.offload else "states on the device"
     ranks = f"{plan.ranks} ranks ({facts['device']})"
     return titled(f"{facts['params']:,} parameters on {ranks}, ZeRO-{plan.level}, bf16, AdamW, {where}", rows)
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser, ranks=1, levels=range(1, 4))
-    parser.switches(offload="optimizer states rest in host memory")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.bench.common import size_of, titled
-from deepspeed.bench.trained import add_training, engine_for, on_ranks, together
-from deepspeed.observe.program import CommandLine, size
+from deepspeed.bench.common import titled
+from deepspeed.bench.trained import engine_for, on_ranks, together
+from deepspeed.observe.program import size
 
 WAYS = ("to one rank", "to all ranks", "messages to one rank")
 
@@ -65,8 +65,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
         rows.append([name, seconds[name], size(travels), travels / seconds[name] / 1e9, f"{facts['ratio'][name]:.2f}"])
     head = f"{facts['params']:,} parameters in bf16 on {plan.ranks} ranks, ZeRO-{plan.level}"
     return titled(f"{head}, buckets of {size(plan.max_bytes)}", rows)
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser, least=2)  # of one rank nothing travels
-    parser.option("--max-bytes", size_of, "64M", "SIZE", "most bytes of a bucket")

@@ -3,8 +3,7 @@
 import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.common import check_memory, params_of
+from deepspeed.bench.common import check_memory
 from deepspeed.device import Accelerator, get_accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError
-from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.models import ResidualBlock
 from deepspeed.verify.ranks import RankPool
 
@@ -23,16 +21,6 @@ _LAYERS = 8
 _TRAINING = 22  # bytes a parameter while it is trained, and read whole
 _LIMIT_S = 7 * 86400.0
 _Errors = tuple[type[Exception], ...]
-
-
-def add_training(parser: CommandLine, *, ranks: int = 2, levels: Sequence[int] = range(4), least: int = 1) -> None:
-    """Options of what trains a model under one of these ``levels`` of ZeRO, on at ``least`` so many ranks."""
-    parser.option("--params", params_of, "8M", "N", "about, for example 8M or 1e9")
-    parser.option("--ranks", partial(count_of, least=least), ranks, "N", "processes")
-    parser.option("--rows", count_of, 256, "N", "samples of a micro-batch")
-    parser.option("--steps", count_of, 10, "N", "timed steps")
-    if levels:
-        parser.add_argument("--zero", dest="level", type=int, choices=levels, default=3, help="its level (default 3)")
 
 
 def blocks(params: int) -> nn.Sequential:
@@ -99,9 +87,7 @@ def _on_cpu(work: Callable[..., Any], plan: argparse.Namespace, alike: _Errors, 
 def on_ranks(
     work: Callable[..., Any], plan: argparse.Namespace, *given: Any, each: int = _TRAINING, alike: _Errors = ()
 ) -> list[Any]:
-    """``work(plan, *given)`` on CPU ranks of this machine, with ``each`` bytes a parameter; ``alike``: errors that all
-    ranks have. Raises UsageError (memory), DeepSpeedError.
-    """
+    """``work(plan, *given)`` on CPU ranks, ``each`` bytes a parameter; errors ``alike`` on all: DeepSpeedError."""
     if each:
         check_memory(plan.ranks * plan.params * each, "--params or --ranks")
     plan.threads = max(1, torch.get_num_threads() // plan.ranks)

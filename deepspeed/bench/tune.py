@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.bench import common
-from deepspeed.bench.common import block_of, size_of
+from deepspeed.bench.common import block_of
 from deepspeed.bench.io import Load, Target, speed, through_engine
 from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.program import CommandLine, columns, count_of, guarded, number_of
+from deepspeed.observe.program import columns, count_of
 from deepspeed.tier.arena import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead
@@ -180,24 +179,6 @@ def _merged_config(path: Path, block: dict[str, Any]) -> str:
         ) from error
 
 
-def add_options(parser: CommandLine) -> None:
-    parser.add_argument("--nvme_dir", required=True, metavar="DIR", help="folder on the drive")
-    parser.option("--seconds", number_of, 60.0, "N", "time to spend, about")
-    parser.option("--sweep_config", str, None, "FILE", "JSON with lists under block_size, queue_depth and io_parallel")
-    parser.option("--io_size", size_of, "400M", "BYTES", "size of the file at most")
-    parser.option("--loops", count_of, 1, "N", "measure each setting N times, whatever the time")
-    config = "training configuration (strict JSON) that gets the block; nothing else in it changes"
-    parser.option("--config", Path, None, "FILE", config)
-    parser.option("--output", Path, None, "FILE", 'write {"aio": ...} to FILE')
-    parser.option("--log_dir", str, None, "DIR", "accepted; no logs are written, --json has everything")
-    parser.switches(
-        no_read="do not measure reads",
-        no_write="do not measure writes",
-        flush_page_cache="accepted; nothing is measured through the page cache if it can be helped",
-        verbose="accepted",
-    )
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every setting, and the best, which goes into the files that were named. Raises UsageError, and as ``tune``."""
     if options.no_read and options.no_write:
@@ -217,11 +198,3 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         _replace(options.output, json.dumps({"aio": best.block}, indent=2) + "\n")
     rows = [{**trial.block, **trial.rates} for trial in trials]
     return {"aio": best.block, "unit": "GB/s", "trials": rows}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("ds_nvme_tune", lambda: common.run(sys.modules[__name__], argv, prog="ds_nvme_tune"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,8 +3,7 @@
     ds_bench vs-fsdp2 --params 134M --ranks 2
 
 Both compute in bf16 over fp32 weights with AdamW, a unit per block, on CPU ranks of this machine. They take turns, each
-in fresh processes. Printed are medians of the steps, samples a second, and by how much the memory of the larger rank
-grew at most.
+in fresh processes. Printed are medians of the steps, samples a second, and the growth of memory.
 """
 
 import argparse
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 from deepspeed.bench.common import titled
-from deepspeed.bench.trained import add_training, batch_for, blocks, engine_for, on_ranks, passes, together
+from deepspeed.bench.trained import batch_for, blocks, engine_for, on_ranks, passes, together
 from deepspeed.observe import hostmem
-from deepspeed.observe.program import CommandLine, count_of, size
+from deepspeed.observe.program import size
 
 _FSDP = "torch.distributed.fsdp"
 CONTENDERS = ("ZeRO-3", "FSDP2")
@@ -86,8 +85,3 @@ def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     ratios = [ours[key] / theirs[key] for key in ("step_s", "samples_per_s", "grew_bytes")]
     rows.append(["ours / theirs", *(f"{ratio:.3f}" for ratio in ratios)])
     return titled(f"about {plan.params:,} parameters on {plan.ranks} CPU ranks, bf16, AdamW", rows)
-
-
-def add_options(parser: CommandLine) -> None:
-    add_training(parser, levels=())
-    parser.option("--rounds", count_of, 3, "N", "times each has its turn")

@@ -1,29 +1,18 @@
-"""Checkpoint helpers. ``diff_live`` brings most of the package with it, so it is imported when it is first used."""
+"""Checkpoint helpers, each imported when it is first used: commands and lower layers import modules of this package."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.format.names import (
-    get_layer_ckpt_name_for_rank,
-    get_model_ckpt_name_for_rank,
-    get_zero_ckpt_name_for_rank,
-)
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-
 if TYPE_CHECKING:
-    from deepspeed.checkpoint.load.compare import diff_live
+    from deepspeed.checkpoint.load.compare import diff_live as diff_live
 
-__all__ = [
-    "clone_tensors_for_torch_save",
-    "diff_live",
-    "get_layer_ckpt_name_for_rank",
-    "get_model_ckpt_name_for_rank",
-    "get_zero_ckpt_name_for_rank",
-]
+_HOMES = {"diff_live": "load.compare", "clone_tensors_for_torch_save": "utils", "utils": "utils"}
+_HOMES |= {f"get_{kind}_ckpt_name_for_rank": "format.names" for kind in ("layer", "model", "zero")}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name != "diff_live":
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    from deepspeed.checkpoint.load.compare import diff_live  # noqa: PLC0415 - lower layers import modules of this package
-
-    return diff_live
+    module = import_module(f"{__name__}.{_HOMES[name]}")
+    return module if name == _HOMES[name] else getattr(module, name)

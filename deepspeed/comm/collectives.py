@@ -48,6 +48,8 @@ class AxisGroup:
     def note(self, op: str, tensor: torch.Tensor) -> Callable[[], None]:
         """Tell the listeners; what is to be called when it has ended."""
         next(_odometer)
+        if not self.ledger:
+            return _nothing
         answers = [listener(op, tensor.numel(), tensor.dtype, self.size) for listener in self.ledger]
 
         def end() -> None:
@@ -55,6 +57,10 @@ class AxisGroup:
                 answer()
 
         return end
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 # Collectives of this package in this process, whatever they belong to; reading it counts too.
@@ -101,10 +107,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Collective(Transfer):
-    """A collective in flight, over ``buffers``; when it has arrived, each of ``then`` is called."""
+    """A collective in flight, over ``buffers``, the largest first; when it has arrived, each of ``then`` is called."""
 
     def __init__(self, works: list[Any], *buffers: torch.Tensor, then: tuple[Callable[[], None], ...] = ()) -> None:
-        self.nbytes = max((b.nbytes for b in buffers), default=0)
+        self.nbytes = buffers[0].nbytes if buffers else 0
         self._works, self._buffers, self._then = works, buffers, then
 
     def wait(self) -> None:
@@ -113,7 +119,8 @@ class Collective(Transfer):
             work.wait()
         then, self._then = self._then, ()
         for call in then:
-            call()
+            if call is not _nothing:
+                call()
         self._buffers = ()
 
     def done(self) -> bool:
@@ -139,7 +146,8 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Tra
     this rank's slice of ``full`` itself. Asynchronous on every backend.
     """
     end = group.note("all_gather", full)
-    full, shard = as_bytes(full), as_bytes(shard)
+    if full.dtype not in _KNOWN:
+        full, shard = as_bytes(full), as_bytes(shard)
     piece = shard.numel()
     mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":

@@ -2,7 +2,7 @@
 
 A value is *whole* (equal on all ranks of the group), *cut* (each has its part) or *partial* (the sum over ranks is
 meant). A gradient has the kind of its value, but for a whole value from which every rank computes another part: its
-gradient is partial, and becomes whole by a sum.
+gradient is partial.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,9 +23,7 @@ AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
 
 
 class Rendezvous(NamedTuple):
-    """Who this process is and where the ranks meet. ``port`` None: the process is alone and needs no meeting point.
-    Where unknown, ``local_size``, ranks on this machine, is None, and ``address`` is empty.
-    """
+    """Who this process is and where ranks meet. ``port`` None: alone. ``local_size`` None: not known."""
 
     rank: int
     world_size: int
@@ -177,9 +175,7 @@ def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) ->
 
 
 def scheduled(env: Env) -> tuple[int, int] | None:
-    """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none. Raises
-    DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
-    """
+    """Rank and number of ranks by MPI's or Slurm's variables, or None; DeepSpeedConfigError for contradictions."""
     # Slurm's rank without a size is no sign of anything but a batch script.
     rows = [row for row in _SCHEDULERS if env.get(row.rank) and (env.get(row.world_size) or row.name != "Slurm")]
     if not rows:

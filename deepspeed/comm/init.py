@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import trace
 from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
+from deepspeed.comm.faults import show_plainly
 from deepspeed.comm.hang.watch import watch
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.device import get_accelerator, take_device
@@ -140,7 +141,7 @@ def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str
 def _leave_at_exit(limit_s: float = 20.0) -> None:
     """Let gloo's worker threads, which carry nccl's control messages too, end before the interpreter does: one that
     asks for it during finalization, to drop a tensor, ends the process with SIGABRT. A backend that waits for ranks
-    that are gone is left alone after ``limit_s``.
+    that are gone is left after ``limit_s``.
     """
     asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
@@ -198,6 +199,8 @@ def init_distributed(
             for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
                 os.environ[name] = os.environ.get(name) or str(value)
         _prepare(dist.get_backend(), ranks)
+        show_plainly()
+        watch()
         return
     if dist_init_required is False:
         what = "dist_init_required=False, but there is no process group"
@@ -218,4 +221,5 @@ def init_distributed(
     _prepare(backend, ranks)
     _start(backend, _timeout(timeout), ranks, init_method)
     _leave_at_exit()
+    show_plainly()
     watch()

@@ -21,11 +21,11 @@ from deepspeed.comm.hang.stacks import origin, outwards
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What must not be left half done; other parts (observe/, device.py) belong to what calls them.
-_PARTS = "engine comm/ zero/ tier/ optim/ ops/ precision/ pipe/ tensor/ moe/ reallocate/"
+_PARTS = "engine/ comm/ zero/ tier/ optim/ ops/ precision/ pipe/ tensor/ moe/ reallocate/"
 _RUNTIME = tuple(_PACKAGE + part for part in _PARTS.split())
 # Not so: a checkpoint has its name when it is whole, and an engine that has loaded half of one says so.
-_SAVES = (_PACKAGE + "engine_checkpoint.py", _KEEPER := _PACKAGE + "engine_elastic.py")
-_ENGINE = _PACKAGE + "engine.py"
+_SAVES = (_PACKAGE + "engine/checkpoint.py", _KEEPER := _PACKAGE + "engine/elastic.py")
+_ENGINE = _PACKAGE + "engine/engine.py"
 _UPDATES = tuple(_PACKAGE + part for part in ("zero/step.py", "zero/update/", "optim/"))
 _LOADERS = f"torch{os.sep}utils{os.sep}data{os.sep}"
 _DROPPING = (weakref.finalize.__call__.__code__,)
@@ -36,9 +36,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def _inside(frame: FrameType | None) -> bool:
-    """Whether the innermost frame that tells is one of the runtime, or the client's in the middle of an update. Also
-    where Python drops what is raised, in finalizers.
-    """
+    """Whether the innermost frame that tells is the runtime's, a finalizer's, or the client's amid an update."""
     frames = [*outwards(frame)]
     if any(f.f_code in _DROPPING or f.f_code.co_name == "__del__" for f in frames):
         return True
@@ -137,9 +135,7 @@ _PLACED: dict[int, Postponed] = {}  # of this process, whose the handlers are
 
 
 def at_door() -> None:
-    """The client calls the engine: what has waited is raised, and handlers that are new (torch's comes with the first
-    worker) are postponed from now on.
-    """
+    """Raise what has waited, as the client calls the engine; postpone handlers that are new (torch's of a worker)."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGCHLD, signal.SIGINT):

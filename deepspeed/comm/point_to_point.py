@@ -1,5 +1,4 @@
-"""From one rank to another: tensors of a known shape, numbers, and small objects where nothing is known yet; and how
-far apart the clocks of two are.
+"""From one rank to another: tensors of a known shape, numbers, and small objects; and how far apart two clocks are.
 
 Between two ranks what is received is what was sent, in that order, within one group.
 """

@@ -4,7 +4,10 @@ Bandwidths follow the convention of nccl-tests: algorithm bandwidth is message b
 larger of a call's two sides; bus bandwidth multiplies by the share of it that crosses links.
 """
 
+import atexit
+import functools
 import itertools
+import os
 import sys
 import time
 from collections import defaultdict
@@ -49,6 +52,7 @@ class CommsLog:
     def __init__(self) -> None:
         self.enabled = self.verbose = self.debug = False
         self.prof_all, self.prof_ops = True, list[str]()
+        self.shown = 0  # calls in the last summary
         self._latencies_ms: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._ranks: dict[tuple[str, int], list[int]] = defaultdict(list)  # in the group of each call
 
@@ -67,9 +71,7 @@ class CommsLog:
     def started(
         self, op: str, nbytes: int, caller: str | None = None, *, ranks: int | None = None
     ) -> Callable[[], None]:
-        """A message of ``nbytes`` sets out: what to call when it has arrived, which enters it; with ``debug``, each
-        ``caller`` has entries of its own. ``ranks``: in the group, None for all.
-        """
+        """What to call when a message of ``nbytes`` has arrived, to enter it, with ``debug`` by ``caller``."""
         name = f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
         start = time.perf_counter()
 
@@ -130,9 +132,7 @@ class CommsLog:
 
 
 class _Stragglers:
-    """Makes the rows of the straggler table: latencies of the rank of each call that waited least, as it came last, and
-    the waits beyond them. ``late``: how many calls each rank came last to, of ``calls``.
-    """
+    """Rows of the straggler table: latencies of the last rank at each call, waits beyond; ``late``: how often."""
 
     def __init__(self, common: set[tuple[str, int]]) -> None:
         self._common, self.late, self.calls = common, [0] * dist.get_world_size(), 0
@@ -226,8 +226,21 @@ def configure(
             hint = nearest_hint(str(name), KNOWN_OPS) or "."
             text = "comms_logger.prof_ops names %r, which no call has unless it is given as log_name%s"
             logger.warning(text, name, hint)
+    if block is not None and stated["enabled"]:
+        _summarize_at_end()
     for name in given.keys() & stated.keys():
         setattr(LOG, name, list(stated[name]) if name == "prof_ops" else bool(stated[name]))
+
+
+@functools.cache
+def _summarize_at_end() -> None:
+    """Let rank 0 log the table when the program ends, unless all of it has been shown."""
+
+    def summarize() -> None:
+        if rank() == 0 and LOG.count() > LOG.shown:
+            logger.info("comms_logger, rank 0:\n%s", _table(LOG.summary(int(os.environ.get("WORLD_SIZE", "1")))))
+
+    atexit.register(summarize)
 
 
 def _table(rows: Rows) -> str:
@@ -243,7 +256,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """
     require_group("log_summary")
     world_size = dist.get_world_size()
-    summary = LOG.summary(world_size)
+    summary, LOG.shown = LOG.summary(world_size), LOG.count()
     stragglers = _Stragglers(_in_common()) if show_straggler else None
     straggler = LOG.rows(stragglers.row) if stragglers else None
     if rank() == 0:

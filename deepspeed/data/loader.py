@@ -236,8 +236,7 @@ class DeepSpeedDataLoader:
         """Go on at ``state``: the next pass, or one that runs now, is the rest of that epoch.
 
         With the default sampler any rank's state does for every rank of any number. Raises CheckpointError, and changes
-        nothing, when the rest cannot be exact: another dataset or sampler, or another layout where only the user's code
-        knows how data are split.
+        nothing, when the rest cannot be exact: another dataset, sampler or layout of data that the user splits.
         """
         self._order.check(state)
         self._order.load(state)

@@ -32,8 +32,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
     The order of an epoch depends on ``seed``, the epoch and the length of the dataset only, not on the number of ranks,
     and the ranks take turns in it. So what all ranks together have handed out after equally many batches is a prefix of
-    the order, and any number of ranks can share the rest. With ``start`` 0 every rank gets what torch's sampler gives,
-    index for index.
+    the order, and any number of ranks can share the rest. With ``start`` 0 every rank gets what torch's sampler gives.
 
     Padding: every rank gets equally many indices. Where the (rest of the) epoch does not divide by ``num_replicas``,
     the last round is filled with up to ``num_replicas - 1`` samples from the beginning of the order, as torch does;

@@ -5,8 +5,7 @@
 
 Every line of output begins with the host's name. Exit status: 0 when the command succeeded everywhere, else the first
 other status in the order of the hostfile (255: ssh could not reach the host); 2 when the command line or the hostfile
-is wrong; 130 after Ctrl-C, which also ends the commands on the hosts. The environment variable DS_SSH names another ssh
-program.
+is wrong; 130 after Ctrl-C, which also ends the commands on the hosts. The variable DS_SSH names another ssh.
 """
 
 import argparse

@@ -18,8 +18,7 @@ _LINE = re.compile(r"^([^\s,-][^\s,]*)\s+slots=(\d+)")
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 # A list on purpose, although it is module state: clients append the prefixes they want forwarded (as
-# runner.EXPORT_ENVS). Of CUDA only what changes how programs run: which devices and toolkit there are differs between
-# machines.
+# runner.EXPORT_ENVS). Of CUDA only what changes how programs run: devices and toolkits differ.
 EXPORT_ENVS = [
     *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH_", "PYTORCH_", "OMP_"),
     *("CUDA_DEVICE_", "CUDA_LAUNCH", "CUDA_MODULE"),

@@ -25,7 +25,7 @@ COMMON_FLAGS: Flags = {
     "--no_local_rank": "do not add --local_rank=N behind the script",
     "--bind_cores_to_rank": "give each rank CPU cores of its own",
     "--bind_core_list": (None, "LIST", "the cores to give out, as in 0-3,8,10-11; implies binding"),
-    "--hang_timeout": (None, "S", "end the job, and say why, when no rank has come further for S seconds"),
+    "--hang_timeout": (None, "S", "end the job, and say why, when no rank makes progress for S seconds"),
     "--enable_each_rank_log": ("None", "DIR", "one log file per rank in this directory"),
     "--signal_grace": (None, "S", "seconds that ranks may take to end after a signal (default 10)"),
     "--elastic_training": "go on with the ranks that are left when some are lost (docs/elastic.md)",
@@ -118,7 +118,10 @@ def add_flags(group: argparse._ActionsContainer, flags: Flags) -> None:
 def parse_line(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``args`` (default: the command line); a malformed line ends the process with status 2, as argparse does."""
     parser.add_argument("user_script", metavar="script", help="path of the script (or a module or program, see above)")
-    parser.add_argument("user_args", metavar="arguments", nargs=argparse.REMAINDER, help="passed on to it untouched")
+    behind = parser.add_argument(
+        "user_args", metavar="arguments", nargs=argparse.REMAINDER, help="passed on to it as is"
+    )
+    behind.required = False  # so that an error names the script alone
     given = list(sys.argv[1:] if args is None else args)
     options = parser.parse_args(given)
     if options.no_python and options.module:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import NoReturn
 
-from deepspeed.errors import NotYetError, UsageError, nearest_hint
+from deepspeed.errors import NotYetError, UsageError, counted, nearest_hint
 from deepspeed.launcher.elastic.sizes import named_configs
 from deepspeed.launcher.fanout import check_programs, check_reachable, run_backend, run_over_ssh
 from deepspeed.launcher.hostfile import (
@@ -222,8 +222,7 @@ def _run_here(job: Job, node_rank: int, options: argparse.Namespace, *, on_cpu: 
         if getattr(options, flag):
             logger.warning("--%s has no effect here, because no other host is reached; --force_multi uses it", flag)
     if on_cpu:
-        ranks = len(job.world[job.hosts[node_rank]])
-        logger.info("no accelerator is used; starting %d rank%s on the CPU", ranks, "" if ranks == 1 else "s")
+        logger.info("no accelerator is used; starting %s on the CPU", counted(len(job.devices(node_rank)), "rank"))
     return run_here(job, node_rank)
 
 
@@ -261,6 +260,11 @@ def _launch(options: argparse.Namespace) -> int:
         check_ranks(options, job.world_size)
     elif place.node_rank is None and options.launcher != "ssh":
         raise UsageError(f"--elastic_training needs --launcher ssh or nodes started by hand, not {options.launcher}")
+    cores = len(os.sched_getaffinity(0))
+    if not place.uses_devices and place.node_rank is not None and len(job.devices(place.node_rank)) > cores:
+        logger.warning(
+            "%d ranks share %s of this machine; start fewer (--num_gpus)", job.world_size, counted(cores, "core")
+        )
     if options.dry_run:
         sys.stdout.write(describe(job, place, options))
         return 0

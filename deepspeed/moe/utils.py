@@ -51,9 +51,7 @@ def has_moe_layers(model: torch.nn.Module) -> tuple[bool, int]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups as they are, in a list, since no parameter belongs to experts of some ranks only. NotYetError where
-    one does (``is_moe_param``). ``max_group_size`` counts elements of a group of experts.
-    """
+    """The groups as they are, in a list; NotYetError for parameters of experts of some ranks (``is_moe_param``)."""
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(param) for group in groups for param in group["params"]):
         raise_not_yet("an optimizer group of experts (a parameter has allreduce = False)")

@@ -69,8 +69,7 @@ def publish(built: Path, library: Path, origin: dict[str, Any]) -> None:
 
 class BuildLock:
     """The right to build one op in one folder; the kernel takes it from an owner that died. The file's text is for
-    people, and for those who waited while a build failed: it would fail for them too. It stays: removing it would let
-    two owners in.
+    people, and for those who waited while a build failed. It stays, or two owners could get in.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -88,9 +87,7 @@ class BuildLock:
 
     @contextlib.contextmanager
     def owned(self, *, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
-        """Inside, nobody else builds; after ``limit_s`` (a stopped owner), or where files cannot be locked, all may.
-        That is safe: a build has a folder to itself and its result appears in one step.
-        """
+        """Nobody else builds inside; after ``limit_s``, or without file locks, all may, each in its folder."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # one that another user of a shared folder has made is good enough to lock

@@ -40,8 +40,7 @@ def first_error(text: str) -> str:
 
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
     """Exit status and output of ``command`` within ``limit_s`` seconds; BuildError when it cannot run. It has a process
-    group of its own and writes to a file, so that nothing it starts can outlive the limit or keep us waiting on a
-    pipe.
+    group of its own and writes to a file, so that nothing it starts outlives the limit or keeps a pipe open.
     """
     what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
     with tempfile.TemporaryFile() as output:
@@ -129,9 +128,7 @@ def targets_in(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
-    """Architectures of the devices that this process may use, lowest first; empty where there is none. The driver is
-    asked, as torch is not there when a package is installed.
-    """
+    """Architectures of the devices of this process, lowest first, by the driver: torch may not be installed yet."""
     architectures, number, value = set[int](), ctypes.c_int(), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         cuda = ctypes.CDLL(driver)
@@ -157,9 +154,7 @@ def shipped_targets() -> tuple[str, ...]:
 
 
 def covers(targets: Sequence[str], devices: Sequence[str]) -> bool:
-    """Whether what was compiled for ``targets`` runs on each of ``devices``: code does on those of the same major
-    number that are not older, the last target's PTX on all that are not older.
-    """
+    """Whether code for ``targets`` runs on all ``devices``: on those of equal major, the last PTX on newer."""
     codes = [int(name) for name in targets if name.isdecimal()]  # "90a" runs on a 90 and on nothing else
     exact, newer = {name[:-1] for name in targets if not name.isdecimal()}, targets[-1].isdecimal()
 

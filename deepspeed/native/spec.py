@@ -82,8 +82,7 @@ def short_hash(parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-# Contraction is off because the loops say themselves where they fuse; the other two only drop error reports nobody
-# reads.
+# Contraction is off because the loops say themselves where they fuse; the other two drop unread error reports.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 CPU_ADAM = OpSpec("cpu_adam", ("cpu/adam.cpp",), flags=_EXACT)
 CPU_ADAGRAD = OpSpec("cpu_adagrad", ("cpu/adagrad.cpp",), flags=_EXACT)

@@ -86,8 +86,8 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
         name = names and controller
         within, point = mounts.get(name, ("/", f"/sys/fs/cgroup/{name}"))
         top = root / point.lstrip("/")
-        # In a container the path may be the host's, or lead out of what is mounted: then the mounted tree begins at its
-        # own group.
+        # In a container the path may be the host's, or lead out of what is mounted: then the tree begins at its own
+        # group.
         inside = path.removeprefix(within) if f"{path}/".startswith(f"{within.rstrip('/')}/") else path
         inner = top / inside.lstrip("/") if ".." not in inside else top
         for folder in dict.fromkeys([inner, *inner.parents, top]):

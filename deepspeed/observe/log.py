@@ -1,14 +1,26 @@
 """The one logger of the package; nothing else writes to the terminal."""
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 
+
+class _AboveBars(logging.StreamHandler):
+    """Writes lines above the progress bars that the program has on the terminal, if it uses tqdm."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        shown = getattr(bars, "_instances", None)
+        with bars.external_write_mode(self.stream) if bars and shown else contextlib.nullcontext():
+            super().emit(record)
+
+
 logger = logging.getLogger("DeepSpeed")
 if not logger.handlers:
     _FORMAT = "[%(asctime)s] [%(levelname)s] [deepspeed:%(filename)s:%(lineno)d] %(message)s"
-    logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.addHandler(_AboveBars(sys.stderr))
     logger.handlers[0].setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
     logger.setLevel(os.environ.get("DS_LOG_LEVEL", "INFO").upper())
     logger.propagate = False

@@ -1,8 +1,7 @@
 """How fast each rank is, and which one the others wait for. Pure.
 
 Where ranks meet at every step, all take as long as the slowest, so the time of a step tells nothing of who that is. Its
-own work does: what is left of the step without the time that a rank waits for others (C4, MegaScale look for such ranks
-in the same way).
+own work does: what is left of the step without the time that a rank waits for others (as C4 and MegaScale do).
 """
 
 import statistics
@@ -80,9 +79,7 @@ class SlowRank:
 
 
 def slow_ranks(paces: Mapping[int, RankPace], *, ranks: int, factor: float, steps: int) -> list[SlowRank]:
-    """The ranks whose own work over ``steps`` steps takes at the median at least ``factor`` times that of the median
-    rank, slowest first; none before all ``ranks`` have told of so many steps.
-    """
+    """Ranks whose work over ``steps`` steps takes ``factor`` times the median's, slowest first, once all told."""
     if len(paces) < max(2, ranks) or any(pace.steps < steps for pace in paces.values()):
         return []
     middle = statistics.median_low([pace.work.median for pace in paces.values()])

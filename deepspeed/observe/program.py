@@ -1,14 +1,17 @@
 """How every command of this package reads options, shows what it found, and ends: failures are sentences on stderr."""
 
 import argparse
+import ast
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import DeepSpeedError
@@ -35,6 +38,15 @@ class CommandLine(argparse.ArgumentParser):
         """Options without a value."""
         for name, text in texts.items():
             self.add_argument(f"--{name}", action="store_true", help=text)
+
+
+def docstring_of(module: str, function: str | None = None) -> str:
+    """The docstring of a module, or of a function of it, read without importing it."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return ast.get_docstring(tree if function is None else functions[0]) or ""
 
 
 def count_of(text: str, most: int = sys.maxsize, least: int = 1) -> int:
@@ -73,8 +85,7 @@ def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
 
 
 def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
-    """The exit status: that of ``run``, or 1 for a failed check, 2 for wrong input and failures, 130 for Ctrl-C, 141 if
-    no one reads on.
+    """The exit status: of ``run``, or 1 for a failed check, 2 for wrong input and failures, 130 for Ctrl-C, 141 unread.
 
     ``run`` may instead return what is to be said: text, or facts, which are written as JSON; the status is 0 then.
     """

@@ -81,9 +81,7 @@ class RunFile:
             self._whole = written == len(line)
 
     def step(self, means: Record, last: Record, sampled: Record | None = None) -> None:
-        """An update: ``means`` are averaged with those of the steps for which no line has been written yet, and so are
-        those ``sampled``, which are not known of every update.
-        """
+        """Add an update: ``means``, and ``sampled`` ones of some updates, are averaged for the next line."""
         self._sums.add(means, last, sampled or {})
         now = time.monotonic()
         apart = 0.0 if self._lines < _EVERY_LINE else max(_LEAST_S, (now - self._begun) / _LINES)
@@ -157,9 +155,7 @@ def _ends_with_a_line(path: Path) -> bool:
 
 @dataclass
 class Run:
-    """What a record holds, by kind, each in order of time. ``damaged``: lines that cannot be read; ``over``: whether it
-    has come to its end; ``place``: where the next line begins, for who follows it.
-    """
+    """What a record holds, by kind, in order of time. ``damaged``: unreadable lines; ``place``: of the next line."""
 
     folder: Path
     by_kind: dict[str, list[Record]] = field(default_factory=dict)

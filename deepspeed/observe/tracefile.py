@@ -12,9 +12,7 @@ from typing import Any, TextIO
 
 
 class TraceFile:
-    """A trace under way, event by event; a ``path`` that ends in .gz is compressed. Used as a context, at whose end the
-    file appears whole, in place of an older one; after an error there is none. Raises OSError.
-    """
+    """A trace, event by event, compressed as .gz; a context at whose end the file is there, whole, without an error."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -111,7 +111,7 @@ class GroupStep(torch.optim.Optimizer):
     def update(self, groups: list[Group]) -> None:
         """What ``step`` does with its groups, with ``groups``."""
         # everything is checked before anything changes
-        for group, kinds in [(g, self._checked_params(g)) for g in groups]:
+        for group, kinds in [(g, self._checked_params(g)) for g in groups if g["params"]]:
             for params in kinds:
                 grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
                 self._update_group(params, grads, group)
@@ -172,7 +172,7 @@ class GroupStep(torch.optim.Optimizer):
         return self.slots
 
     def _state_of(self, param: torch.Tensor, group: Group) -> Group:
-        state: Group = self.state[param]
+        state: Group = vars(self)["state"][param]  # not by its door, at which an update waits for itself
         if not state:
             where = param.device if group.get("fused") or group.get("capturable") else "cpu"
             for name in self._slots(group):
@@ -227,6 +227,7 @@ class GroupStep(torch.optim.Optimizer):
         *,
         skip: torch.Tensor | None = None,
         scales: Mapping[torch.Tensor, Scalar] | None = None,
+        undisturbed: bool = False,
     ) -> Iterator[Collection[torch.Tensor]]:
         """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
         output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
@@ -234,9 +235,10 @@ class GroupStep(torch.optim.Optimizer):
         the kernels. ``skip``, one fp32 number on the device: where it is not 0 the step changes nothing, and
         outputs, which must have held the old values, still do. ``scales``: what the gradients of some parameters, which
         may be of 16 bits then, are multiplied by: a number, or for all parameters on a device the same tensor there.
+        ``undisturbed``: nothing of the user's runs, as the caller knows.
         """
         written: set[torch.Tensor] = set()
-        pairs = outputs.items() if self._ends_with_the_kernels() else ()
+        pairs = outputs.items() if undisturbed or (outputs and self._ends_with_the_kernels()) else ()
         alike = {p: o for p, o in pairs if o.numel() == p.numel() and o.device == p.device and host.fits(o)}
         self._outputs = (alike, written, scales or {})  # no dict: tiled steps copy what dicts among attributes hold
         self._skip = skip

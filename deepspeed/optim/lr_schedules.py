@@ -46,8 +46,7 @@ def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer:
 class LRSchedule:
     """What the native schedules share: the counter, writing rates into the groups, and saving. A subclass names its
     ``keywords`` with their defaults, prepares what it was given, its ``settings``, and states its formula in
-    ``_rates``. The initial rate is written at once, unless the schedule resumes from a ``last_batch_iteration`` other
-    than -1.
+    ``_rates``. The initial rate is written at once, unless ``last_batch_iteration`` is other than -1.
     """
 
     keywords: ClassVar[Settings]

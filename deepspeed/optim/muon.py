@@ -124,8 +124,7 @@ class MuonWithAuxAdam(GroupStep):
             what = f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix"
             raise UsageError(f"{what}; sharding must keep parameters whole for this optimizer")
         buffer, mu = state["momentum_buffer"], group["momentum"]
-        # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights, as with
-        # any optimizer
+        # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights
         finite = torch.isfinite(grad).all()
         buffer.copy_(torch.where(finite, torch.lerp(buffer, grad, 1 - mu), buffer))
         update = torch.where(finite, torch.lerp(grad, buffer, mu), grad)

@@ -72,8 +72,7 @@ def build_optimizer(
 
 def construct(part: str, name: str, factory: Callable[..., Any], first: Any, settings: Mapping[str, Any]) -> Any:
     """``factory(first, **settings)`` for the ``optimizer`` or ``scheduler`` block of the config. Raises
-    OptimizerConfigError for an unknown or missing key, a value of the wrong type: the key by its path, and what is
-    valid.
+    OptimizerConfigError for an unknown or missing key, a value of the wrong type, with its path and what is valid.
     """
     accepted = dict(list(inspect.signature(factory).parameters.items())[1:])
     valid = {key: p for key, p in accepted.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -88,7 +87,7 @@ def construct(part: str, name: str, factory: Callable[..., Any], first: Any, set
         raise OptimizerConfigError(f'{part} "{name}" {what}')
     try:
         return factory(first, **settings)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise OptimizerConfigError(f'{part} "{name}" refused {part}.params {dict(settings)}: {error}') from error
 
 

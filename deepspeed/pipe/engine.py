@@ -21,8 +21,8 @@ from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only
 from deepspeed.pipe.run import Pass, PassResult
 from deepspeed.pipe.torch_pipelining import make_order
-from deepspeed.zero.failures import break_off_all
 from deepspeed.zero.hooks import tensors_in
+from deepspeed.zero.sync.failures import break_off_all
 
 
 class _Read(NamedTuple):
@@ -143,7 +143,7 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise NotYetError(f"eval_batch(reduce_output={reduce_output!r}); use 'avg' or None")
         self._make_ready()
-        self.runtime.catch_up()
+        self.runtime.update.publish()
         training = self.module.training
         self.module.eval()
         try:
@@ -179,7 +179,7 @@ class PipelineEngine(DeepSpeedEngine):
                     whole.enter_context(self.runtime.one_pass())
                 except Exception as error:  # ranks of this stage hear it from ZeRO; the other stages wait for messages
                     one.outcome.fault = error
-                    self.runtime.fail(error, in_forward=False)
+                    self.runtime.failures.handle(error, in_forward=False)
                 return one.run()
         except BaseException as error:
             self._give_up(error)
@@ -190,19 +190,20 @@ class PipelineEngine(DeepSpeedEngine):
     def _give_up(self, error: BaseException, *, known: bool = False) -> None:
         """The batch has not happened. ``known``: all ranks raise; else all that waits for this one is ended."""
         self._links.forget()
+        failed = self.runtime.failures
         if known:
-            self.runtime.known = error
+            failed.note_known(error)
         elif isinstance(error, Exception):
-            self.runtime.known = error
-            self.runtime.lose(error)
-            self.runtime.broken = str(error)
+            failed.note_known(error)
+            failed.lose_batch(error)
+            failed.break_off(str(error))
             break_off_all(self.mesh)
         self._recover(error)
 
     def _agree(self, outcome: PassResult) -> torch.Tensor:
         """The mean loss over all ranks, if none has failed."""
         mean = float(torch.stack([x.double() for x in outcome.losses.values()]).mean()) if outcome.losses else 0.0
-        fault, facts = outcome.fault, (bool(self.runtime.broken), bool(outcome.losses), mean)
+        fault, facts = outcome.fault, (bool(self.runtime.failures.broken), bool(outcome.losses), mean)
         try:
             failed, broken, ranks, total = self._sum([fault is not None, *facts], torch.float64)
             faults = failures(fault, self.mesh.talk) if failed else {}
@@ -218,7 +219,7 @@ class PipelineEngine(DeepSpeedEngine):
         if failed or broken:
             self._give_up(failure := self._failure(faults), known=True)
             if broken:
-                self.runtime.broken = str(failure)
+                self.runtime.failures.break_off(str(failure))
             raise failure from fault
         mean = total / max(ranks, 1.0)
         return torch.full((), mean, dtype=torch.float32, device=self.device)  # without a wait for the device
@@ -236,7 +237,7 @@ class PipelineEngine(DeepSpeedEngine):
             fault = PipelineError(f"{place}: {others} does not answer and has ended or is out of reach")
             fault.__cause__ = cause
             outcome.fault = None if leave_note(self.mesh, "") else fault  # where the one that has not come tells why
-        self.runtime.lose(fault or PipelineError("another rank has lost what this one needs"))
+        self.runtime.failures.lose_batch(fault or PipelineError("another rank has lost what this one needs"))
 
     def _compute(self, chunk: int, value: Any, batch: Micro) -> Any:
         cast: Any = contextlib.nullcontext()
@@ -279,9 +280,7 @@ class PipelineEngine(DeepSpeedEngine):
         return batch or [Micro(None, None)] * count, kinds
 
     def _as_before(self, read: _Read | None, count: int) -> bool:
-        """Whether all have read micro-batches of the kinds of the last batch, those that work on one the same labels,
-        and those of them that share layers the same inputs.
-        """
+        """Whether all have inputs of the last kinds, the same labels, the same inputs where layers are shared."""
         known = self._kinds is not None and len(self._kinds) == count
         odd = not known or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.

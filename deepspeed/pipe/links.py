@@ -107,7 +107,6 @@ class Links:
             f"({str(error).partition(chr(10))[0]})"
         )
 
-    # -- sending --------------------------------------------------------------------------------------------------
     def send(self, message: Message, target: int, shape: Signature, tensors: Sequence[torch.Tensor | None]) -> None:
         """Send an activation, of ``shape``. UsageError if its kind had another one before."""
         place = (message.chunk, self._keys[message.micro])
@@ -167,16 +166,13 @@ class Links:
             peer = self._order.homes[chunk]
             raise self._trouble("sends" if sending else "waits for", message, peer, error) from error
 
-    # -- receiving ------------------------------------------------------------------------------------------------
     def get_ready(self) -> None:
-        """Post the first receive from each rank. A batch keeps one posted that nobody needs yet: what comes to a
-        receive that waits travels at once, while this rank computes.
-        """
+        """Post the first receive from each rank: what a posted receive gets travels while this rank computes."""
         for source, queue in self._queues.items():
             self._post_early(queue, source)
 
     def _post_early(self, queue: deque[Message], source: int) -> None:
-        if queue and self._foreseen(queue[0]):
+        if queue and self.predicted(queue[0]):
             first = queue.popleft()
             self._incoming[first] = self._post(first, source)
 
@@ -211,7 +207,7 @@ class Links:
         if message not in self._taken:
             self.receive(message, source)
 
-    def _foreseen(self, message: Message) -> bool:
+    def predicted(self, message: Message) -> bool:
         """Whether the shape is known without asking."""
         if message.op == "B":
             return (message.chunk - 1, message.micro) in self._shapes

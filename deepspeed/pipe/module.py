@@ -50,8 +50,7 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares its parameters with all others of the same ``key``, on whatever stages these are.
 
-    ``forward_fn(module, value)`` replaces the call. ``tied_weight_attr`` names (dotted) attributes that must exist; the
-    whole layer is shared.
+    ``forward_fn(module, value)`` replaces the call. ``tied_weight_attr``: (dotted) attributes that must exist.
     """
 
     def __init__(
@@ -130,11 +129,8 @@ class PipelineModule(nn.Module):
         self.homes: tuple[int, ...] = ()
         self.recut(chunks_per_stage, chunk_style)
 
-    # -- the cut --------------------------------------------------------------------------------------------------
     def recut(self, chunks_per_stage: int, chunk_style: str, *, method: str | None = None, seeds: bool = False) -> None:
-        """Deal the layers out anew, by another ``method``, and build those of this rank; layers that were built keep
-        their values on whatever rank they come to be, but with ``seeds``, by which all are built again.
-        """
+        """Deal the layers out anew by ``method``, build this rank's; built ones keep values, but with ``seeds``."""
         parts = self.num_stages * chunks_per_stage
         if seeds:
             if any(gather_objects(_samples(self) != self._as_built, self._world)):
@@ -264,7 +260,6 @@ class PipelineModule(nn.Module):
         times = measure_layers(self._specs, self._sample) if self.global_rank == 0 else None
         return list(gather_objects(times, self._world)[0])
 
-    # -- the forward ----------------------------------------------------------------------------------------------
     def forward(self, value: Any, chunk: int = 0) -> Any:
         """``value`` through the layers of ``chunk``, which is on this rank."""
         start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
@@ -331,7 +326,6 @@ class PipelineModule(nn.Module):
             )
         return Micro(*item)
 
-    # -- what others ask ------------------------------------------------------------------------------------------
     def _holders(self) -> dict[str, tuple[int, ...]]:
         """Name of each module -> the pipeline ranks that hold it."""
         holders: dict[str, set[int]] = {}

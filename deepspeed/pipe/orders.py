@@ -142,8 +142,8 @@ def by_chunks(homes: tuple[int, ...], micros: int) -> Program:
     return Program("gpipe", micros, homes, tuple(programs))
 
 
-# Name in the configuration -> class of torch.distributed.pipelining (None for those that are written above), and the
-# way the chunks are dealt out.
+# Name in the configuration -> class of torch.distributed.pipelining (None: written above), and how chunks are dealt
+# out.
 SCHEDULES: dict[str, tuple[str | None, str]] = {
     "gpipe": (None, "loop"),
     "1f1b": (None, "loop"),

@@ -1,12 +1,11 @@
 """One batch through the chunks of one rank, action by action.
 
 [Note: failures] A rank that fails in the middle of a batch (the model raises, its data are odd) does not leave: it goes
-through the rest of its program without computing, takes what it is sent and sends *lost* messages, so every other rank
-comes to its end too, where all hear of it. What a rank cannot compute from a lost message is lost in turn. Within a
-batch the ranks of one pipeline wait for nothing else (parameters are whole on their rank meanwhile), so this ends.
-Ranks that share its layers mostly fail alike; one that does not may wait for it inside a layer, so they see to each
-other first (``Runtime.lose``). Only where a process has died, its neighbours raise at once, and theirs when these have
-ended.
+through the rest of its program without computing, takes what it is sent and sends *lost* messages, so all others come
+to their end too and hear of it. What a rank cannot compute from a lost message is lost in turn. Within a batch the
+ranks of one pipeline wait for nothing else (parameters are whole on their rank meanwhile), so this ends. Ranks that
+share its layers mostly fail alike; one that does not may wait for it inside a layer, so they see to each other first
+(``Runtime.lose``). Only where a process has died, its neighbours raise at once, and theirs when these have ended.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,7 @@
 Taken from torch is the order in which a schedule's class lets ranks run their chunks. Its executor is not used: it
 wants the shapes of a batch beforehand, and a rank that fails leaves the others waiting. Nor is its split of a backward:
 torch before 2.13 counts a weight that is used at two depths twice. Private torch names: ``_ComputationType`` values and
-``sub_actions`` in a schedule's ``pipeline_order``. ``tests/pure/test_pipe_orders.py`` fails where a new torch has
-others.
+``sub_actions`` in a schedule's ``pipeline_order``. ``tests/pure/test_pipe_orders.py`` holds them.
 """
 
 import logging
@@ -119,9 +118,7 @@ def split_backward(
 def _run(
     starts: Sequence[tuple[Any, torch.Tensor]], inputs: _Tensors | None = None, *, hooks: Sequence[Any] = ()
 ) -> None:
-    """A backward from ``starts`` (tensors or edges, each with its gradient) to ``inputs``, or to all leaves; ``hooks``
-    of autograd's are taken off behind it.
-    """
+    """A backward from ``starts`` (tensors or edges, with gradients) to ``inputs``, or all; then ``hooks`` go."""
     try:
         if starts:
             places, grads = zip(*starts, strict=True)

@@ -1,7 +1,6 @@
 """What an engine reports of each update: loss, learning rate, gradient norms, rates, times, memory; and oddities.
 
-Everything is of rank 0, which writes it; rates are by the host's clock from one update to the next, so that what a run
-does between updates counts too.
+Everything is of rank 0, which writes it; rates are by the host's clock from one update to the next.
 """
 
 import logging
@@ -62,9 +61,7 @@ class UpdateMetrics:
             self._tokens += tokens_in(inputs, kwargs)
 
     def report(self, engine: Any, losses: Sequence[torch.Tensor], spent_ms: Mapping[str, float]) -> None:
-        """An update of ``engine`` has ended: its figures, as far as they are known, go to the monitor; what is unusual
-        goes into the log. ``losses``: of its micro-batches. Reads loss and norm, so it waits for them.
-        """
+        """Write the figures of an update of ``engine``, log what is unusual; waits for ``losses`` and norm."""
         loss = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else None
         norm = engine.get_global_grad_norm()
         if self._watch is not None:

@@ -3,9 +3,8 @@
 What a rank has, and what it needs, are spans of global tensors (`checkpoint.format.boxes`), whatever axes cut them. A
 span is a few rectangular regions, what two regions have in common is one, and so a transfer is one region of one
 tensor. Nothing is sent to a rank that has it already, and the rest once to every rank that needs it: that is the least
-there can be, without ranks that pass on what they were sent. Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088),
-where several ranks have the same region the one that sends is on the receiver's node, if there is one, and has the
-least to send so far.
+there can be. Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088), where several ranks have the same region the one
+that sends is on the receiver's node, if there is one, and has the least to send so far.
 """
 
 import functools
@@ -70,7 +69,6 @@ class ReallocationPlan:
         return max(self.received.values(), default=0)
 
 
-# -- regions ----------------------------------------------------------------------------------------------------------
 def regions_of(shape: tuple[int, ...], span: Span) -> Iterator[Region]:
     """The regions of a tensor of ``shape`` that ``span`` consists of, in order: 2 * dims - 1 at most."""
     origin, size = span.region or Region((0,) * len(shape), shape)
@@ -132,7 +130,6 @@ def cut(region: Region, most: int) -> Iterator[Region]:
         yield from cut(Region(start, (*region.shape[:dim], n, *region.shape[dim + 1 :])), most)
 
 
-# -- the plan ---------------------------------------------------------------------------------------------------------
 def plan_reallocation(
     shapes: Mapping[str, GlobalShape],
     resting: Mapping[int, Spans],
@@ -143,8 +140,7 @@ def plan_reallocation(
 ) -> ReallocationPlan:
     """The plan for tensors of ``shapes``, of which each rank has ``resting`` and is to get ``needed``, both by rank.
 
-    ``nodes``: where each rank is (None: all on one). The same on every rank that is given the same. Raises UsageError
-    where nobody has what a rank needs.
+    ``nodes``: where each rank is (None: all on one). Raises UsageError where nobody has what a rank needs.
     """
     places = nodes or {}
     sent = dict.fromkeys(sorted(resting), 0)

@@ -43,9 +43,7 @@ class Side:
         self._model = weakref.ref(model) if model is not None else lambda: None
 
     def open(self, *, moving: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors and aliases of ``state_names``, when nothing is under way that writes them. Raises UsageError where
-        they cannot be read, or written, now. ``moving``: a target is about to be written.
-        """
+        """Tensors and aliases of ``state_names``; UsageError while they are written. ``moving``: a target will be."""
         if self.absent:
             return {}, {}
         model: Any = self._model()
@@ -97,9 +95,7 @@ def units_of(tensors: Mapping[str, torch.Tensor]) -> list[Unit]:
 
 
 def follow(unit: Unit, params: Iterable[torch.Tensor]) -> None:
-    """PARAM at rest of ``params``, of ``unit``, was written: masters become it, but those that round to it keep their
-    bits. Masters of others may be ahead of PARAM, and stay so.
-    """
+    """PARAM of ``params`` was written: their masters become it, but those that round to it keep their bits."""
     unit.new_version(shown=not unit.movable)
     if unit.master is None or unit.master_is_param:
         return
@@ -126,9 +122,7 @@ class Pairing:
 
 
 def match(sources: Inventories, targets: Inventories, *, convert: bool, strict: bool) -> Pairing:
-    """Which tensor is which, the same on every rank. Raises UsageError for names that one side lacks (``strict``), for
-    other shapes, and other dtypes unless these are to be converted.
-    """
+    """Which tensor is which, on every rank. UsageError for missing names (``strict``), other shapes or dtypes."""
     _complete(sources, "source")
     _complete(targets, "target")
     has, wants = _entries(sources), _entries(targets)

@@ -1,1 +1,1 @@
-from deepspeed.engine_hybrid import DeepSpeedHybridEngine
+from deepspeed.engine.hybrid import DeepSpeedHybridEngine

@@ -7,13 +7,9 @@ data and without a device, and every operation is recorded.
     deepspeed --no_python ds_simulate --calibrate FILE              this machine's constants, for --device
 
 Out come the memory of one rank by category, the time of a step with what is exposed of its transfers, and every place
-where the program waits for the device. A configuration with pipeline.stages simulates one rank of each stage: the model
-is cut by its blocks, unless build() returns a PipelineModule, and report and trace have a row for each stage.
-
-Times rest on the constants of --device; docs/simulator.md says how far they can be trusted. --calibrate measures them
-once, on as many ranks as it is started on (by itself: one; with deepspeed --no_python or torchrun --no-python: theirs),
-and writes FILE: products, memory, kernels, launches, copies, collectives, the optimizer on the host, and with --drive
-FOLDER the drive of that folder. Where there is no accelerator that is the machine of CPU ranks.
+where the program waits for the device. With pipeline.stages one rank of each stage is simulated, of a model that is cut
+by its blocks unless build() returns a PipelineModule. Times rest on the constants of --device; docs/simulator.md says
+how far they can be trusted. --calibrate measures them on as many ranks as it is started on.
 
 Exit code: 0 all is well, 1 an access without order or a limit that is passed, 2 the command or its files are wrong or
 the model does not fit, 130 after Ctrl-C.
@@ -25,19 +21,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed.bench.common import size_of
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.observe.program import CommandLine, count_of, guarded, say, whole_of
-from deepspeed.simulate import report
-from deepspeed.simulate.calibrate.run import calibrate
 from deepspeed.simulate.costs import load_machine, machines
-from deepspeed.simulate.models import subject_of
-from deepspeed.simulate.pipeline import report as drawn
-from deepspeed.simulate.pipeline.run import simulate_pipeline, ways_of
-from deepspeed.simulate.run import Outcome, RankJob, run_job
+
+if TYPE_CHECKING:
+    from deepspeed.simulate.run import Outcome
 
 
 def _share_of(text: str) -> float:
@@ -76,7 +70,7 @@ def _parser() -> CommandLine:
     return parser
 
 
-def _failures(outcome: Outcome, options: argparse.Namespace, who: str = "") -> list[str]:
+def _failures(outcome: "Outcome", options: argparse.Namespace, who: str = "") -> list[str]:
     """What of the limits is passed, a sentence each."""
     share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
     texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
@@ -103,7 +97,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    ways = ways_of(read_config_source(options.config), options.gpus)
+    source = read_config_source(options.config)
+    from deepspeed.simulate import report
+    from deepspeed.simulate.models import subject_of
+    from deepspeed.simulate.pipeline import report as drawn
+    from deepspeed.simulate.pipeline.run import simulate_pipeline, ways_of
+    from deepspeed.simulate.run import RankJob, run_job
+
+    ways = ways_of(source, options.gpus)
     machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // ways)
     samples = config.train_micro_batch_size_per_gpu
     make = functools.partial(
@@ -114,13 +115,18 @@ def _run(options: argparse.Namespace) -> int:
     subject = make()
     if ways > 1:
         whole = simulate_pipeline(make, job)
-        text, facts, outcomes = drawn.text(whole, machine, subject.name), drawn.facts(whole), whole.steps
+        text, facts, outcomes = drawn.text(whole, machine, subject.name), drawn.facts(whole, machine), whole.steps
         names = [f"stage {place}: " for place in range(ways)]
     else:
         outcome = run_job(job, subject)
         where = f"rank {options.rank} of {options.gpus} on {machine.name}"
         title = f"{subject.name}, {outcome.parameters:,} parameters, {where}"
-        text, facts, outcomes, names = report.text(outcome, machine, title), report.facts(outcome), [outcome], [""]
+        text, facts, outcomes, names = (
+            report.text(outcome, machine, title),
+            report.facts(outcome, machine),
+            [outcome],
+            [""],
+        )
     if options.trace is not None:
         report.write_trace(outcomes, names if ways > 1 else ["one rank"], options.trace)
     say(json.dumps(facts, indent=1) if options.json else text)
@@ -137,6 +143,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    from deepspeed.simulate import report
+    from deepspeed.simulate.calibrate.run import calibrate
+
     document = calibrate(options.calibrate, folder=options.drive)
     if document is None:  # not the rank that writes
         return 0

@@ -1,9 +1,8 @@
 """The messages of the ranks' programs to each other, in which they agree on one order of collectives, and their time.
 
-Where one rank is simulated, all others are taken to say what it says. Where each is simulated in a process of its own
-(``peers``), messages are gloo's, as on a real machine, and carry the processes' simulated time along: who has waited
-for a message goes on when the last rank has sent it. Of a pipeline one rank of each stage is (``column``): each speaks
-for the ranks of its stage, and how long they wait for each other is found when their events are put together.
+All other ranks are taken to say what the simulated one says. Of a pipeline one rank of each stage is simulated, in a
+process of its own (``column``): each speaks for the ranks of its stage, and how long they wait for each other is found
+when their events are put together.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.simulate.events import Talk
 from deepspeed.simulate.record import Recorder
 from deepspeed.tensor.apply import FirstBatch
-from deepspeed.zero import agreement
+from deepspeed.zero.sync import agreement
 
 _PICOSECONDS = 1e12
 _HOST = "host"
@@ -42,7 +41,9 @@ class Control:
         self.seconds = 0.0
 
     def merge(self, largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[int], list[int]]:
-        """In the place of ``collectives.merge``."""
+        """In the place of ``collectives.merge``. Messages that reach others carry the simulated time along: who has
+        waited goes on when the last rank has sent its own.
+        """
         seconds, now = self._timeline.machine.agreement(group.size), self._timeline.now
         (*largest, latest), union = collectives.merge([*largest, int(now * _PICOSECONDS)], union, group)
         self.take(seconds + max(0.0, latest / _PICOSECONDS - now))
@@ -107,20 +108,10 @@ class _Column:
 
 
 @contextlib.contextmanager
-def talking(recorder: Recorder, *, peers: bool = False, column: Sequence[int] = ()) -> Iterator[Control]:
-    """Inside, messages take their time. ``peers``: they are sent, to the processes that share the job's store;
-    ``column``: to those of these ranks, one of each pipeline stage.
-    """
+def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Control]:
+    """Inside, messages take their time. ``column``: they are sent to these ranks, one of each pipeline stage."""
     control = Control(recorder)
-    make, gather = groups._new_group, dist.all_gather_object
     count = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
-
-    def new_group(name: str, axis: Any, backend: str) -> AxisGroup:
-        return make(name, axis, "gloo" if name.endswith("/control") else backend)
-
-    def gather_objects(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():
-            gather(*args, **kwargs)
 
     def collectives_of(group: Any) -> int:
         """Torch's process group without peers counts nothing, which would look like somebody else's collectives."""
@@ -136,8 +127,6 @@ def talking(recorder: Recorder, *, peers: bool = False, column: Sequence[int] = 
         places += [(groups, "_new_group", among.new_group), (dist, "all_gather_object", among.gather)]
         places += [(PipelineEngine, "_sum", among.total)]
         places += [(point_to_point, name, getattr(among, name)) for name in ("send_object", "receive_object")]
-    elif peers:
-        places += [(groups, "_new_group", new_group), (dist, "all_gather_object", gather_objects)]
     else:
         places += [(dist, "all_gather_object", control.gather)]
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ CONSTANTS = {
     "flops_bf16": "peak of matrix products in bf16 and fp16",
     "flops_fp32": "peak of matrix products in fp32",
     "matmul_share": "share of the peak that large products reach",
-    "matmul_half": "smallest side of a product at which it reaches half of that",
-    "attention_share": "share of the bf16 peak that fused attention reaches",
+    "matmul_half": "depth of a product at which it reaches half of that",
+    "processors": "of the device, each of which computes a tile of a product at a time",
+    "attention_share": "share of the bf16 peak that fused attention reaches over long sequences",
+    "attention_half": "length of a sequence at which it reaches half of that",
+    "contention": "of the rate of kernels, what a collective takes that runs beside them",
     "memory_rate": "of the device's memory, as a kernel sees it",
     "kernel_s": "shortest time of a kernel",
     "launch_s": "of the program for one launch",
@@ -36,6 +39,7 @@ CONSTANTS = {
     "copy_s": "of any such copy",
     "host_rate": "of host memory, as one rank's share where every device of the node has a rank",
     "adam_rate": "of the host's optimizer, in bytes read and written, as one rank's share in the same sense",
+    "adam_rank_rate": "of the host's optimizer, at most, by the cores that one rank is bound to",
     "drive_read_rate": "of one rank's share of the drives, in the same sense",
     "drive_write_rate": "of one rank's share of the drives, in the same sense",
     "agreement_s": "of one exchange of a few bytes between the programs of two ranks of a node",
@@ -44,6 +48,8 @@ CONSTANTS = {
 
 # What the ranks of a node share, each in equal parts.
 SHARED = ("host_rate", "adam_rate", "drive_read_rate", "drive_write_rate")
+# Tiles of a product: height, width, and what of the largest one's rate they reach.
+_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 # From the first of two ranks to the second.
 MESSAGES = ("send", "recv")
 _FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
@@ -52,14 +58,18 @@ _FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
 @dataclass(frozen=True)
 class Machine:
     """One kind of device with its links and its host; ``values`` has all of CONSTANTS. ``on_host``: the device is the
-    host, so that work is done when the program has started it.
+    host, so that work is done when the program has started it. ``assumed``: constants that nobody has measured;
+    ``used``: those that a time has been taken from.
     """
 
     name: str
     values: dict[str, float]
     on_host: bool = False
+    assumed: frozenset[str] = frozenset()
+    used: set[str] = field(default_factory=set, compare=False)
 
     def __getitem__(self, constant: str) -> float:
+        self.used.add(constant)
         return self.values[constant]
 
     def used_by(self, world: int) -> "Machine":
@@ -67,7 +77,9 @@ class Machine:
         its cores, its memory and its drives. Where nodes have more and fewer ranks, the fullest holds up the others.
         """
         times = self["gpus_per_node"] / min(world, self["gpus_per_node"])
-        return replace(self, values=self.values | {name: times * self[name] for name in SHARED})
+        shares = {name: times * self.values[name] for name in SHARED}
+        shares["adam_rate"] = min(shares["adam_rate"], max(self.values["adam_rank_rate"], self.values["adam_rate"]))
+        return replace(self, values=self.values | shares)
 
     def seconds(self, work: Work, name: str = "") -> float:
         """Time of one launch on its stream."""
@@ -83,13 +95,28 @@ class Machine:
             case "read" | "write":
                 return work.nbytes / self[f"drive_{work.kind}_rate"]
         rate = self["flops_fp32"] if work.dtype in ("fp32", "fp64") else self["flops_bf16"]
-        share = self["attention_share"] if work.kind == "attention" else self.product_share(work.shape)
+        if work.kind == "attention":
+            share = self["attention_share"] * work.shape[1] / (work.shape[1] + self["attention_half"])
+        else:
+            share = self.product_share(work)
         return max(self["kernel_s"], work.flops / (rate * share), work.nbytes / self["memory_rate"])
 
-    def product_share(self, shape: tuple[int, ...]) -> float:
-        """Of the peak, for a product with these sides: it saturates with the smallest one."""
-        side = min(shape, default=0)
-        return self["matmul_share"] * (side / (side + self["matmul_half"]) if side else 1.0)
+    def product_share(self, work: Work) -> float:
+        """Of the peak. The result is cut into tiles, of which each processor computes one at a time: in the last wave
+        some have none, and tiles reach over the edge. Of the sizes of tiles a library takes the best; the smaller, the
+        more has to be loaded for an operation. A tile begins with what takes as long as ``matmul_half`` of its depth.
+        """
+        rows, depth, columns = work.shape or (0, 0, 0)
+        if not rows * depth * columns:
+            return self["matmul_share"]
+        numel, processors = work.flops / (2 * depth), self["processors"]
+
+        def filled(high: int, wide: int) -> float:
+            tiles = numel / (rows * columns) * math.ceil(rows / high) * math.ceil(columns / wide)
+            return numel / (high * wide * processors * math.ceil(tiles / processors))
+
+        best = max(rate * max(filled(high, wide), filled(wide, high)) for high, wide, rate in _TILES)
+        return self["matmul_share"] * best * depth / (depth + self["matmul_half"])
 
     def collective(self, name: str, nbytes: int, ranks: tuple[int, ...]) -> float:
         """A ring over ``ranks`` that moves ``nbytes`` in all, or for an all-reduce a tree where that is faster.
@@ -125,24 +152,14 @@ class Machine:
         return 2 * (ranks - 1) * (self["agreement_s"] + hop)
 
     def agreement(self, ranks: int) -> float:
-        """One message by which the programs of ``ranks`` ranks agree, ``collectives.merge``: see ``_dissemination``."""
-        return _dissemination(ranks, int(self["gpus_per_node"]), self["agreement_s"], self["agreement_hop_s"])
-
-
-@functools.lru_cache(maxsize=64)
-def _dissemination(ranks: int, per_node: int, each_s: float, between_nodes_s: float) -> float:
-    """When the last of ``ranks`` programs has heard of all others (Hensgen, Finkel and Manber 1988, "Two algorithms for
-    barrier synchronization"). In round k each goes on when it has what the one 2^k before it sent, so
-    t(r) <- max(t(r), t(r - 2^k) + between_nodes_s if that is another node's) + each_s, ceil(log2 n) times.
-    """
-    done = [0.0] * ranks
-    for distance in (1 << k for k in range((ranks - 1).bit_length())):
-        heard = [
-            done[rank - distance] + between_nodes_s * ((rank - distance) % ranks // per_node != rank // per_node)
-            for rank in range(ranks)
-        ]
-        done = [max(mine, theirs) + each_s for mine, theirs in zip(done, heard, strict=True)]
-    return max(done)
+        """One message by which the programs of ``ranks`` ranks agree, ``collectives.merge``: the last has heard of all
+        after ceil(log2 n) rounds (Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization"). In
+        round k each goes on when it has what the one 2^k before it sent, which is another node's once on the way
+        through a node and in every round that is longer than a node.
+        """
+        rounds, inside = (ranks - 1).bit_length(), (int(self["gpus_per_node"]) - 1).bit_length()
+        crossings = rounds - inside + 1 if ranks > self["gpus_per_node"] else 0
+        return rounds * self["agreement_s"] + crossings * self["agreement_hop_s"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,6 +187,7 @@ def load_machine(name: str) -> Machine:
         text = (_folder() / f"{name}.json").read_text() if name in machines() else Path(name).read_text()
         document = json.loads(text)
         given = {key: float(value) for key, (value, _) in document["constants"].items()}
+        assumed = {key for key, (_, source) in document["constants"].items() if source.startswith("assumed")}
     except OSError as error:
         raise UsageError(f"no machine {name!r}: there are {', '.join(machines())}, or a file ({error})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -191,7 +209,8 @@ def load_machine(name: str) -> Machine:
     if values["gpus_per_node"] % 1:
         raise UsageError(f"{name}: 'gpus_per_node' must be a whole number, not {values['gpus_per_node']}")
     on_host = document["device"] == "cpu" if "device" in document else like.on_host
-    return Machine(str(document.get("name", name)), values, on_host)
+    name, assumed = str(document.get("name", name)), assumed | (like.assumed - set(given))
+    return Machine(name, values, on_host, frozenset(assumed))
 
 
 def _like(name: str, whose: str) -> Machine:

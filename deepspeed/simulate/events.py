@@ -36,7 +36,8 @@ class Work(NamedTuple):
 
     ``kind``: "kernel", "matmul", "attention", "up" (host to device), "down", "collective", "host", "adam", "read",
     "write".
-    ``nbytes`` of a collective is the size of the whole tensor. ``shape``: rows, columns and depth of a product.
+    ``nbytes`` of a collective is the size of the whole tensor. ``shape``: rows, depth and columns of a product, the
+    lengths of queries and keys and the channels of a head of attention.
     ``channel``: what all ``ranks`` take part in one after the other: a process group, or of one that from the first
     to the second rank.
     """

@@ -4,13 +4,15 @@ Private names of torch that the simulator stands on, here and in its neighbours:
 ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (device.py), ``torch._subclasses`` (fake
 tensors), ``torch._C._distributed_c10d.FakeWork`` and ``torch.distributed._tools.fake_collectives`` (record.py),
 ``torch._C._set_only_lift_cpu_tensors``, ``Tensor._make_subclass``, ``UntypedStorage._cdata``,
-``torch.utils._python_dispatch._disable_current_modes``, ``ProcessGroup._get_sequence_number_for_group`` (control.py).
+``torch.utils._python_dispatch._disable_current_modes``, ``Library._destroy``,
+``ProcessGroup._get_sequence_number_for_group`` (control.py).
 """
 
 import contextlib
 import importlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn import functional
 
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import UsageError
@@ -28,6 +29,8 @@ from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.record import Recorder
 from deepspeed.simulate.timeline import Timeline
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def _movable_data() -> property:
@@ -59,25 +62,66 @@ def _keys_of_the_device(make: Callable[..., Any]) -> Callable[..., Any]:
     return make_subclass
 
 
-def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The fused kernel, which torch would not choose on a device of others."""
-
-    def attend(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
-        if query.device.type != NAME or attn_mask is not None:
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if enable_gqa and (times := query.shape[-3] // key.shape[-3]) > 1:
-            key, value = (t.repeat_interleave(times, -3) for t in (key, value))
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-
-    return attend
+class _Traced:
+    """In the place of ``torch._subclasses.FakeTensor``, by which libraries ask whether they are being traced: a library
+    that thinks so builds masks, and leaves out looks at values, that a real step has not. Nothing is one.
+    """
 
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
+
+
+def _kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, grouped: bool) -> str:
+    """What torch takes on a CUDA device, by the conditions of ATen's sdp_utils.cpp; only one kernel takes a mask."""
+    half, widths = query.dtype in _HALF, {query.shape[-1], value.shape[-1]}
+    if query.dim() != 4 or query.dtype is torch.float64:
+        return "plain"
+    if mask is None and half and len(widths) == 1 and max(widths) <= 256:
+        return "flash"
+    return "plain" if grouped or any(width % (8 if half else 4) for width in widths) else "efficient"
+
+
+@contextlib.contextmanager
+def _fused_attention(plain_calls: Counter[str]) -> Iterator[None]:
+    """Inside, attention takes a CUDA device's kernels, of which torch chooses none on a device of others, however the
+    function was imported. ``plain_calls`` counts the calls that are plain products there too, by what they are.
+    """
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
+        dropout: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+        kernel = _kernel(query, value, mask, grouped=grouped) if query.device.type == NAME else "host"
+        if kernel == "plain":
+            kind = "grouped " * grouped + "masked " * (mask is not None)
+            plain_calls[f"{kind}{query.dtype} {tuple(query.shape)}"] += 1
+        if kernel in ("plain", "host"):
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return torch.ops.aten._scaled_dot_product_attention_math(
+                query, key, value, mask, dropout, is_causal, **options
+            )[0]
+        if grouped:
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        if kernel == "flash":
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout, is_causal, scale=scale)[0]
+        if mask is not None:
+            if mask.dtype is torch.bool:  # torch makes what is added to the scores first
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+            mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        trains = torch.is_grad_enabled() and query.requires_grad
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, mask, trains, dropout, is_causal, scale=scale)[0]
+
+    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    for key in ("PrivateUse1", "AutogradPrivateUse1"):
+        library.impl("scaled_dot_product_attention", attend, key)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager
@@ -118,10 +162,11 @@ def recording(
             (FakeTensor, "tolist", lambda tensor: recorder.read_list(read_list, tensor)),
             (FakeWork, "wait", lambda work, *_: recorder.work_done(work)),
             (torch.Tensor, "_make_subclass", staticmethod(_keys_of_the_device(torch.Tensor._make_subclass))),
-            (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
+            (torch._subclasses, "FakeTensor", _Traced),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(natives.replaced(recorder))
+        stack.enter_context(_fused_attention(recorder.plain_attention))
         stack.enter_context(MODULE.recorded_by(recorder))
         stack.enter_context(fake)
         torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003

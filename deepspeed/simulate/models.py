@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +15,40 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import UsageError
+from deepspeed.simulate.device import MODULE
 from deepspeed.verify.user_model import default_loss, invented_batch, parts_of, resolve
 
 # What the families call the same thing.
 _NAMES = {
     "width": ("hidden_size", "n_embd", "d_model"),
     "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "inner": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "key_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
 }
-_ALSO = {"key_heads": "num_key_value_heads", "head": "head_dim"}
-# Families whose blocks are ``Layer``'s: with a gate, rotary positions and RMS norms, or without. What else they do
-# (norms of queries, parallel branches, windows) takes next to no time and memory.
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo", "olmo2", "granite")
-_PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "mpt", "bloom", "phi", "starcoder2", "stablelm")
-_TIED = ("gemma", "gemma2", "gpt2", "gpt_neo", "gpt_bigcode", "opt", "mpt", "bloom", "starcoder2")  # unless they say
-_ROTARY = ("gpt_neox", "gptj", "phi", "starcoder2", "stablelm", "bloom", "mpt")  # no table of positions
+# Families whose blocks are ``Layer``'s: with a gate, rotary positions and RMS norms, or without. A step of the model
+# that transformers make is within 2 % of theirs; parallel branches and windows take next to no time and memory.
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "granite")
+_PLAIN = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "starcoder2")
+_TIED = ("gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")  # unless they say
+_PLACED = ("", "gpt2", "gpt_bigcode", "opt")  # a table of positions
+_TWO_HALVES = (
+    "t5",
+    "bart",
+    "pegasus",
+    "marian",
+    "m2m",
+    "blenderbot",
+    "led",
+    "whisper",
+    "encoder-decoder",
+    "prophetnet",
+)
+_GELU_NEW = ("gpt2", "gptj", "phi")  # unless they say
+_ACTIVATED_BY = ("hidden_activation", "hidden_act", "activation_function")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -39,7 +56,9 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 class Shape:
     """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms.
 
-    ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions; ``family``: whose.
+    ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions; ``normed``: queries
+    and keys have norms; ``activation``: as transformers call it, "" for silu with a gate and gelu without.
+    ``family``: whose.
     """
 
     width: int
@@ -53,6 +72,8 @@ class Shape:
     tied: bool = False
     head: int = 0
     placed: bool = True
+    normed: bool = False
+    activation: str = ""
     family: str = ""
 
     @property
@@ -73,15 +94,13 @@ class Subject:
 
 def shape_of(config: dict[str, Any], name: str) -> Shape:
     """The decoder that a Hugging Face configuration describes; UsageError, with what is missing, for another."""
-    given = {key: next((config[n] for n in names if config.get(n)), None) for key, names in _NAMES.items()}
-    if missing := [_NAMES[key][0] for key in ("width", "blocks", "heads", "vocabulary") if not given[key]]:
+    called = {key: next((n for n in names if config.get(n)), "") for key, names in _NAMES.items()}
+    if missing := [_NAMES[key][0] for key in ("width", "blocks", "heads", "vocabulary") if not called[key]]:
         raise UsageError(f"{name} describes no decoder: {', '.join(missing)} is missing")
-    given |= {key: config.get(called) for key, called in _ALSO.items()}
-    for key, value in given.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            called = next((n for n in _NAMES.get(key, ()) if config.get(n)), _ALSO.get(key, key))
-            raise UsageError(f"{name}: {called} must be a whole number from 1 on, not {value!r}")
-    numbers: dict[str, int] = {key: value for key, value in given.items() if value}
+    numbers: dict[str, int] = {key: config[given] for key, given in called.items() if given}
+    for key, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name}: {called[key]} must be a whole number from 1 on, not {value!r}")
     family = str(config.get("model_type", ""))
     gated = family in _GATED
     numbers.setdefault("inner", int(config.get("expansion_ratio", 4)) * numbers["width"])
@@ -91,19 +110,22 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     if ("head" not in numbers and numbers["width"] % heads) or heads % key_heads:
         raise UsageError(f"{name}: {heads} heads ({key_heads} of keys) do not divide {numbers['width']}")
     tied = bool(config.get("tie_word_embeddings", family in _TIED or not family))
-    return Shape(**numbers, gated=gated, tied=tied, placed=not gated and family not in _ROTARY, family=family)
+    by_family = "gelu_new" if family in _GELU_NEW else {"gemma": "gelu", "opt": "relu"}.get(family, "")
+    activation = next((str(config[key]) for key in _ACTIVATED_BY if config.get(key)), by_family)
+    return Shape(
+        **numbers, gated=gated, tied=tied, placed=family in _PLACED, normed=family == "qwen3", activation=activation,
+        family=family,
+    )  # fmt: skip
 
 
-def _refuse_others(config: dict[str, Any], name: str) -> None:
-    """Raise UsageError unless ``Decoder`` has the products and parameters of this family."""
-    family = str(config.get("model_type", ""))
-    others = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
-    fault = f"experts ({others[0]})" if others else f"{family!r}" if family and family not in (*_GATED, *_PLAIN) else ""
-    if fault:
-        raise UsageError(
-            f"{name}: without transformers a plain decoder is simulated, which {fault} is not; install transformers, "
-            f"or give the model itself as module:build. Known: {', '.join(sorted((*_GATED, *_PLAIN)))}"
-        )
+def _gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """The form with tanh (Hendrycks and Gimpel 2016), operation by operation as transformers have it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_new": _gelu_new, "gelu_fast": _gelu_new, "relu": functional.relu, "silu": functional.silu,
+}  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -112,6 +134,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.gqa = shape.heads, shape.channels, shape.key_heads != shape.heads
+        self.norms = nn.ModuleList(nn.RMSNorm(shape.channels) for _ in range(2 if shape.normed else 0))
         bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
         self.query = nn.Linear(shape.width, wide, bias=bias)
         self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
@@ -119,7 +142,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         layers = (self.query, self.key, self.value)
-        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in layers)
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        if self.norms:
+            query, key = self.norms[0](query), self.norms[1](key)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if angles is not None:
             query, key = _rotated(query, *angles), _rotated(key, *angles)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.gqa)
@@ -136,9 +162,11 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(shape.width, shape.inner, bias=bias)
         self.gate = nn.Linear(shape.width, shape.inner, bias=bias) if shape.gated else None
         self.down = nn.Linear(shape.inner, shape.width, bias=bias)
+        self.activation = shape.activation or ("silu" if shape.gated else "gelu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = functional.gelu(self.up(x)) if self.gate is None else functional.silu(self.gate(x)) * self.up(x)
+        activate = _ACTIVATIONS.get(self.activation, functional.gelu)
+        inner = activate(self.up(x)) if self.gate is None else activate(self.gate(x)) * self.up(x)
         out: torch.Tensor = self.down(inner)
         return out
 
@@ -221,15 +249,22 @@ def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool
         raise UsageError(f"{name} is no Hugging Face configuration: it holds no object")
     if isinstance(text := config.get("text_config"), dict):
         config = text
-    if config.get("is_encoder_decoder"):
-        raise UsageError(f"{name} describes an encoder and a decoder; give the model itself as module:build")
+    family = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder", any(part in family.replace("_", "-") for part in _TWO_HALVES)):
+        raise UsageError(f"{name} describes an encoder-decoder ({family!r}); give the model itself as module:build")
     shape = shape_of(config, name)
     length = sequence or min(shape.positions, 4096)
-    if not shape.gated and shape.placed and length > shape.positions:
+    if shape.placed and length > shape.positions:
         raise UsageError(f"{name} has {shape.positions} positions, fewer than the sequence of {length}")
     ours = decoder_subject(name, shape, samples=samples, sequence=length, recompute=recompute)
     if "model_type" not in config or importlib.util.find_spec("transformers") is None:
-        _refuse_others(config, name)
+        others = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+        if others or family not in ("", *_GATED, *_PLAIN):
+            raise UsageError(
+                f"{name}: without transformers a plain decoder is simulated, which "
+                f"{f'experts ({others[0]})' if others else repr(family)} is not; install transformers, or give the "
+                f"model itself as module:build. Known: {', '.join(sorted((*_GATED, *_PLAIN)))}"
+            )
         return ours
     return _transformers(config, ours, recompute=recompute)
 
@@ -241,7 +276,12 @@ def _transformers(config: dict[str, Any], ours: Subject, *, recompute: bool) -> 
         kind = dict(config)
         parsed = transformers.AutoConfig.for_model(kind.pop("model_type"), **kind)
         parsed.use_cache = False
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(parsed, attn_implementation="sdpa")
+        make = transformers.AutoModelForCausalLM.from_config
+        try:
+            model: nn.Module = make(parsed, attn_implementation="sdpa")
+        except ValueError:  # what has none, has plain products
+            model = make(parsed, attn_implementation="eager")
+            MODULE.sink.plain_attention[f"transformers have no other for {config['model_type']!r}"] += 1
         if recompute:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
         return model.train()

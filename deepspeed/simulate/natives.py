@@ -39,7 +39,7 @@ from deepspeed.simulate.events import (
 from deepspeed.simulate.record import Moment, Recorder
 from deepspeed.tier import aio, arena, drive, staging
 from deepspeed.tier.behind import Turn, Worker, next_of
-from deepspeed.zero.update import rates
+from deepspeed.zero.update import staged
 from deepspeed.zero.update.shares import Rates
 
 _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
@@ -50,28 +50,16 @@ _PART = 1 << 28
 _Bytes = Touch | None
 
 
-class _Function:
-    """What ctypes gives for a symbol."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-        self.argtypes: Any = None
-        self.restype: Any = None
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-
 class _Library:
     """What ``try_load`` gives: every ``ds_*`` symbol is the kernel of ``op``, or the one that writes ``beside``."""
 
     def __init__(self, run: Callable[..., int], beside: Callable[..., int] | None = None) -> None:
-        self._function, self._beside = _Function(run), beside
+        self._run, self._beside = run, beside or run
 
-    def __getitem__(self, symbol: str) -> _Function:
-        if symbol.endswith("_beside") and self._beside is not None:
-            return _Function(self._beside)
-        return _Function(lambda _: b"") if symbol.endswith("_error") else self._function
+    def __getitem__(self, symbol: str) -> Callable[..., Any]:
+        if symbol.endswith("_error"):
+            return lambda _: b""
+        return self._beside if symbol.endswith("_beside") else self._run
 
     __getattr__ = __getitem__
 
@@ -335,7 +323,7 @@ def replaced(recorder: Recorder) -> Iterator[None]:
                 "usable",
                 lambda op, columns: all(t.device.type == NAME and t.is_contiguous() for c in columns for t in c),
             ),
-            (rates, "_measure", natives.rates),
+            (staged, "_measure", natives.rates),
             (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
             (content, "crc32c", lambda *_: 0),
             (content, "capture_rng", dict),

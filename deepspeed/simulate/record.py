@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ _FACTORIES = ("empty", "new_", "ones", "zeros", "full", "rand", "arange", "scala
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _LOOKS = ("detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_pinned", "sym_size", "device")
 _WITHOUT_KERNEL = frozenset((*_EMPTY, *_LOOKS, "set_", "resize_"))
+_LOOK_UP = ("embedding", "index", "index_select", "gather")  # read as much as they give
 _INDEX_PUT = ("index_put", "index_put_", "_index_put_impl_")
 _REAL_NUMEL = 4096  # host tensors of so many integers keep their values: counters, sizes, messages
 _FIRST_COMMUNICATOR = 1000
@@ -89,7 +90,7 @@ def _op(func: Any) -> _Op:
     written = tuple(bool(a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments)
     aliased = tuple(a.alias_info is not None for a in schema.arguments)
     view = any(aliased) and not any(written) and all(r.alias_info is not None for r in schema.returns)
-    attention = "attention" in name
+    attention = "attention" in name and any(a.name == "is_causal" for a in schema.arguments)
     product = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
     kind = "attention" if attention else "matmul" if product else "kernel"
     return _Op(name, written, aliased, view, name.startswith(_FACTORIES), kind)
@@ -134,16 +135,10 @@ def _copies(op: _Op, args: Any, out: Any) -> list[tuple[torch.Tensor, torch.Tens
     return pairs if any(_on_host(source) != _on_host(target) for source, target in pairs) else []
 
 
-def _answer(dtype: torch.dtype) -> float | int | bool:
-    """What a tensor reads as, whose values nobody knows: nothing overflowed, nothing is set."""
-    return 0.0 if dtype.is_floating_point else True if dtype is torch.bool else 0
-
-
 class Moment(NamedTuple):
-    """Of the program: the time, also without talks, and what it knows to have happened."""
+    """Of the program: the time, and what it knows to have happened."""
 
     now: float
-    silent: float
     clock: Clock
 
 
@@ -154,8 +149,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fake, self.timeline = fake, timeline
         self.order, self.usage = OrderCheck(), Memory(timeline.machine["device_bytes"])
-        self.silent = Timeline(timeline.machine, talks=False)  # as if the ranks had not to agree on anything
         self.collectives = 0
+        self.plain_attention = Counter[str]()  # calls that no fused kernel takes, by reason
         # what each group of ranks was given, in order: (collective, bytes)
         self.issued = defaultdict[tuple[int, ...], list[tuple[str, int]]](list)
         self.phase = "build"
@@ -165,7 +160,6 @@ class Recorder(TorchDispatchMode):
         self.catch_up: Callable[[float], None] = lambda _: None  # what the thread of an update has begun by then
         self.stores = Stores(self.emit, lambda: self.phase, lambda: self.host)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
-        self.listeners.append(self.silent.feed)
         self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", WORKER: "update", 0: "compute"}
         self._listing = False  # the elements of one list come in one copy, which has been waited for
         self._events = itertools.count(1)
@@ -201,10 +195,10 @@ class Recorder(TorchDispatchMode):
 
     def moment(self) -> Moment:
         """Now."""
-        return Moment(self.timeline.now, self.silent.now, self.order.knows())
+        return Moment(self.timeline.now, self.order.knows())
 
     def _go_to(self, moment: Moment) -> None:
-        self.timeline.now, self.silent.now, _ = moment
+        self.timeline.now = moment.now
         self.order.knows(moment.clock)
 
     @contextlib.contextmanager
@@ -284,8 +278,8 @@ class Recorder(TorchDispatchMode):
                 return tensor.constant.item()
         if not self._listing:
             self._look_at(tensor)
-        value = _answer(tensor.dtype)
-        return float(value) if tensor.dtype.is_floating_point else value
+        # nobody knows the value: nothing overflowed, nothing is set
+        return 0.0 if tensor.dtype.is_floating_point else True if tensor.dtype is torch.bool else 0
 
     def read_list(self, read: Callable[[FakeTensor], Any], tensor: FakeTensor) -> Any:
         """``tensor.tolist()``, of which ``read`` is torch's."""
@@ -468,15 +462,27 @@ class Recorder(TorchDispatchMode):
         return ""
 
 
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes that a kernel reads of it: what is expanded is read once."""
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, stride in shape if stride)
+
+
 def _work(func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> Work:
-    """Arithmetic and bytes of one operation on the device."""
+    """Arithmetic and bytes of one operation on the device. A causal kernel leaves out half of the scores."""
     given = [t for _, v in _arguments(func, args, kwargs) for t in _tensors(v)]
+    made = sum(map(_size, _tensors(out)))
     dtype = _DTYPES.get(given[0].dtype, "") if given else ""
-    sizes = [t.numel() * t.element_size() for t in (*(() if op.factory else given), *_tensors(out))]
+    read = 0 if op.factory else made if op.name in _LOOK_UP else sum(map(_size, given))
     formula = flop_registry.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
     shape: tuple[int, ...] = ()
     if op.kind == "matmul":
         left, right = [t.shape for t in given[-2:]]
         shape = (int(left[-2]), int(left[-1]), int(right[-1]))
-    return Work(op.kind, flops, sum(sizes), dtype, shape)
+    elif op.kind == "attention":
+        query, key = given[1:3] if "backward" in op.name else given[:2]
+        shape = (int(query.shape[-2]), int(key.shape[-2]), int(query.shape[-1]))
+        names = [argument.name for argument in func._schema.arguments]
+        flops /= 2 if dict(_arguments(func, args, kwargs)).get(names.index("is_causal")) else 1
+    return Work(op.kind, flops, read + made, dtype, shape)

@@ -21,9 +21,11 @@ def _largest(sums: dict[Any, float]) -> list[tuple[Any, float]]:
     return sorted(sums.items(), key=lambda item: -item[1])
 
 
-def facts(outcome: Outcome) -> dict[str, Any]:
+def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
     """The numbers, for programs: seconds and bytes."""
     return {
+        "assumed": {name: machine.values[name] for name in sorted(machine.used & machine.assumed)},
+        "plain_attention": outcome.plain_attention,
         "parameters": outcome.parameters,
         "step_seconds": outcome.seconds,
         "phase_seconds": outcome.phases,
@@ -34,11 +36,7 @@ def facts(outcome: Outcome) -> dict[str, Any]:
             {"what": what, "where": where, "times": times, "seconds": outcome.waited.get((what, where), 0.0)}
             for (what, where), times in outcome.waits.most_common()
         ],
-        "agreement": {
-            "messages": outcome.messages,
-            "program_seconds": outcome.agreement_seconds,
-            "exposed_seconds": outcome.agreement_exposed,
-        },
+        "agreement": {"messages": outcome.messages, "program_seconds": outcome.agreement_seconds},
         "device_bytes": {"states": outcome.states, "peak": outcome.peak, "reserved": outcome.reserved}
         | {"retries": outcome.retries}
         | {"building": outcome.build_peak, "at_peak": outcome.at_peak},
@@ -54,17 +52,16 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     memory += [(f"  of it {name}", nbytes) for name, nbytes in _largest(dict(outcome.at_peak)) if nbytes]
     memory += [("reserved by the allocator", outcome.reserved), ("peak while building", outcome.build_peak)]
     memory += [(f"host memory, {place}", nbytes) for place, nbytes in outcome.host.items()]
-    share, agreement = (s / outcome.seconds for s in (outcome.exposed_seconds, outcome.agreement_exposed))
+    share, agreement = (s / outcome.seconds for s in (outcome.exposed_seconds, outcome.agreement_seconds))
     times = [("step", outcome.seconds), *((f"  {name}", seconds) for name, seconds in outcome.phases.items())]
     times += [("exposed transfers", outcome.exposed_seconds)]
     times += [(f"  {n} {label}".rstrip(), seconds) for (n, label), seconds in _largest(outcome.exposed)[:_MOST]]
-    times += [("agreement of the ranks", outcome.agreement_exposed)]
     times += [("device without work from the program", sum(outcome.late.values()))]
     times += [(f"  after {name}", seconds) for name, seconds in _largest(outcome.late)[:_MOST] if name]
     times += [("program busy with its own work", outcome.busy.get(HOST, 0.0))]
     lines = [title, "", *columns([(name, size(nbytes)) for name, nbytes in memory]), ""]
     lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
-    lines += [f"exposed transfers are {share:.1%} of the step, agreement of the ranks is {agreement:.2%}"]
+    lines += [f"exposed transfers are {share:.1%} of the step, agreement of the ranks is at most {agreement:.2%}"]
     lines += [f"the ranks agree by message {outcome.messages} times a step, for {_ms(outcome.agreement_seconds)}"]
     waits = outcome.waits.most_common()
     lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
@@ -78,7 +75,15 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     if over > 0:
         lines += [f"DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])} of {machine.name}"]
     lines += [f"UNORDERED {problem}" for problem in outcome.unordered]
-    return "\n".join(lines)
+    return "\n".join([*lines, *premises([outcome], machine)])
+
+
+def premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
+    """What the times rest on, a line each."""
+    reasons = sorted({reason for outcome in outcomes for reason in outcome.plain_attention})
+    assumed = ", ".join(sorted(machine.used & machine.assumed))
+    lines = [f"attention is computed by plain products, and charged so: {reason}" for reason in reasons]
+    return lines + [f"assumed, not measured: {assumed}"] * bool(assumed)
 
 
 def constants(document: dict[str, Any]) -> list[str]:

@@ -40,8 +40,7 @@ T = TypeVar("T")
 class Outcome:
     """The last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
     ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything. ``agreement_seconds``:
-    of the program, for ``messages``; ``agreement_exposed``: by how much the step would be shorter without them.
-    ``issued``: the collectives of the whole run, by group.
+    of the program, for ``messages``. ``plain_attention``: calls that were plain products, by kind.
     """
 
     parameters: int
@@ -54,7 +53,6 @@ class Outcome:
     busy: dict[int, float]
     messages: int
     agreement_seconds: float
-    issued: dict[tuple[int, ...], list[tuple[str, int]]]
     states: int
     peak: int
     at_peak: dict[str, int]
@@ -63,8 +61,8 @@ class Outcome:
     host: dict[str, int]
     plan: MemoryPlan
     streams: dict[int, str]
+    plain_attention: dict[str, int]
     spans: list[Interval] = field(default_factory=list)
-    agreement_exposed: float = 0.0
     build_peak: int = 0
     left: int = 0
     unordered: list[Unordered] = field(default_factory=list)
@@ -139,16 +137,9 @@ class RankJob:
     steps: int = STEPS
 
 
-def simulate(
-    subject: Subject, config: dict[str, Any], machine: Machine, *, store: dist.Store | None = None, **job: Any
-) -> Outcome:
-    """``subject`` is trained as ``RankJob``, whose other fields are ``job``, says. One process, no data; raises what
-    ``initialize`` raises.
-
-    ``store``: of the job in which each rank is simulated by a process of its own (``together``); without it the others
-    do what this one does.
-    """
-    return run_job(RankJob(config, machine, **job), subject, store=store)
+def simulate(subject: Subject, config: dict[str, Any], machine: Machine, **job: Any) -> Outcome:
+    """Train ``subject`` as ``RankJob``, whose other fields are ``job``, says. Raises what ``initialize`` raises."""
+    return run_job(RankJob(config, machine, **job), subject)
 
 
 def _start(job: RankJob, subject: Subject, config: dict[str, Any], column: Sequence[int] = ()) -> Any:
@@ -184,7 +175,7 @@ def run_job(
     """
     with (
         recording(job.machine, world=job.world, rank=job.rank, keep=job.keep, store=store) as recorder,
-        talking(recorder, peers=store is not None, column=column) as control,
+        talking(recorder, column=column) as control,
         _elsewhere(job.machine, job.config, job.world) as config,
     ):
         engine = _start(job, subject, config, column)
@@ -194,9 +185,9 @@ def run_job(
             recorder.listeners.append(events.append)
         for step in range(job.steps):
             recorder.catch_up(recorder.timeline.end)
-            for restarted in (recorder.usage, recorder.timeline, recorder.silent, control):
+            for restarted in (recorder.usage, recorder.timeline, control):
                 restarted.restart()
-            begin, silent = recorder.timeline.end, recorder.silent.end
+            begin = recorder.timeline.end
             if events is not None:
                 events.clear()
             steps.step(step)
@@ -204,7 +195,6 @@ def run_job(
             recorder.listeners.remove(events.append)
         recorder.catch_up(recorder.timeline.end)
         outcome = _outcome(recorder, engine, begin, control)
-        outcome.agreement_exposed = outcome.seconds - (recorder.silent.end - silent)
         outcome.build_peak = build_peak
         engine.destroy()
         outcome.left = recorder.usage.of(DEVICE).now
@@ -233,12 +223,14 @@ def times_of(timeline: Timeline, begin: float = 0.0) -> dict[str, Any]:
 
 def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) -> Outcome:
     usage = recorder.usage.of(DEVICE)
+    homes: dict[str, tuple[int, ...]] = getattr(engine.module, "tied_homes", dict)()  # of what several ranks hold
+    elsewhere = tuple(name for name, places in homes.items() if places[0] != engine.get_pipeline_parallel_rank())
+    params = [p for name, p in engine.module.named_parameters() if not name.startswith(elsewhere)]
     return Outcome(
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in params),
         **times_of(recorder.timeline, begin),
         messages=control.messages,
         agreement_seconds=control.seconds,
-        issued=dict(recorder.issued),
         states=usage.by_category["states"],
         peak=usage.peak,
         at_peak=dict(usage.at_peak),
@@ -247,4 +239,5 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) ->
         host={place: place_usage.peak for place, place_usage in recorder.usage.places.items() if place != DEVICE},
         plan=engine.memory_plan(),
         streams=dict(recorder.streams),
+        plain_attention=dict(recorder.plain_attention),
     )

@@ -1,10 +1,11 @@
 """The memory of simulated tensors: none is there, but every storage has a size, a place, an address and an end."""
 
 import bisect
+import functools
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -48,24 +49,21 @@ CATEGORIES = {
 }
 
 
-class _Frames:
-    """Frames outside torch and the simulator, with what their code objects are called."""
+@functools.cache
+def _place(code: CodeType) -> tuple[str, str] | None:
+    """What the file and the function are called, None of torch's and the simulator's."""
+    inside = any(part in code.co_filename for part in _TORCH)
+    return None if inside else (code.co_filename.rpartition("/deepspeed/")[2], code.co_name)
 
-    def __init__(self) -> None:
-        self._names: dict[Any, tuple[str, str] | None] = {}
 
-    def site(self, depth: int, frame: FrameType | None) -> Site:
-        places: list[tuple[str, int, str]] = []
-        while frame is not None and len(places) < depth:
-            code = frame.f_code
-            if code not in self._names:
-                file = code.co_filename
-                outside = not any(part in file for part in _TORCH)
-                self._names[code] = (file.rpartition("/deepspeed/")[2], code.co_name) if outside else None
-            if (name := self._names[code]) is not None:
-                places.append((name[0], frame.f_lineno, name[1]))
-            frame = frame.f_back
-        return tuple(places)
+def _site(depth: int, frame: FrameType | None) -> Site:
+    """The innermost frames outside torch and the simulator."""
+    places: list[tuple[str, int, str]] = []
+    while frame is not None and len(places) < depth:
+        if (name := _place(frame.f_code)) is not None:
+            places.append((name[0], frame.f_lineno, name[1]))
+        frame = frame.f_back
+    return tuple(places)
 
 
 class _Store:
@@ -87,7 +85,6 @@ class Stores:
 
     def __init__(self, emit: Callable[[Event], None], phase: Callable[[], str], host: Callable[[], int]) -> None:
         self._emit, self._phase, self._host = emit, phase, host
-        self._frames = _Frames()
         self._stores: dict[int, _Store] = {}
         self._count = 0
         self._addresses: list[tuple[int, _Store]] = []
@@ -97,7 +94,7 @@ class Stores:
 
     def site(self, depth: int = 3) -> Site:
         """Where the program is."""
-        return self._frames.site(depth, sys._getframe(1))
+        return _site(depth, sys._getframe(1))
 
     def touch(self, tensor: torch.Tensor, *, pinned: bool = False) -> Touch:
         """The bytes that the tensor spans."""

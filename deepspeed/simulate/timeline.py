@@ -1,12 +1,14 @@
 """When everything happens on a machine: streams run in order, the program launches ahead until it has to wait.
 
-The length of a launch is its cost alone: kernels and collectives that run side by side do not slow each other.
+The length of a launch is its cost alone, but for kernels beside collectives (``contention``). Which collectives there
+are beside a kernel is known when it is launched: what waits for it, or for nothing that came before, begins later.
 
 Several ranks have a timeline each, and ``Meetings`` in common: a message, or a collective of several of them, begins
 when the last of them has come to it. Until that is known whatever comes behind it waits in the queue of its stream, and
 ``settle`` goes on as far as it can.
 """
 
+import bisect
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -79,15 +81,14 @@ class Timeline:
 
     ``exposed``: seconds that the compute stream stood because of (launch, label) on another stream; ``late``: because
     the program had not launched yet, by what the program had last waited for ("" if for nothing); ``waited``: seconds
-    and times that the program stood, by what and place; ``busy``: seconds of work by stream. ``talks``: the programs
-    of the ranks take time to talk to each other. With ``meetings`` this is ``rank`` of several.
+    and times that the program stood, by what and place; ``busy``: seconds of work by stream. With ``meetings`` this is
+    ``rank`` of several.
     """
 
     def __init__(
-        self, machine: Machine, *, keep: bool = False, talks: bool = True, rank: int = 0,
-        meetings: Meetings | None = None,
-    ) -> None:  # fmt: skip
-        self.machine, self.rank, self._talks, self._meetings = machine, rank, talks, meetings
+        self, machine: Machine, *, keep: bool = False, rank: int = 0, meetings: Meetings | None = None
+    ) -> None:
+        self.machine, self.rank, self._meetings = machine, rank, meetings
         self.now = 0.0  # of the program
         self.exposed = defaultdict[tuple[str, str], float](float)
         self.late = defaultdict[str, float](float)
@@ -103,6 +104,7 @@ class Timeline:
         self._queues = defaultdict[int, deque[_Item]](deque)
         self._counts = Counter[str]()
         self._lost = 0.0  # of the next update, to what the program has done in host memory meanwhile
+        self._links: list[tuple[float, float]] = []  # when collectives run that are not over yet
 
     @property
     def end(self) -> float:
@@ -213,8 +215,6 @@ class Timeline:
         return self._meetings is not None and self._meetings.joins(ranks)
 
     def _talk(self, event: Talk) -> bool:
-        if not self._talks:
-            return True
         if event.channel and self._meetings is not None and self._joins(event.ranks):
             number = self._counts[event.channel] + 1
             begin = self._meetings.begin(event.channel, number, self.rank, event.ranks, self.now)
@@ -279,8 +279,12 @@ class Timeline:
             if begin is None:
                 return False
             start = begin
+        if event.work.kind == "collective":
+            bisect.insort(self._links, (start, start + seconds))
         if event.stream == COMPUTE and item.given > ready:
             self.late[self._stood] += item.given - ready
+        if event.stream == COMPUTE and not self.machine.on_host:
+            seconds = self._beside_links(start, seconds)
         self.busy[event.stream] += seconds
         self._ready[event.stream] = _Mark(start + seconds, (event.name, event.label))
         if event.stream == COMPUTE:
@@ -290,6 +294,19 @@ class Timeline:
         if self.spans is not None:
             self.spans.append(Interval(event.stream, event.name, event.label, start, seconds))
         return True
+
+    def _beside_links(self, start: float, seconds: float) -> float:
+        """What a kernel takes: a collective beside it has some of the processors and of the memory's rate."""
+        self._links = [link for link in self._links if link[1] > start]
+        at, left, rate = start, seconds, 1 - self.machine["contention"]
+        for begin, end in self._links:
+            alone = max(0.0, begin - at)
+            if alone >= left:
+                break
+            at, left = max(at, begin), left - alone
+            beside = max(0.0, min(left, (end - at) * rate))
+            at, left = at + beside / rate, left - beside
+        return at + left - start
 
     def _wait(self, event: Wait, given: float) -> bool:
         mine = self._at(event.stream)

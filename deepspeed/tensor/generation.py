@@ -42,11 +42,9 @@ class _Replacement(NamedTuple):
 
 
 def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int, rank: int = 0) -> TensorPlan:
-    """How ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules, with the numbers of
-    one of them. Changes nothing.
+    """How ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules. Changes nothing.
 
-    Raises DeepSpeedConfigError where nothing can be split, or heads cannot be dealt out; NotYetError for weights that
-    are codes, and for what cannot be split.
+    DeepSpeedConfigError where nothing, or no heads, can be split; NotYetError for weights that are codes.
     """
     for name, param in model.named_parameters():
         if is_composed(param) or not castable(param.dtype):
@@ -120,7 +118,6 @@ class PartsForGeneration:
         """The ranks that share layers."""
         return self._shared.group
 
-    # -- weights --------------------------------------------------------------------------------------------------
     def check(self, model: nn.Module) -> None:
         """UsageError where ``model`` has other parameters than when the parts were made."""
         if self._parts.keys() != {*model.parameters()}:
@@ -130,9 +127,7 @@ class PartsForGeneration:
             )
 
     def marks(self, model: nn.Module) -> Marks | None:
-        """What tells whether weights and buffers at rest on this rank are those of before, however they were written.
-        None: they rest on a drive, and are not read for it.
-        """
+        """What differs once weights or buffers at rest on this rank are written; None where they rest on a drive."""
         tensors = dict(model.named_parameters())
         units = units_of(tensors)
         if any(unit.on_drive(StateKind.PARAM) for unit in units):
@@ -170,9 +165,7 @@ class PartsForGeneration:
         )
 
     def take(self, engine: Any, marks: Marks | None) -> None:
-        """The weights of ``engine``, as they are now, come to the parts; its buffers as the first rank of the group
-        has them.
-        """
+        """Give the parts the weights of ``engine`` as they are now, and the buffers of the first rank of the group."""
         self._taken = None
         if self._moves is None:
             # buffers, which no layout cuts, are not in the target
@@ -194,7 +187,6 @@ class PartsForGeneration:
             point(part, _hollow(part, tuple(part.shape), self._device))
         self._taken, self._buffers, self.filled = None, [], False
 
-    # -- generating -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, the model computes by the parts."""

@@ -1,7 +1,6 @@
 """Which layers of a model are split, and how: by rules of the user's, by the model's own plan, or by their names.
 
-What no rule names stays whole on every rank, which is always right: outside the split layers every tensor-parallel rank
-computes the same.
+What no rule names stays whole on every rank, which is always right: all ranks compute the same there.
 """
 
 import re
@@ -106,8 +105,7 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 class Planner:
     """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``, with the numbers of
-    ``rank``. ``others``: names of parameters of other stages, which rules may be meant for; None: they are not known.
-    ``key``: what asks for it.
+    ``rank``. ``others``: parameters of other stages, for which rules may be; None: not known. ``key``: who asks.
     """
 
     def __init__(
@@ -152,7 +150,6 @@ class Planner:
             )
         return self.plan
 
-    # -- the user's rules -----------------------------------------------------------------------------------------
     def _by_rules(self) -> Iterator[tuple[str, Split]]:
         kind = str(getattr(self.config, "model_type", "")).lower()
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
@@ -202,7 +199,6 @@ class Planner:
             )
         return sizes if len(sizes) > 1 else ()
 
-    # -- the model's own plan -------------------------------------------------------------------------------------
     def _by_own_plan(self) -> Iterator[tuple[str, Split]]:
         on_top = getattr(self.model, "tp_plan", None) or getattr(self.model, "_tp_plan", None) or {}
         base = getattr(self.config, "base_model_tp_plan", None) or {}
@@ -223,7 +219,6 @@ class Planner:
                 else:
                     yield path, Split(way, whole)  # type: ignore[arg-type]
 
-    # -- names ----------------------------------------------------------------------------------------------------
     def _children(self, path: str) -> dict[str, str]:
         """Names of the linear layers right inside, with their paths."""
         prefix = f"{path}." if path else ""
@@ -303,7 +298,6 @@ class Planner:
                 self.plan.splits[other] = Split("sum")
         return True
 
-    # -- heads ----------------------------------------------------------------------------------------------------
     def _heads_of(self, path: str) -> tuple[int | None, int | None, int | None]:
         """Heads, heads of keys and values, and features of a head."""
         module, names = self.modules[path], self._children(path)
@@ -362,7 +356,6 @@ class Planner:
         module = self.modules[path]
         self.plan.numbers += [(module, n, local) for n in names if module.__dict__.get(n) == value and local != value]
 
-    # -- vocabulary -----------------------------------------------------------------------------------------------
     def _vocabulary(self) -> Iterator[tuple[str, Split]]:
         """Embedding and output head, where the model has both as modules of torch's."""
         heads = [path for path in self.linears if path.rpartition(".")[2] in self.rules.lm_head_patterns]

@@ -103,7 +103,6 @@ def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall)
     return prompt, prompt + new if new is not None else max(prompt, most or 0)
 
 
-# -- one batch --------------------------------------------------------------------------------------------------------
 class OneBatch(NamedTuple):
     """``call``: the prompts of all ranks, filled up on the left to ``width`` tokens; ``rows``: of the first rank, the
     second and so on; ``tokens``: of each rank's prompts. ``ends``, ``fill``: tokens that end a row, and follow that.

@@ -29,8 +29,7 @@ class Recorded:
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
     """Record that ``tp_size`` ranks share the layers of ``model``, which ``initialize`` will split. Returns ``model``.
 
-    ``tp_group``: their process group. Raises DeepSpeedConfigError (a ValueError) for a size below 1, and where the same
-    model was recorded otherwise before.
+    ``tp_group``: their process group. Raises DeepSpeedConfigError for a size below 1, or another than before.
     """
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise DeepSpeedConfigError(f"tp_model_init: tp_size is a number of ranks, at least 1, not {tp_size!r}")

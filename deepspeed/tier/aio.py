@@ -1,8 +1,7 @@
 """Asynchronous reads and writes between host tensors and files.
 
 ``AioEngine`` hands transfers to csrc/aio (io_uring, else libaio, else threads); where that cannot be compiled, Python
-threads do them. Bytes go through O_DIRECT as far as offset, address and length allow it; the rest goes through the page
-cache.
+threads do them. Bytes go through O_DIRECT where offset, address and length allow it, else through the page cache.
 """
 
 import contextlib
@@ -217,8 +216,8 @@ class FileTransfer(Transfer):
         self._tensor: torch.Tensor | None = tensor
         self._what = f"{'writing' if write else 'reading'} {self.nbytes} bytes at offset {offset}"
         self._lock = threading.Lock()
-        # Lists that C code appends to: a signal handler that raises (Ctrl-C) between a call's return and an assignment
-        # would lose the value.
+        # Lists that C code appends to: a handler that raises (Ctrl-C) between a return and an assignment would lose
+        # values.
         self._ticket, self._code = list[int](), list[int]()
         with self._lock:
             # Known to both before either is asked whether it is open: closing them waits for what it finds.

@@ -107,7 +107,7 @@ def _end(engine: AioEngine, pending: deque[Iterator[None]], locked: dict[int, Te
 class aio_handle(AbstractContextManager["aio_handle"]):
     """Reads and writes of whole tensors, from and to byte ``file_offset`` of a file; one thread uses it.
 
-    A buffer is contiguous; one on a device travels through host memory. A file is a name (``filename``) or an open
+    A buffer is contiguous; a device's travels through host memory. A file is a name (``filename``) or an open
     descriptor (there, or as ``fd``), which stays open. The ``sync`` calls return 1, the ``async`` ones 0, with
     :meth:`wait` to follow before the buffer is touched. A failure raises: an OSError that names the file, or
     FileMismatchError where the file has too few bytes. Nothing depends on alignment, but bytes travel fastest where
@@ -117,8 +117,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
     that gives other bytes.
 
     ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and
-    ``overlap_events`` are kept and returned only: requests are submitted together, and as room comes free. Close it, or
-    let it be collected.
+    ``overlap_events`` are kept and returned only: requests are submitted together, as room comes free.
     """
 
     def __init__(
@@ -204,9 +203,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
             self._ended.append(_finish(self._pending.popleft()))
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """``num_elem`` zeros of the example's dtype at a multiple of 4096, in page-locked memory. Where locking is
-        refused it is ordinary memory, and one line in the log says so.
-        """
+        """``num_elem`` zeros of the example's dtype at a multiple of 4096, page-locked where that is allowed."""
         memory = aligned_empty(num_elem, dtype=example_tensor.dtype)
         try:
             memory = get_accelerator().pin_memory(memory)

@@ -69,6 +69,9 @@ class Turn(Transfer):
     def done(self) -> bool:
         return self._ended.is_set()
 
+    def failed(self) -> bool:
+        return self.done() and self._worker.failure is not None
+
 
 class Worker:
     """Takes turns for a program whose tensors are on ``device``, in a thread that begins with the first of them and
@@ -83,10 +86,8 @@ class Worker:
         self._ident: int | None = None
         self._close: Callable[[], object] = lambda: None
         self._last: Turn | None = None
-        self.busy = False  # somebody may have to wait
         self.announced = False  # the other ranks have heard of a failure
         self.serves = False  # a failure keeps nobody from what other ranks wait for
-        self.agreed: dict[tuple[object, ...], object] = {}  # what all ranks know to be there, of which update
 
     @property
     def stream(self) -> Any:
@@ -99,7 +100,7 @@ class Worker:
 
     def hand_over(self, call: Callable[[], Transfer], *, place: int = 0, after: Transfer = ARRIVED) -> Turn:
         """Have ``call`` made, whose transfer is waited for by ``stream``: see [Note: behind]."""
-        self._last, self.busy = (turn := Turn(self, call, place, after)), True
+        self._last = turn = Turn(self, call, place, after)
         self._pass(turn)
         return turn
 
@@ -121,6 +122,11 @@ class Worker:
                 "of two steps; load a checkpoint, or start again from one"
             ) from self.failure
 
+    def fail_everywhere(self, error: Exception) -> None:
+        """All ranks know that a call has failed on one of them, by ``error``: raise that, as ``check`` does."""
+        self.announced, self.failure = True, self.failure or error
+        self.check()
+
     def forget(self) -> None:
         """End the thread, when it has done all that was handed over, and forget how that ended."""
         with contextlib.suppress(UsageError):
@@ -128,8 +134,7 @@ class Worker:
                 self._last.wait()
         self._close()
         self.failure = self._last = self._ident = None
-        self.agreed.clear()
-        self._turns, self.busy, self.announced = _Waiting(), False, False
+        self._turns, self.announced = _Waiting(), False
 
 
 class _Waiting:

@@ -11,9 +11,8 @@ from deepspeed.tier.transfer import Transfer
 
 class Staging:
     """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
-    Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
-    better than a hang. Memory is the ``arena``'s, which locks its pages with ``pin`` where it can. Several threads may
-    use it.
+    Who takes while all are out gets one more, freed afterwards: memory beyond the promise is better than a hang. Memory
+    is the ``arena``'s, which locks its pages with ``pin`` where it can. Several threads may use it.
     """
 
     def __init__(self, count: int, *, arena: Arena | None = None, pin: bool = False) -> None:

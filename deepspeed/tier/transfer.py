@@ -7,8 +7,7 @@ class Transfer:
     """Bytes on their way. This one has arrived.
 
     ``wait`` may be called any number of times and raises what went wrong; ``done`` says whether it would return at
-    once; ``nbytes`` is the price. Whatever the transfer reads or writes stays alive, and untouched by others, until it
-    has ended.
+    once; ``nbytes`` is the price. What the transfer reads or writes stays alive and untouched by others until then.
     """
 
     nbytes = 0
@@ -19,6 +18,10 @@ class Transfer:
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return True
+
+    def failed(self) -> bool:
+        """Whether it has ended, and ``wait`` raises."""
+        return False
 
 
 class Several(Transfer):

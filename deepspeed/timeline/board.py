@@ -29,9 +29,7 @@ Facts = dict[str, Any]
 
 
 class Board:
-    """The thread of one rank. ``store``: None for one rank alone. ``file``: on the first rank. ``factor`` and ``steps``
-    are those of ``slow_ranks``. ``drive_bytes``: how many of this rank are on drives.
-    """
+    """Thread of one rank. ``store`` None: alone. ``file``: on the first. ``factor``, ``steps``: of ``slow_ranks``."""
 
     def __init__(
         self,
@@ -76,9 +74,7 @@ class Board:
                 self.file.write(kind, **facts)
 
     def close(self, *, wait: bool = True, error: str = "") -> None:
-        """The last words of this rank; on the first one also of the others, as far as they come. ``wait``: for the
-        device, until it has passed the last update. ``error``: what ended the run.
-        """
+        """The last words of this rank, on the first of all; ``wait`` for the device. ``error``: what ended the run."""
         if self._over.is_set() or os.getpid() != self._owner:
             return
         self._over.set()
@@ -94,7 +90,6 @@ class Board:
             self.file.close(error)
             self._complain()
 
-    # -- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         get_accelerator().set_device(self._device)  # a new thread stands on the first one
         while not self._over.wait(self._beat_s):

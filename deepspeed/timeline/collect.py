@@ -40,9 +40,7 @@ def rows_of(
 
 
 def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_out: int) -> None:
-    """Write ``rows`` of all members to ``path``, on the first one, one member after the other; ``title`` names this
-    one, of whose spans ``left_out`` had no room. Collective. Raises OSError on the first.
-    """
+    """Write the ``rows`` of all, by ``title``, to ``path``; ``left_out`` had no room. Collective. Raises OSError."""
     content = json.dumps([title, rows, left_out]).encode()
     if group.index and not group.alike:
         Wire(group).number(0)  # its turn

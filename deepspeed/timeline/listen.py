@@ -2,7 +2,7 @@
 
 Nothing of the engine knows of a listener: for as long as there is one, methods of living objects are replaced by ones
 that call them and note when (``Wraps``), and the listeners of process groups have one more. So an engine that nobody
-watches does not even ask whether somebody does.
+watches pays nothing.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.tier.transfer import Transfer
 from deepspeed.timeline.spans import COLLECTIVES, COMPUTE, PHASES, PREFETCH, TIERS, WAITS, MarkClock, StepSpans
 from deepspeed.zero.hooks import inside_backward, tensors_in
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.unit import UnitState
 
 _MOST = 20_000  # spans of one step
 # What one note costs, in situ, where every call meets cold caches (benchmarks/observe.py), and the share of the time of
@@ -207,19 +207,19 @@ class Listener:
             self._beside -= beside
         return _Watched(transfer, self, f"{what} {self._unit or 'a unit'}") if transfer.nbytes else transfer
 
-    def _for_unit(self, method: Callable[..., Any], unit: Any, **kwargs: Any) -> Any:
+    def _for_unit(self, method: Callable[..., Any], unit: Any, *args: Any) -> Any:
         """What is issued in this call is for ``unit``."""
         before, self._unit = self._unit, self._title(unit)
         try:
-            return method(unit, **kwargs)
+            return method(unit, *args)
         finally:
             self._unit = before
 
     def _title(self, unit: Any) -> str:
         return self._titles.get(unit.index) or self._titles.setdefault(unit.index, unit.title)
 
-    def _publication(self, method: Callable[..., Any], units: list[Any]) -> Any:
-        made = method(units)
+    def _publication(self, method: Callable[..., Any], units: list[Any], **how: Any) -> Any:
+        made = method(units, **how)
         sent = any(g.size > 1 for u in units for g in u.mesh.groups)
         whole = sent and any(not u.movable for u in units)
         if whole:  # of these the values are gathered at once, and waited for at the end
@@ -264,7 +264,7 @@ class Listener:
         engine, details = self._engine, self._details
         self._detailed = True
         self.wake()
-        details.put(engine.runtime, "_gather", self._for_unit)
+        details.put(engine.runtime.order, "_gather", self._for_unit)
         details.put(engine.runtime.gradients, "reduce", self._for_unit)
         hooks, units = engine._parts.hooks, engine.runtime.units
         names = {module: name for name, module in engine.module.named_modules()}

@@ -145,9 +145,7 @@ class Observer:
             self._wraps.on_close(logger.removeHandler, handler)
 
     def close(self, *, script_ends: bool = False) -> None:
-        """The engine ends: the last words of this rank. ``script_ends``, and has not destroyed the engine: without the
-        other ranks, and without a wait for a device that an error may have stopped.
-        """
+        """The last words of this rank. ``script_ends`` without ``destroy``: alone, without a wait for the device."""
         if self._engine is None or os.getpid() != self._owner:  # a fork is no rank
             return
         atexit.unregister(self._at_exit)

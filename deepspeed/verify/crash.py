@@ -186,9 +186,8 @@ def check_crashes(driver: Driver) -> int:
     options = driver.options
     seed = options.seed
     top = tempfile.mkdtemp(prefix="ds_verify_crash_", dir=options.folder)
-    background = vars(options)["async"]
-    witness = Witness(Path(top), background)
-    job = SavingJob(top, options.ranks, options.stage, background)
+    witness = Witness(Path(top), options.background)
+    job = SavingJob(top, options.ranks, options.stage, options.background)
     try:
         messages = live(replace(job, background=False, saves=_MEASURED), witness)
         save_s = statistics.median_high(m[2] for m in messages if m[0] == "saved")  # until the checkpoint has its name

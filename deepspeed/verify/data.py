@@ -10,7 +10,6 @@ import deepspeed
 from deepspeed.verify.driver import Driver, Finding
 from deepspeed.verify.ranks import scratch
 
-SAMPLES = 997  # a prime: no number of ranks divides it
 _SHOWN = 8
 _WIDTH = 4
 
@@ -83,10 +82,10 @@ def check_data(driver: Driver) -> int:
     options = driver.options
     samples, workers = options.samples, options.workers
     steps = -(-samples // (options.save_n * options.batch))
-    if options.at is not None and options.at > steps:
+    if options.epoch_at is not None and options.epoch_at > steps:
         size = f"{options.save_n} x {options.batch}"
-        raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {size}")
-    at = max(1, steps // 3) if options.at is None else options.at
+        raise ValueError(f"--at {options.epoch_at}: an epoch of {samples} samples has {steps} steps of {size}")
+    at = max(1, steps // 3) if options.epoch_at is None else options.epoch_at
     runs = []
     with scratch() as folder:
         for world, until, end in ((options.save_n, at, "saved"), (options.load_n, None, "end of the epoch")):

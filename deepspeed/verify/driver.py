@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, TextIO
 
 from deepspeed.config.parse import read_config_source
@@ -79,3 +81,14 @@ class Driver(contextlib.ExitStack):
         """Print the last line; return the exit code."""
         self.say(f"\n{text}: {f'{self._failed} FAIL' if self._failed else fine}")
         return 1 if self._failed else 0
+
+
+def run_gate(module: str, function: str, options: argparse.Namespace) -> int:
+    """Run a gate with standard output for its rows; return the exit code. Raises ValueError for wrong input."""
+    with Driver(options, sys.stdout) as driver:
+        try:
+            code: int = getattr(import_module(f"deepspeed.verify.{module}"), function)(driver)
+            return code
+        except (Finding, RankFailure) as failure:
+            driver.say(f"{failure}\nFAIL")
+            return 1

@@ -19,13 +19,12 @@ import deepspeed
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
+from deepspeed.verify import STEPS
 from deepspeed.verify.driver import Driver, RowResult, aligned, config_of
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
 from deepspeed.verify.user_model import case_of
 
-TOLERANCE = 1e-6
-STEPS = 3
 KINDS = ("loss", "grad", "norm", "param")
 COLUMNS = ("model", "stage", "bucket", "overlap", "accum", *KINDS)
 WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8)

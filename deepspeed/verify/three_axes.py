@@ -23,8 +23,6 @@ from deepspeed.verify.runs import hash_of
 from deepspeed.verify.schedule import usual_chunks
 from deepspeed.verify.user_model import case_of
 
-TOLERANCE = 2e-6  # another processor adds in another order: 1.03e-6 was seen
-STEPS = 3
 CLIP = 0.5
 MATRIX_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 WIDTHS = (2, 2, 2, 4, 13, 8, 8, 8, 8)

@@ -2,6 +2,7 @@
 
 from types import ModuleType as _Module
 
+from deepspeed.zero.attributes import ZeroParamType as ZeroParamType
 from deepspeed.zero.client.gathered import (
     GatheredParameters as GatheredParameters,
     register_external_parameter as register_external_parameter,
@@ -10,6 +11,6 @@ from deepspeed.zero.client.gathered import (
 )
 from deepspeed.zero.client.init import Init as Init
 from deepspeed.zero.client.tiled import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
-from deepspeed.zero.param import ZeroParamStatus as ZeroParamStatus, ZeroParamType as ZeroParamType
+from deepspeed.zero.param import ZeroParamStatus as ZeroParamStatus
 
 __all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]

@@ -17,18 +17,19 @@ from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
+from deepspeed.zero.attributes import mark_zero_parameter
 from deepspeed.zero.client.mapped import agreed_files, say_full_load, values_from_files
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.optim_view import OptimView, attach, build_views
 from deepspeed.zero.param import (
     Piece,
     castable,
     expose,
     is_composed,
     local_of,
-    mark_zero_parameter,
     move_composed,
     part_of,
     pieces_of,
@@ -40,7 +41,7 @@ from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.columns import most_chosen, width_of
+from deepspeed.zero.update.registry import build_policy
 from deepspeed.zero.update.shares import every_so_many
 
 
@@ -92,6 +93,7 @@ class ZeroParts:
     tiers: Tiers
     memory: MemoryPlan
     shared: set[nn.Parameter]  # that another engine keeps, or kept
+    views: list[OptimView]  # what the optimizer sees
 
 
 def build(
@@ -100,14 +102,17 @@ def build(
     facts: UnitFacts,
     *,
     rules: BuildRules,
-    group_of: dict[nn.Parameter, int] | None,
+    optimizer: torch.optim.Optimizer | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
     """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of``: of single ones.
 
-    ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
-    optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
+    ``optimizer``: its groups hold the trained parameters, and views of the masters afterwards; None when nothing will
+    be trained (no gradients, no optimizer state). Values come from the first rank. Raises DivergenceError when ranks
+    hold different models.
     """
+    groups = optimizer.param_groups if optimizer is not None else []
+    group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     mesh = facts.mesh
     check_same_model(model, mesh)
     files = agreed_files(model, mesh)
@@ -115,23 +120,19 @@ def build(
         hostmem.return_large_blocks()
     shared = _shared(model, rules)
     born_sharded = any(hasattr(p, "_ds_unit") and p not in shared for p in model.parameters())
-    trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
+    trained = [p for p in model.parameters() if p.requires_grad and p in group_of]
     facts_of = facts_of or (lambda *_: facts)
     parts = partition(model, plan, mesh.tp.size, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
-    layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
+    layouts = [_layout_of(spec, plan, rules, group_of) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))
     placed = [p for p in model.parameters() if p not in files and p not in shared and not is_composed(p)]
     fitted = _fitted(placed, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
-        # on every rank, or an error on every rank, as the others would wait
-        failure = tiers.open(fitted.rows, fitted.memory, width=max(s.rest.itemsize for s in parts.units))
-        if failures := collectives.failures(failure, mesh.job):
-            tiers.close()
-            rank, text = next(iter(failures.items()))
-            raise failure or UsageError(f"{mesh.title(rank)}: {text}")
-    units, heap = [], hostmem.HeapTrimmer()
+        _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
+    heap = hostmem.HeapTrimmer()
+    units: list[Unit] = []
     for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
         unit = _bare_unit(index, spec, layout, row)
         values = values_from_files(unit, rules.device, files, mesh=mesh)
@@ -146,11 +147,31 @@ def build(
     heap.trim()
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, accum=rules.accum_dtype, device=rules.device)
+    views = [] if optimizer is None else _train_by(optimizer, runtime, tiers)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
-    hooks.awaited = {p for p in group_of or () if not p.requires_grad}
+    hooks.awaited = {p for p in group_of if not p.requires_grad}
     for param in shared:
         vars(param).setdefault("_ds_readers", WeakSet()).add(runtime)
-    return ZeroParts(runtime, hooks, born_sharded, tiers, fitted.memory, shared)
+    return ZeroParts(runtime, hooks, born_sharded, tiers, fitted.memory, shared, views)
+
+
+def _train_by(optimizer: torch.optim.Optimizer, runtime: Runtime, tiers: Tiers) -> list[OptimView]:
+    """Let ``optimizer`` see views of the units, and update them by the policy of the plan; the views."""
+    offload = runtime.plan.offload
+    views = build_views(runtime.units, len(optimizer.param_groups), tile_numel=offload.tile_numel)
+    attach(optimizer, views)
+    runtime.train_by(optimizer, build_policy(runtime, optimizer, views, offload.update, tiers))
+    return views
+
+
+def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
+    """Open the drives on every rank, or raise on every rank, as the others would wait. Collective."""
+    failure = tiers.open(fitted.rows, fitted.memory, width=width)
+    failed = collectives.failures(failure, mesh.job)
+    if failed:
+        tiers.close()
+        rank, text = next(iter(failed.items()))
+        raise failure or UsageError(f"{mesh.title(rank)}: {text}")
 
 
 def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
@@ -176,14 +197,14 @@ def _fitted(
     sizes: list[UnitSize] = []
     specs = [spec for spec, _ in units]
     trained = [s.numel if s.trainable else 0 for s in specs]
-    by_device = every_so_many(trained, plan.offload.device_share or 0.0)
+    by_device = every_so_many(trained, plan.offload.device_share)
     for (spec, layout), chosen in zip(units, by_device, strict=True):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
         if chosen and row.optim is not None and row.optim.away:
-            row = row.updated_on_device(travels=plan.offload.travel)
+            row = plan.offload.update.row(row)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
-        size = UnitSize(layout.numel, spec.rest.itemsize, row, largest)
-        sizes.append(_with_columns(size, layout, plan, [group.size for group in mesh.groups]))
+        shapes = tuple((segment.offset, segment.shape) for segment in layout.segments)
+        sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest, shapes))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
@@ -199,18 +220,6 @@ def _fitted(
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted
-
-
-def _with_columns(size: UnitSize, layout: FlatLayout, plan: ZeroPlan, ways: list[int]) -> UnitSize:
-    """The same with what the device updates of it, where it chooses columns."""
-    optim = size.row.optim
-    if plan.offload.columns is None or optim is None or not optim.away:
-        return size
-    parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
-    places = [(segment.offset, segment.shape) for segment in layout.segments]
-    chosen, columns = most_chosen(places, layout.numel, parts=parts, ratio=plan.offload.columns.ratio)
-    compared = sum(width_of(shape) for _, shape in places if len(shape) > 1)
-    return replace(size, chosen=chosen, columns=columns, compared=compared)
 
 
 def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:
@@ -297,7 +306,7 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
             source.forget(param)
         elif beside:
             collectives.broadcast(view, unit.mesh.zero)
-        expose(param, torch.empty(0, dtype=dtype, device=device))
+        expose([param], [torch.empty(0, dtype=dtype, device=device)])
         param.grad = None
     for source in sources.values():
         if all(getattr(p, "_ds_unit", None) is not source for p in source.params):
@@ -366,9 +375,9 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
             continue
         unit.fetch_whole()
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            part, place = Unit.view(unit.full, segment), vars(param).pop("tp_was_whole", None)
+            part, place = Unit.view(unit.buffer.full, segment), vars(param).pop("tp_was_whole", None)
             place = place if together else None  # it stays a part
-            expose(param, whole_of(part, place, unit.mesh.tp).clone())
+            expose([param], [whole_of(part, place, unit.mesh.tp).clone()])
             if place is not None:
                 del param.tp_place  # type: ignore[attr-defined]
             unit.forget(param)

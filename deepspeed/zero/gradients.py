@@ -25,9 +25,9 @@ from deepspeed.zero.param import (
     usual_owners,
     written_gradients,
 )
-from deepspeed.zero.partition import GradState
 from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier, ZeroPlan
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.window import GradState
 
 
 class _Target(NamedTuple):
@@ -73,10 +73,8 @@ class Gradients:
         self._shown: dict[Unit, list[torch.Tensor]] = {}
         self.written = False  # a client has written gradients by hand
         self.clipped_by_client = False  # who has been told that this clips nothing
-        # A policy of the update's: it reads the last rest gradient before the next one comes, and sees this one, in
-        # memory of the device, on its way to the host.
-        self.before: Callable[[Unit], None] = lambda _: None
-        self.seen: Callable[[Unit, torch.Tensor], None] = lambda *_: None
+        # Called with a gradient of the device on its way to the host, on the stream of that.
+        self.sent: Callable[[Unit, torch.Tensor], None] = lambda *_: None
         for unit in units:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
@@ -87,13 +85,17 @@ class Gradients:
         grad = take_gradient(param)
         if grad is None:
             return
-        dtype, factor = self._partial_dtype(unit), unit.facts.before * self.scale
-        if owners(grad) == self._alone and _is_whole_sum(unit, grad, dtype):
-            unit.open_partial(dtype, begin=grad.view(-1)).mul_(factor)
-            unit.note_packed(position)
-            return
-        target = unit.view(unit.open_partial(dtype), segment)
-        if position in unit.fired:
+        factor = unit.facts.before * self.scale
+        partial = unit.window.partial
+        if partial is None:
+            dtype = self._partial_dtype(unit)
+            if len(unit.params) == 1 and owners(grad) == self._alone and _is_whole_sum(unit, grad, dtype):
+                unit.window.open(dtype, unit.device, begin=grad.view(-1)).mul_(factor)
+                unit.window.note_packed(position)
+                return
+            partial = unit.window.open(dtype, unit.device)
+        target = partial[segment.offset : segment.stop].view(segment.shape)
+        if position in unit.window.fired:
             target.add_(grad, alpha=factor)
         elif grad.dtype == target.dtype:
             torch.mul(grad, factor, out=target)
@@ -101,7 +103,7 @@ class Gradients:
             target.copy_(grad)
             if factor != 1.0:
                 target.mul_(factor)
-        unit.note_packed(position)
+        unit.window.note_packed(position)
         # Without a factor further gradients need no call of ours each. Of a DTensor every one is looked at.
         plain = unit.facts.before == self.scale == 1.0 and target.dtype is param.dtype and local_of(param) is param
         if self._passing and plain:
@@ -119,8 +121,8 @@ class Gradients:
         self._passing = self.hold = False
         alone = storage_uses(torch.empty(1))
         for unit in self._take_sums():
-            if unit.partial is not None and storage_uses(unit.partial) > alone:
-                unit.restore_partial(unit.partial.clone(), unit.fired)
+            if unit.window.partial is not None and storage_uses(unit.window.partial) > alone:
+                unit.window.restore(unit.window.partial.clone(), unit.window.fired)
 
     def _take_sums(self) -> set[Unit]:
         """Take the sums out of ``.grad``; whose they were."""
@@ -129,14 +131,14 @@ class Gradients:
             (index, position), place = self.adding.popitem()
             _take(self._units[index].params[position], place)
         for unit in shown:
-            if unit.facts.before != 1.0 and unit.partial is not None:
-                unit.partial.mul_(unit.facts.before)
+            if unit.facts.before != 1.0 and unit.window.partial is not None:
+                unit.window.partial.mul_(unit.facts.before)
         return shown
 
     def _show_sum(self, unit: Unit, partial: torch.Tensor) -> None:
         if unit.facts.before != 1.0:
             partial.div_(unit.facts.before)
-        for position in unit.fired:
+        for position in unit.window.fired:
             param = unit.params[position]
             place = gradient_like(param, unit.view(partial, unit.layout.segments[position]))
             self.adding[unit.index, position] = place
@@ -148,8 +150,9 @@ class Gradients:
             self._take_sums()  # what is packed goes to the same sums
         for unit in self._units:
             if unit.trainable and unit not in self._shown:
-                if unit.facts.tie and unit.grad_state is GradState.EMPTY and self.reduces_now(unit):
-                    unit.open_partial(self._accum_dtype(unit))  # other stages may have a gradient: all take part
+                if unit.facts.tie and unit.window.state is GradState.EMPTY and self.reduces_now(unit):
+                    # Other stages may have a gradient: all take part.
+                    unit.window.open(self._accum_dtype(unit), unit.device)
                 for position in written_gradients(unit.params):
                     if (unit.index, position) not in self.adding:
                         self.written = True
@@ -157,7 +160,7 @@ class Gradients:
         return self.any()
 
     def _partial_dtype(self, unit: Unit) -> torch.dtype:
-        return unit.facts.wire or unit.full.dtype if self.reduces_now(unit) else self._accum_dtype(unit)
+        return unit.facts.wire or unit.dtype if self.reduces_now(unit) else self._accum_dtype(unit)
 
     def reduces_now(self, unit: Unit) -> bool:
         """Whether contributions of the running backward travel at once, or stay PARTIAL for a later one."""
@@ -165,14 +168,13 @@ class Gradients:
 
     def _accum_dtype(self, unit: Unit) -> torch.dtype:
         """Of the rest gradient; float64 parameters keep their precision."""
-        return torch.float64 if unit.full.dtype is torch.float64 else self._accum
+        return torch.float64 if unit.dtype is torch.float64 else self._accum
 
     def reduce(self, unit: Unit) -> None:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
-        unit.settle()  # its update reads the last one
-        self.before(unit)
+        unit.wait(StateKind.GRAD, write=True, copies=False)  # an update may read the last one
         self.withdraw()
-        partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
+        partial = unit.window.take(self._partial_dtype(unit), unit.device).to(unit.facts.wire or unit.dtype)
         if self._watch:
             self._probes += _probes(unit, partial)
         while len(self._flying) >= self._in_flight:
@@ -184,7 +186,7 @@ class Gradients:
         if self._reuses and partial.device.type == "cpu":  # whose pages the system has to clear each time
             target = target._replace(spent=partial)
         self._send(unit, transfer, target)
-        unit.move_grad(GradState.REDUCED)
+        unit.window.move(GradState.REDUCED)
         if self._in_flight == 1:
             self._land()
 
@@ -194,7 +196,7 @@ class Gradients:
         In host memory the only ``contribution`` of a window keeps its dtype, which holds the sum over ranks as it is.
         """
         numel, dtype = unit.open_grad(self._accum_dtype(unit)).tensor.numel(), self._accum_dtype(unit)
-        store, filled = unit.rest[StateKind.GRAD], unit.fill_grad()
+        store, filled = unit.rest[StateKind.GRAD], unit.window.fill()
         if not unit.grad_away:
             return _Target(store.tensor, filled, rests=True)
         if filled and any(flying is unit for flying, _, _ in self._flying):
@@ -223,7 +225,7 @@ class Gradients:
         def leave() -> Transfer:
             transfer.wait()
             unit.send_gradient(target.memory)
-            self.seen(unit, target.memory)
+            self.sent(unit, target.memory)
             return ARRIVED
 
         beside = not target.rests and not unit.on_drive(StateKind.GRAD)
@@ -233,7 +235,7 @@ class Gradients:
         unit, transfer, target = self._flying.pop(0)
         transfer.wait()
         if target.spent is not None:
-            unit.keep_spare(target.spent)
+            unit.window.keep_spare(target.spent)
         store = unit.rest[StateKind.GRAD]
         if target.rests or not isinstance(store, Stored):
             return
@@ -258,14 +260,13 @@ class Gradients:
         """Wait for every reduction in flight, and until the program may read and write all of it, in its dtype."""
         self._land_all()
         for unit in self._units:
-            unit.landed.wait()
-            self.before(unit)
+            unit.wait(StateKind.GRAD, write=True)
             if unit.grad_away and not unit.on_drive(StateKind.GRAD):
                 unit.widen_gradient(self._accum_dtype(unit))
 
     def pending(self) -> tuple[int, ...]:
         """Units with local contributions that no reduction has taken yet."""
-        return tuple(u.index for u in self._units if u.partial is not None)
+        return tuple(u.index for u in self._units if u.window.partial is not None)
 
     def after(self, unit: Unit) -> float:
         """What the unit's rest gradient still has to be multiplied by to be the mean."""
@@ -276,10 +277,11 @@ class Gradients:
         one, or without reduction of this rank's sum. Of both together there is none.
         """
         for unit in self._units:
-            if not unit.plan.gradient_whole or unit in self._shown or (unit.partial is None) is not unit.grad_filled:
+            partial = unit.window.partial
+            if not unit.plan.gradient_whole or unit in self._shown or (partial is None) is not unit.window.filled:
                 continue
-            if unit.partial is not None:
-                self._show_sum(unit, unit.partial)
+            if partial is not None:
+                self._show_sum(unit, partial)
                 continue
             self.land_all()
             assert unit.grad is not None
@@ -322,19 +324,18 @@ class Gradients:
     def collapse(self) -> list[Unit]:
         """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros.
 
-        Those in host memory may still be on their way there: see ``Unit.landed``.
+        Those in host memory may still be on their way there: see ``Unit.pending``.
         """
         self._land_all()
         ready = [unit for unit in self._units if unit.trainable]
         for unit in ready:
-            if not unit.grad_filled:
+            if not unit.window.filled:
                 self._zero(unit)
-            unit.move_grad(GradState.COLLAPSED)
+            unit.window.move(GradState.COLLAPSED)
         return ready
 
     def _zero(self, unit: Unit) -> None:
-        unit.settle()
-        self.before(unit)
+        unit.wait(StateKind.GRAD, write=True, copies=False)
         target = self._rest(unit)
         target.memory.zero_()
         self._send(unit, ARRIVED, target)
@@ -343,8 +344,8 @@ class Gradients:
     def refill(self, unit: Unit) -> None:
         """Give the unit a reduced gradient of zeros, whose values a checkpoint has."""
         self._zero(unit)
-        unit.move_grad(GradState.LOCAL)
-        unit.move_grad(GradState.REDUCED)
+        unit.window.move(GradState.LOCAL)
+        unit.window.move(GradState.REDUCED)
 
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient but keep the rest gradients' buffers. ``collected``: none waits in a parameter."""
@@ -354,7 +355,7 @@ class Gradients:
         for unit in self._units:
             for position in written_gradients(unit.params) if unit.trainable and not collected else ():
                 take_gradient(unit.params[position])
-            unit.clear_grad()
+            unit.window.reset()
 
     def close(self) -> None:
         """Let go of the memory of rest gradients, all of which are cleared."""
@@ -362,7 +363,7 @@ class Gradients:
 
     def any(self) -> bool:
         """True when some unit holds a gradient (local or reduced)."""
-        return any(u.grad_state is not GradState.EMPTY for u in self._units)
+        return any(u.window.state is not GradState.EMPTY for u in self._units)
 
     def bad_units(self) -> list[str]:
         """Units whose local (not yet reduced) gradients on this rank were not finite in this window."""
@@ -395,7 +396,7 @@ def _take(param: torch.nn.Parameter, view: torch.Tensor) -> None:
 
 def _is_whole_sum(unit: Unit, grad: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether ``grad`` can be the unit's local sum as it is: of a large table a copy would be the backward's peak."""
-    alike = unit.partial is None and grad.dtype is dtype and grad.is_contiguous() and not grad.requires_grad
+    alike = unit.window.partial is None and grad.dtype is dtype and grad.is_contiguous() and not grad.requires_grad
     return alike and len(unit.params) == 1 and unit.layout.numel * dtype.itemsize == grad.untyped_storage().nbytes()
 
 

@@ -36,7 +36,7 @@ from deepspeed.observe.log import logger
 from deepspeed.observe.process_settings import Borrowed
 from deepspeed.zero.client.pickles import pickle_as_before, pickle_plainly
 from deepspeed.zero.client.tree import ModuleTree
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
@@ -90,7 +90,7 @@ def _calls_under_way(module: nn.Module) -> int:
 def _settling(units: list[Unit]) -> Callable[..., None]:
     def settle(*_: Any) -> None:  # a function: a client's copy of the model copies no units
         for unit in units:
-            unit.settle()
+            unit.wait(StateKind.PARAM)
 
     return settle
 
@@ -220,8 +220,7 @@ class ModuleHooks:
         """Whether the unit stays, and may be updated behind the program: what reads it past torch's functions, as an
         extension does, finds it when its module, or the block around that, has begun.
         """
-        behind = self._runtime.worker is not None and unit.plan.optim is not None and unit.plan.optim.away
-        return behind and not unit.movable
+        return not unit.movable and self._runtime.update.runs_late(unit)
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -373,7 +372,8 @@ class ModuleHooks:
         if not self._compiled and any(map(_is_compiled, self._modules)):
             self.install()
         for unit in self._runtime.units:
-            unit.check_views()
+            if unit.whole:
+                unit.buffer.bring_back()
         if not self._training:
             return
         self._tree.check()
@@ -422,11 +422,12 @@ class ModuleHooks:
     def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
         if inner and not torch.is_grad_enabled():
             for unit in units:
-                if unit.state is not UnitState.READY:
+                if not unit.whole:
                     break
             else:
                 return  # as after the root's own hook
-        self._arm()
+        if not self._armed:
+            self._arm()
         # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
         self._runtime.second_order = torch.is_grad_enabled()
         if units:
@@ -451,7 +452,8 @@ class ModuleHooks:
         self._graphs.clear()
 
     def _gradient_ready(self, unit: Unit, position: int, _: nn.Parameter) -> None:
-        self._arm()
+        if not self._armed:
+            self._arm()
         self._runtime.gradient_ready(unit, position, task=torch._C._current_graph_task_id())
 
     def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:

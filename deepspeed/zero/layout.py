@@ -69,23 +69,23 @@ class Segment:
         weight = self.norm_weight / place.copies
         return replace(self, norm_weight=weight, global_start=start, global_shape=place.shape, boxes=boxes)
 
-    @property
+    @cached_property
     def place(self) -> Place | None:
         """Where the part sits in the global tensor; None: it is the whole."""
         if self.global_start is None or self.global_shape in (None, self.shape):
             return None
         return Place(self.boxes or ((self.global_start, self.shape),), self.shape, self.global_shape or self.shape)
 
-    @property
+    @cached_property
     def whole_shape(self) -> tuple[int, ...]:
         """The global tensor's."""
         return self.shape if self.global_shape is None else self.global_shape
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
 

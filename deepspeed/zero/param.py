@@ -17,7 +17,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import count
 from math import prod
 from typing import Any, cast
 
@@ -77,80 +76,6 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-class ZeroParamType(Enum):
-    """Kinds of parameter by where their shards live (client-facing constants)."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-# Only a source of unique numbers for ``param.ds_id``.
-_ids = count()
-
-
-def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str, plain: bool = False) -> None:
-    """Attach the way back to the unit and, unless ``plain`` (nothing of the model is sharded), the ``ds_*`` attributes
-    that clients read on parameters of a sharded model. A persistent parameter has them too, and is always available.
-    """
-    number = parameter.__dict__.get("ds_id")
-    unmark_zero_parameter(parameter)
-    attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
-    attributes["__reduce_ex__"] = functools.partial(_pickled, unit, position)
-    attributes["autocast_dtype"] = unit.full.dtype  # what autocast lowers rests lowered already
-    if not plain:
-        segment, shards = unit.layout.segments[position], unit.layout.shards
-        shape, shard = torch.Size(segment.shape), unit.part(StateKind.PARAM, segment, unit.shard)
-        released = isinstance(parameter, ReleasedFace)
-        attributes |= {
-            "ds_id": next(_ids) if number is None else number,
-            "ds_shape": shape,
-            "ds_numel": prod(shape),
-            "ds_tensor": shard,
-            "ds_status": ZeroParamStatus.NOT_AVAILABLE if released else ZeroParamStatus.AVAILABLE,
-            "ds_active_sub_modules": set(),
-            "ds_persist": not unit.movable,
-            "ds_secondary_tensor": shard if unit.plan.wider else None,
-            "ds_param_type": ZeroParamType.PARTITIONED,
-            "ds_process_group": unit.mesh.zero.pg,
-            "is_external_param": False,
-            "partition_numel": lambda: -(-prod(shape) // shards),
-            "_ds_by_hand": False,  # between these two
-            **dict.fromkeys(("all_gather", "all_gather_coalesced"), functools.partial(_gather_by_hand, unit, position)),
-            "partition": functools.partial(_partition_by_hand, unit, position),
-        }
-    parameter.__dict__.update(attributes, _ds_marks=["_ds_marks", *attributes])
-
-
-def _gather_by_hand(
-    unit: Any, position: int, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
-) -> None:
-    """Hold the full values of ``param_list`` (None: of the parameter itself) here until ``partition``. Collective."""
-    for param in param_list or [unit.params[position]]:
-        if not param._ds_by_hand:
-            param._ds_unit.pin(lend=True)
-            param._ds_by_hand = True
-
-
-def _partition_by_hand(
-    unit: Any, position: int, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False
-) -> None:
-    """Release them. ``has_been_updated``: all ranks have written the same, each keeps its part; else it is dropped."""
-    for param in param_list or [unit.params[position]]:
-        if param._ds_by_hand:
-            if has_been_updated:
-                param._ds_unit.check_views()
-                param._ds_unit.absorb(param._ds_position)
-            param._ds_by_hand = False
-            param._ds_unit.unpin()
-
-
-def unmark_zero_parameter(parameter: nn.Parameter) -> None:
-    """Take every attribute of ``mark_zero_parameter`` away again."""
-    for attribute in parameter.__dict__.get("_ds_marks", ()):
-        parameter.__dict__.pop(attribute, None)
-
-
 def _pickled(unit: Any, position: int, protocol: Any) -> Any:
     """What a pickle has of a parameter: a copy of its values, and what clients have hung on it; nothing of the unit.
 
@@ -183,7 +108,7 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
             return False
     unit = getattr(tensor, "_ds_unit", None)
     if unit is not None and not unit.movable:
-        unit.settle()
+        unit.wait(StateKind.PARAM)
     return isinstance(tensor, ReleasedTensor) or unit is None or not unit.whole
 
 
@@ -232,7 +157,7 @@ class ReleasedFace:
         """This rank's values, of the last update."""
         if (values := self.__dict__.get("ds_tensor")) is None:
             raise AttributeError("ds_tensor is there where parameters are sharded")
-        self.__dict__["_ds_unit"].settle()
+        self.__dict__["_ds_unit"].wait(StateKind.PARAM)
         return cast(torch.Tensor, values)
 
     @ds_tensor.setter
@@ -480,25 +405,31 @@ def gradient_like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor
     return whole.from_local(values, whole.device_mesh, whole.placements, **options)
 
 
-def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:
-    """Give ``parameter`` the released face over the scalar ``void``, spread over the logical shape."""
-    if not isinstance(parameter, ReleasedFace):
-        point(parameter, void.expand(local_of(parameter).shape))
+def hide(parameters: Sequence[nn.Parameter], void: torch.Tensor) -> None:
+    """Give ``parameters`` the released face over the scalar ``void``, spread over the logical shapes."""
+    for parameter in parameters:
+        if isinstance(parameter, ReleasedFace):
+            continue
+        if hasattr(parameter, "_local_tensor"):
+            parameter._local_tensor = void.expand(parameter._local_tensor.shape)
+        else:
+            parameter.data = void.expand(parameter.shape)
         parameter.__class__ = released_class(type(parameter))
-        _note_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+        if not getattr(parameter, "ds_persist", True):
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
-def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give ``parameter`` its own class back, over ``values``."""
-    if isinstance(parameter, ReleasedFace):
-        parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
-        _note_status(parameter, ZeroParamStatus.AVAILABLE)
-    point(parameter, values)
-
-
-def _note_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
-    if not getattr(parameter, "ds_persist", True):
-        parameter.ds_status = status  # type: ignore[attr-defined]
+def expose(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    """Give ``parameters`` their own classes back, each over its ``values``."""
+    for parameter, shown in zip(parameters, values, strict=True):
+        if isinstance(parameter, ReleasedFace):
+            parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
+            if not getattr(parameter, "ds_persist", True):
+                parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        if hasattr(parameter, "_local_tensor"):
+            parameter._local_tensor = shown
+        else:
+            parameter.data = shown
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:

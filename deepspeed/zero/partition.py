@@ -8,76 +8,21 @@ reduction.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from math import prod
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.param import is_composed, local_of
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
-
-if TYPE_CHECKING:
-    from deepspeed.zero.unit import Unit
 
 # What is only reduced is cut so that reductions travel while the backward goes on, whatever the bucket may hold.
 _BUCKET_NUMEL = 1 << 25
 # Modules outside the repeated blocks are packed up to this many elements: large embeddings stay units of their own.
 _PACK_NUMEL = 1_000_000
-
-
-class UnitState(Enum):
-    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled (also by an update
-    in another thread); READY both.
-    """
-
-    ABSENT = "absent"
-    FETCHING = "fetching"
-    READY = "ready"
-
-
-class GradState(Enum):
-    """EMPTY nothing; LOCAL a sum of this rank, full-size; REDUCED (also) the rest shard; COLLAPSED ready to step."""
-
-    EMPTY = "empty"
-    LOCAL = "local"
-    REDUCED = "reduced"
-    COLLAPSED = "collapsed"
-
-
-_LEGAL: dict[Enum, set[Enum]] = {
-    UnitState.ABSENT: {UnitState.FETCHING},
-    UnitState.FETCHING: {UnitState.READY},
-    UnitState.READY: {UnitState.ABSENT, UnitState.FETCHING},
-    # gradients may be dropped at any time, or stay
-    GradState.EMPTY: {GradState.EMPTY, GradState.LOCAL, GradState.COLLAPSED},
-    GradState.LOCAL: {GradState.EMPTY, GradState.LOCAL, GradState.REDUCED},
-    GradState.REDUCED: {*GradState},
-    GradState.COLLAPSED: {GradState.EMPTY, GradState.LOCAL, GradState.COLLAPSED},
-}
-
-
-def check_move(unit: str, before: Enum, after: Enum) -> None:
-    """Raise InvalidStateError when a unit cannot go from one state to the other."""
-    if after not in _LEGAL[before]:
-        what = "gradients" if isinstance(after, GradState) else "parameters"
-        raise InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
-
-
-class Keeper(Protocol):
-    """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
-
-    def may_fetch_on_demand(self) -> bool: ...
-    def fetch_on_demand(self, unit: "Unit") -> bool: ...
-    def need(self, units: Iterable["Unit"]) -> None: ...
-    def meet(self) -> int: ...
-    @property
-    def before_update(self) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True)
@@ -102,12 +47,12 @@ class UnitFacts:
         """The axes of the mesh within its ``zero`` group."""
         return self.mesh.groups[: len(self.mesh.groups) - bool(self.tie)]
 
-    @property
+    @cached_property
     def before(self) -> float:
         """What a local gradient is multiplied by when it is packed."""
         return 1.0 / self.early
 
-    @property
+    @cached_property
     def after(self) -> float:
         """What the reduced gradient has still to be multiplied by."""
         return self.early / self.divisor

@@ -4,10 +4,12 @@ ZeRO (Rajbhandari et al. 2020) as data: each of a unit's three states has a rest
 Everything below reads these rows; nothing else branches on a stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, NamedTuple
 
-from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
+from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadParamConfig
 
 
 class InFlight:
@@ -17,8 +19,7 @@ class InFlight:
     UNITS = 2  # typical ones, gathered before they are needed
     READS = 3  # shards on their way from a drive beside the ones being fetched
     GRADIENT_BUFFERS = 3  # one filled by a reduction while two are written
-    EARLY = 3  # of the elements that the host updates, one in so many has a place for new states beside the old ones
-    VISITS = 2  # units whose optimizer states are on the device for their update: one comes while one goes
+    LOADED = 2  # units whose optimizer states are on the device for their update: one comes while one goes
 
 
 class StateKind(Enum):
@@ -94,8 +95,8 @@ class UnitPlan:
         return self.param.sharded and self.optim is not None and self.optim.spread != self.param.spread
 
     @property
-    def visits(self) -> bool:
-        """Whether OPTIM travels to the device for its update: the gradient waits for it there."""
+    def loads_states(self) -> bool:
+        """Whether OPTIM is loaded to the device for its update: the gradient waits for it there."""
         return self.grad is not None and self.optim is not None and self.optim.away and not self.grad.away
 
     def of(self, kind: StateKind) -> StatePlan:
@@ -110,32 +111,71 @@ class UnitPlan:
         states = {kind.value: getattr(self, kind.value) for kind in StateKind}
         return replace(self, **{k: replace(s, spread=s.spread + more) for k, s in states.items() if s is not None})
 
-    def updated_on_device(self, *, travels: bool) -> "UnitPlan":
-        """The row with the gradient on the device, and OPTIM there, too, unless it ``travels`` there."""
+    def updated_on_device(self, *, loads: bool) -> "UnitPlan":
+        """The row with the gradient on the device, and OPTIM there, too, unless each update ``loads`` it."""
         assert self.grad is not None and self.optim is not None
-        optim = self.optim if travels else replace(self.optim, tier=Tier.DEVICE)
+        optim = self.optim if loads else replace(self.optim, tier=Tier.DEVICE)
         return replace(self, grad=replace(self.grad, tier=Tier.DEVICE), optim=optim)
 
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
 
 
-@dataclass(frozen=True)
-class ColumnsPlan:
-    """Which columns the device updates at every step, and when the host updates the rest (``zero/update/zenflow.py``).
+class Bytes(NamedTuple):
+    """Bytes of one rank that a policy of the update needs; ``paged``: in the arena of host memory, in whole pages."""
 
-    ``ratio``: the share of columns. ``select``: steps after which they are chosen again, 0 for every fourth window.
-    ``window``: steps of one, 0 for as many as ``auto_ratio`` says. ``overlap``: the host's update goes on beside the
-    next window. ``warm_up``: first steps that update everything. ``cores``: the share of them that the update takes.
+    what: str
+    tier: Tier
+    nbytes: int
+    paged: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What the plan asks of a policy of the update before anything is built; this one updates at once.
+
+    A policy's own settings are a subclass beside it (``zero/update``), made from the configuration by its registry.
     """
 
-    ratio: float
-    select: int = 0
-    window: int = 0
-    overlap: bool = False
-    auto_ratio: float = 0.99
-    warm_up: int = 0
-    cores: float = 1.0
+    @property
+    def masters_apart(self) -> bool:
+        """Whether masters in host memory change while their parameters are in use, and so are never these."""
+        return False
+
+    @property
+    def gradient_copies(self) -> int:
+        """Rest gradients of a unit in host memory at once."""
+        return 1
+
+    def check(self, optimizer: Any, mesh: Any) -> None:
+        """Raise OptimizerConfigError for what this policy cannot be combined with."""
+
+    def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
+        """The share of the update that is the device's; ``stated``: as ``offload_optimizer.ratio`` says. Collective."""
+        return stated
+
+    def row(self, row: "UnitPlan") -> "UnitPlan":
+        """The row of a unit that the device updates."""
+        return row.updated_on_device(loads=False)
+
+    def memory_of(
+        self, shapes: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, slots: int, shared: bool
+    ) -> list[Bytes]:
+        """Bytes for one unit whose OPTIM is in host memory, in ``parts`` of ``numel`` elements. ``shapes``: offset and
+        shape of its parameters; ``slots``: bytes of optimizer state an element; ``shared``: the device is the host.
+        """
+        return []
+
+    def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Bytes]:
+        """Bytes for all such units together, one rank's elements of which are ``numels``."""
+        return []
+
+    def describe(self) -> str:
+        """A clause for the log, or ""."""
+        return ""
+
+
+AT_ONCE = UpdateSettings()
 
 
 @dataclass(frozen=True)
@@ -143,12 +183,9 @@ class OffloadPlan:
     """Places and sizes (in elements, of one rank) behind the tiers of a plan.
 
     ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
-    PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates (None: as
-    the rates of this machine say); it stays there, or with ``travel`` comes for the update. ``delayed_from``: the first
-    update, from 1, that goes on beside the next step; 0 for none. ``columns``: the device updates some at once, the
-    host the rest later. ``early``: updates begin beside the backward, on the share ``host_cores`` of the cores. Limits
-    are bytes; 0 for none. ``save_copies``: saves
-    keep a copy of the states in host memory while training goes on.
+    PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates.
+    ``update``: the policy of the update. Limits are bytes; 0 for none. ``save_copies``: saves keep a copy of the states
+    in host memory while training goes on.
     """
 
     param_folder: str = ""
@@ -158,12 +195,8 @@ class OffloadPlan:
     optim_folder: str = ""
     optim_buffers: int = 8
     tile_numel: int = 1 << 21
-    device_share: float | None = 0.0
-    travel: bool = False
-    delayed_from: int = 0
-    columns: ColumnsPlan | None = None
-    early: bool = False
-    host_cores: float = 1.0
+    device_share: float = 0.0
+    update: UpdateSettings = AT_ONCE
     pin_param: bool = True
     pin_optim: bool = True
     block_bytes: int = 1 << 20
@@ -172,11 +205,6 @@ class OffloadPlan:
     host_limit: int = 0
     device_limit: int = 0
     save_copies: bool = False
-
-    @property
-    def apart(self) -> bool:
-        """Whether masters in host memory change while their parameters are in use, and so are never these."""
-        return self.delayed_from > 0 or self.columns is not None
 
 
 @dataclass(frozen=True)
@@ -203,8 +231,10 @@ class ZeroPlan:
         return plan if trainable else plan.frozen()
 
 
-def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
-    """Turn the zero block of ``config`` into the table for ``world_size`` data-parallel ranks."""
+def make_plan(config: DeepSpeedConfig, world_size: int, update: UpdateSettings = AT_ONCE) -> ZeroPlan:
+    """Turn the zero block of ``config`` into the table for ``world_size`` data-parallel ranks; ``update``: the policy's
+    settings.
+    """
     zero = config.zero
     stage = zero.stage
     mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
@@ -237,17 +267,17 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         divergence=zero.divergence,
         reducing=zero.separate_reduce_group and stage == 3,
         watch=zero.compute_grad_norm,
-        offload=_offload(config),
+        offload=_offload(config, update),
     )
 
 
 _LEAST_PIECE = 4096  # elements: what travels to a drive is at least a few pages
 
 
-def _offload(config: DeepSpeedConfig) -> OffloadPlan:
+def _offload(config: DeepSpeedConfig, update: UpdateSettings) -> OffloadPlan:
     zero, aio = config.zero, config.aio
     param, optim = zero.offload_param or OffloadParamConfig(), zero.offload_optimizer or OffloadOptimizerConfig()
-    default, travel = OffloadPlan(), optim.device_states == "travel"
+    default = OffloadPlan()
     tile_chosen, depth_chosen = "sub_group_size" in zero.model_fields_set, "queue_depth" in aio.model_fields_set
     buffers_chosen = "buffer_count" in optim.model_fields_set
     return OffloadPlan(
@@ -260,12 +290,8 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         optim_buffers=max(1, int(optim.buffer_count)) if buffers_chosen else default.optim_buffers,
         # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
         tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if tile_chosen else default.tile_numel,
-        device_share=None if travel and "ratio" not in optim.model_fields_set else 1.0 - float(optim.ratio),
-        travel=travel,
-        delayed_from=1 + int(optim.delayed_update_warm_up) if optim.delayed_update else 0,
-        columns=_columns(zero.zenflow),
-        early=optim.super_offload,
-        host_cores=float(optim.cpuadam_cores_perc) if optim.super_offload else 1.0,
+        device_share=1.0 - float(optim.ratio),
+        update=update,
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,
         block_bytes=-(-int(aio.block_size) // 4096) * 4096,
@@ -274,19 +300,4 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         host_limit=config.memory.host_limit or 0,
         device_limit=config.memory.device_limit or 0,
         save_copies=config.checkpoint.in_background,
-    )
-
-
-def _columns(block: ZenFlowConfig | None) -> ColumnsPlan | None:
-    if block is None:
-        return None
-    select = 0 if block.select_interval == "auto" else int(block.select_interval)
-    return ColumnsPlan(
-        ratio=float(block.topk_ratio),
-        select=select * (int(block.steps_per_epoch or 1) if block.select_strategy == "epoch" else 1),
-        window=0 if block.update_interval == "auto" else int(block.update_interval),
-        overlap=block.overlap_step,
-        auto_ratio=float(block.auto_ratio),
-        warm_up=int(block.full_warm_up_rounds),
-        cores=1.0 - float(block.pt_reserved_cores_perc) if block.overlap_step else 1.0,
     )

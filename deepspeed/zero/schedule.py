@@ -86,7 +86,7 @@ class Schedule:
         return chosen
 
     def needed_within(self, unit: int, numel_of: list[int], limit: int) -> bool:
-        """Whether ``unit`` is foreseen to be needed again before more than ``limit`` elements of others are."""
+        """Whether ``unit`` is predicted to be needed again before more than ``limit`` elements of others are."""
         distance = 0
         for other in self.upcoming():
             if other == unit:
@@ -101,7 +101,7 @@ _REACH = 64  # intervals that are compared
 _EQUAL = 2  # as many have to agree, at first
 
 
-class Habits:
+class IntervalPredictor:
     """Intervals in the order in which they came, and the one that comes next if that order repeats.
 
     What followed the longest earlier run of intervals equal to the latest ones follows again, if enough of them agree:
@@ -112,15 +112,15 @@ class Habits:
         self._past: list[tuple[Any, ...] | None] = []
         self._caution = _EQUAL
 
-    def close(self, interval: tuple[Any, ...] | None, *, foretold: bool) -> None:
-        """Append what has just ended, None: not to be learnt; ``foretold``: there was a forecast of it."""
-        if foretold:
+    def close(self, interval: tuple[Any, ...] | None, *, predicted: bool) -> None:
+        """Append what has just ended, None: not to be learnt; ``predicted``: there was a forecast of it."""
+        if predicted:
             self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
         known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
         self._past = [*self._past[-2 * _REACH :], known]
 
     def forecast(self) -> tuple[Any, ...]:
-        """The next interval; empty when none is foreseen."""
+        """The next interval; empty when none is predicted."""
         past, longest, follower = self._past, 0, None
         for end in range(len(past) - 1, 0, -1):
             length, most = 0, min(end, _REACH)

@@ -3,8 +3,9 @@
     deepspeed --elastic_training --min_ranks 2 --max_ranks 4 --num_gpus 4 examples/elastic/train.py --folder ckpt
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 ... examples/elastic/train.py --folder ckpt
 
-What makes it so: the elasticity block (one global batch for many numbers of ranks), the loader that ``initialize``
-makes from ``training_data``, and ``take_part``.
+Its 300 updates take ten seconds where nobody disturbs them. What makes it so: the elasticity block (one
+global batch for many numbers of ranks), the loader that ``initialize`` makes from ``training_data``, and
+``take_part``.
 """
 
 import argparse

@@ -14,17 +14,15 @@ FUNCTION_LINES = 60
 # repairs of failed late updates and of ZenFlow (core, 200), plans of adapters to the byte (tools, 300). Gathers by copy
 # engines left (170); then came repairs of what clients write and when they step (core, 220), a backward in two halves
 # and schedules of pipelines, members of accelerators, monitors and the comms logger (surface, 220). Then
-# the gates of ds_verify came to share one driver (tools, 280 fewer).
+# the gates of ds_verify came to share one driver (tools, 255 fewer).
 CORE_LINES = 19_170
 SURFACE_LINES = 22_535
-TOOLS_LINES = 11_430
+TOOLS_LINES = 11_455
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
     "api",
     "engine",
-    "engine_checkpoint",
-    "engine_reports",
     "config",
     "mesh",
     "comm.collectives",
@@ -38,14 +36,21 @@ CORE = (
     "checkpoint.load",
 )
 TOOLS = ("verify", "bench", "report", "checkpoint.tool", "config.tool", "observe.program", "simulate")
-SURFACE = ("config.model.elastic", "zero.client", "checkpoint.save.client_files", "tier.aio_handle")
+SURFACE = (
+    "engine.elastic",
+    "engine.facts",
+    "engine.hybrid",
+    "engine.weights",
+    "config.model.elastic",
+    "zero.client",
+    "checkpoint.save.client_files",
+    "tier.aio_handle",
+)
 # Files a folder, sub-folders not counted.
 FOLDER_FILES = 15
 
 # "path": (lines allowed, reason)
-LONG_FILES: dict[str, tuple[int, str]] = {
-    "deepspeed/zero/unit.py": (606, "what it notes of pending updates is to leave"),
-}
+LONG_FILES: dict[str, tuple[int, str]] = {}
 # "path::function": (lines allowed, reason)
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 # "path": (files allowed, reason)

@@ -73,7 +73,8 @@ def _optimizer_probes() -> dict[str, Probe]:
         "params.eps": Probe(base(), 0.1),
         "params.weight_decay": Probe(base(), 0.3),
         "params.torch_adam": Probe(base(), value=True),
-        "params.foreach": Probe(optimizer("AdamW", torch_adam=True), value=False),
+        # Torch refuses the two together; what each computes may be equal to the last bit on a processor.
+        "params.foreach": Probe(optimizer("AdamW", torch_adam=True, fused=True), value=True),
         "params.adam_w_mode": Probe(optimizer("Adam", weight_decay=0.3), value=False),
         "params.bias_correction": Probe(base(), value=False),
         "params.amsgrad": Probe(base(), value=True),

@@ -33,6 +33,7 @@ from deepspeed.zero.optim_view import OptimView, build_views
 from deepspeed.zero.partition import UnitFacts
 from deepspeed.zero.plan import Spread, StateKind, StatePlan, UnitPlan
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.policy import UpdatePolicy
 
 Place = tuple[tuple[int, ...], tuple[int, ...]] | None  # start and shape; None: the whole
 Group = tuple[tuple[int, ...], dict[str, Place]]
@@ -165,7 +166,7 @@ class Rank:
     @property
     def states(self) -> States:
         names = [[s.name for s in self.unit.layout.segments]]
-        return States(self.module, self.mesh, [self.unit], self.views, self.optimizer, names)
+        return States(self.module, self.mesh, [self.unit], self.views, self.optimizer, names, UpdatePolicy(Any))
 
     def flat(self, state: str) -> Tensor:
         """What the flat buffer of the unit must hold of a state."""
@@ -186,9 +187,9 @@ class Rank:
             }
             self.optimizer.state[view.param] = {"step": torch.tensor(3.0), **slots}
         self.unit.open_grad(torch.float32).tensor.copy_(self.flat("grad")[start:stop])
-        self.unit.grad_filled = True
-        self.unit.partial = self.flat(f"grad_partial@{self.mesh.zero.index}")
-        self.unit.fired = set(range(len(self.unit.layout.segments)))
+        self.unit.window.filled = True
+        self.unit.window.partial = self.flat(f"grad_partial@{self.mesh.zero.index}")
+        self.unit.window.fired = set(range(len(self.unit.layout.segments)))
 
     def factored(self, view: OptimView) -> Tensor | None:
         """What an optimizer with factored moments keeps of a matrix: one number a row of the local tensor."""
@@ -214,7 +215,8 @@ class Rank:
         ):
             found.append("grad")
         if window is not None:
-            total = torch.zeros(self.unit.layout.numel) if self.unit.partial is None else self.unit.partial.clone()
+            partial = self.unit.window.partial
+            total = torch.zeros(self.unit.layout.numel) if partial is None else partial.clone()
             dist.all_reduce(total, group=self.mesh.zero.pg)
             wanted = torch.stack([self.flat(f"grad_partial@{i}") for i in range(window)]).sum(0)
             if not torch.allclose(total, wanted, atol=1e-6):
@@ -235,7 +237,7 @@ class Rank:
         """As ``load_checkpoint`` does."""
         source = open_everywhere(self.mesh, Path(folder), "t", allow_pickle=False)
         assert source is not None
-        runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None, delayed=None)
+        runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None, update=self.states.update)
         try:
             loaded = load_into(self.states, runtime, source, **rules)
             if window:
@@ -247,7 +249,7 @@ class Rank:
     # What is used of ``Gradients``.
     def refill(self, unit: Unit) -> None:
         unit.open_grad(torch.float32).tensor.zero_()
-        unit.grad_filled = True
+        unit.window.filled = True
 
 
 @contextlib.contextmanager

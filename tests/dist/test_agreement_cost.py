@@ -46,9 +46,9 @@ def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool,
     bench = formulas()
     for ranks, pool in ((2, pool2), (3, pool3), (4, pool4)):
         for steps in pool.run(counted, blocks):
-            learning, habit = steps[2], steps[-1]
+            learning, predicted = steps[2], steps[-1]
             assert learning == _row(bench.by_doubling(ranks, blocks, bench.comparisons_by_message(blocks)))
-            assert habit == _row(bench.by_doubling(ranks, blocks, 1))
+            assert predicted == _row(bench.by_doubling(ranks, blocks, 1))
 
 
 def _row(cost: object) -> tuple[int, int, int]:

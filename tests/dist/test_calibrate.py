@@ -53,19 +53,19 @@ def test_two_ranks_write_one_whole_file(pool2: RankPool, tmp_path: Path) -> None
     assert set(machine.values) == set(CONSTANTS) and machine.on_host and machine["gpus_per_node"] == 2
     sources = {name: source for name, (_, source) in first["constants"].items()}
     for name in CONSTANTS:
-        assert sources[name].startswith("not measured" if name in ELSEWHERE else "measured 2"), name
+        assert sources[name].startswith("assumed: not measured" if name in ELSEWHERE else "measured 2"), name
     measured = first["measured"]
     assert measured["ranks"] == 2 and measured["backend"] == "gloo" and measured["date"][:2] == "20"
-    ops = {row["op"] for row in measured["details"]["collectives_node"]}
+    ops = {row["case"][0] for row in measured["details"]["collectives_node"]}
     assert ops == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert {"products", "attention", "memory", "copies", "adam"} <= set(measured["details"])
+    assert {"products", "attention", "memory", "copies"} <= set(measured["details"])
 
 
 def test_one_rank_says_what_it_cannot_know(pool1: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     (document,) = pool1.run(_calibrated, str(path), None, ranks=1)
     for name in (*LINKS, *DRIVES, *ELSEWHERE):
-        assert document["constants"][name] == [load_machine("h100")[name], "not measured in this run; h100's"]
+        assert document["constants"][name] == [load_machine("h100")[name], "assumed: not measured in this run; h100's"]
     pool1.run(_calibrated, str(path), None, ranks=1)  # over a machine's file another may be written
 
 
@@ -76,8 +76,8 @@ def test_ranks_on_several_nodes_measure_the_network(pool4: RankPool, tmp_path: P
     for name in ("node_rate", "network_rate", "network_hop_s"):
         assert document["constants"][name][1].startswith("measured"), name
     assert document["constants"]["gpus_per_node"][0] == 2
-    (ranks,) = {row["ranks"] for row in document["measured"]["details"]["collectives_network"]}
-    assert ranks == 4
+    assert "over 4 ranks" in document["constants"]["network_rate"][1]
+    assert document["measured"]["details"]["collectives_network"]
 
 
 @pytest.mark.parametrize(

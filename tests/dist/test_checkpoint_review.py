@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.manifest import Manifest
 from deepspeed.checkpoint.save import client_files, writer
 from deepspeed.checkpoint.save.writer import join_facts
 from deepspeed.errors import CheckpointError
@@ -246,7 +245,7 @@ def test_a_process_that_ends_waits_a_minute_at_most_for_a_rank_that_died(
 def test_stand_ins_of_a_thousand_ranks_take_the_room_of_one(tmp_path: Path) -> None:
     facts = {"world": {"size": 1000}, "engine": {}, "shared": {}}
     client_files.write_client_files(
-        tmp_path, Manifest(facts=facts), {"text": "x" * 100_000}, level=3, whole=False, bf16=True
+        tmp_path, {}, facts, client_state={"text": "x" * 100_000}, level=3, whole=False, bf16=True
     )
     files = list(tmp_path.iterdir())
     assert len(files) == 2000

@@ -30,7 +30,7 @@ from deepspeed.verify.models import (
     seeded,
     squared_error,
 )
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.unit import UnitState
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -97,13 +97,13 @@ def _case(model: type[nn.Module], name: str = "") -> Case:
 def _watched(engine: Any) -> list[int]:
     """Bytes of gathered parameters after each gather, from here on."""
     runtime, held = engine.runtime, []
-    gather = runtime._gather
+    gather = runtime.order._gather
 
-    def noting(unit: Any, *, guest: bool) -> None:
-        gather(unit, guest=guest)
-        held.append(sum(u.full.untyped_storage().nbytes() for u in runtime.units if u.movable))
+    def noting(unit: Any, dummy: bool) -> None:
+        gather(unit, dummy)
+        held.append(sum(u.buffer.full.untyped_storage().nbytes() for u in runtime.units if u.movable))
 
-    runtime._gather = noting
+    runtime.order._gather = noting
     return held
 
 

@@ -12,8 +12,9 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import ReleasedParameterError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import dense_topology
+from deepspeed.zero.attributes import mark_zero_parameter
 from deepspeed.zero.layout import FlatLayout, Granularity, Segment, build_layout
-from deepspeed.zero.param import ReleasedFace, local_of, mark_zero_parameter, take_gradient
+from deepspeed.zero.param import ReleasedFace, local_of, take_gradient
 from deepspeed.zero.partition import UnitFacts, square_sum
 from deepspeed.zero.plan import Spread, StateKind, StatePlan, UnitPlan
 from deepspeed.zero.unit import Unit
@@ -84,7 +85,7 @@ def _faces() -> list[bool]:
             torch.equal(params[0].full_tensor(), weight),
             torch.equal(params[1].to_local(), norm),
         ]
-        seen.append(local_of(params[0]).untyped_storage().data_ptr() == unit.full.untyped_storage().data_ptr())
+        seen.append(local_of(params[0]).untyped_storage().data_ptr() == unit.buffer.full.untyped_storage().data_ptr())
         unit.release()
     return seen
 
@@ -104,10 +105,10 @@ def _gradients() -> tuple[float, float, bool]:
     ((torch.arange(10.0).view(2, 5) * reference[1]) @ reference[0].t()).square().sum().backward()
     # the gradient of the replicated one comes as partial sums
     partial = any(isinstance(p, Partial) for p in params[1].grad.placements)
-    partial_sum = unit.open_partial(torch.float32)
+    partial_sum = unit.window.open(torch.float32, unit.device)
     for position, (param, segment) in enumerate(zip(params, unit.layout.segments, strict=True)):
         Unit.view(partial_sum, segment).copy_(take_gradient(param))
-        unit.note_packed(position)
+        unit.window.note_packed(position)
     mine = tp.get_local_rank()
     expected = [reference[0].grad[3 * mine : 3 * mine + 3], reference[1].grad]
     wrong = max(
@@ -116,7 +117,7 @@ def _gradients() -> tuple[float, float, bool]:
     )
     # both data-parallel ranks saw the same batch: the rest gradient is a cut of this sum
     start, stop = unit.range_of(StateKind.GRAD)
-    unit.open_grad(torch.float32).put(unit.take_partial(torch.float32)[start:stop])
+    unit.open_grad(torch.float32).put(unit.window.take(torch.float32, unit.device)[start:stop])
     square = unit.gradient_square()
     dist.all_reduce(square)
     true = sum(square_sum(r.grad) for r in reference)

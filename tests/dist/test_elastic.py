@@ -20,7 +20,7 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint.format.manifest import MANIFEST
 from deepspeed.elasticity import take_part
-from deepspeed.engine_elastic import SIGNALS, Alarm
+from deepspeed.engine.elastic import SIGNALS, Alarm
 from deepspeed.observe.log import logger
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records, settings

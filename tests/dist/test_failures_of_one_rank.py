@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.verify.grads import full_parameters
-from deepspeed.zero import failures
+from deepspeed.zero.sync import failures
 from deepspeed.zero.unit import Unit
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
@@ -27,7 +27,7 @@ from tests.harness.training import STAGES, here, make_config, start, train_step
 pytestmark = pytest.mark.timeout(120)
 ZERO = {"param_persistence_threshold": 0}
 FAILS = 1  # the rank that does
-HABIT = 7  # equal steps, after which the ranks no longer send messages in between
+STEADY = 7  # equal steps, after which the ranks no longer send messages in between
 LIMIT = 60.0
 
 
@@ -129,10 +129,15 @@ def some(*values: Any, kept: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(*value, marks=marks[value in kept]) for value in values]
 
 
-# stage, place, good steps before: by message, by habit
-MATRIX = [(s, p, b) for s in STAGES for p in PLACES for b in (0, HABIT) if s == 3 or not p.startswith("gather")]
-KEPT = ((3, "gather:3", 0), (3, "gather:8", HABIT), (0, "forward:layers.1", HABIT), (3, "backward:layers.1", HABIT))
-KEPT += ((2, "reduce:2", HABIT), (1, "norm", HABIT), (3, "collapse", 0))
+# stage, place, good steps before: by message, by prediction
+MATRIX = [(s, p, b) for s in STAGES for p in PLACES for b in (0, STEADY) if s == 3 or not p.startswith("gather")]
+KEPT = (
+    (3, "gather:3", 0),
+    (3, "gather:8", STEADY),
+    (0, "forward:layers.1", STEADY),
+    (3, "backward:layers.1", STEADY),
+)
+KEPT += ((2, "reduce:2", STEADY), (1, "norm", STEADY), (3, "collapse", 0))
 
 
 @pytest.mark.parametrize(("stage", "place", "before"), some(*MATRIX, kept=KEPT))
@@ -159,7 +164,7 @@ ON_TIERS = [
     (t, p, b)
     for t in TIERS
     for p in ("gather:3", "gather:8", "forward:layers.1", "backward:layers.1", "reduce:2", "norm")
-    for b in (0, HABIT)
+    for b in (0, STEADY)
 ]
 
 
@@ -175,18 +180,18 @@ def test_wherever_the_states_rest(pool2: RankPool, tmp_path: Any, tiers: str, pl
 @pytest.mark.parametrize("fails", [0, 2])
 @pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:inp", "reduce:1", "norm"])
 def test_of_three_ranks(pool3: RankPool, place: str, fails: int) -> None:
-    check(pool3.run(one_fails, place, make_config(3, zero=ZERO), HABIT, fails, time_limit=LIMIT), place, fails)
+    check(pool3.run(one_fails, place, make_config(3, zero=ZERO), STEADY, fails, time_limit=LIMIT), place, fails)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:inp", "norm"])
 @pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=str)
 def test_of_ranks_on_two_axes(pool4: RankPool, zero: dict[str, Any], place: str) -> None:
-    check(pool4.run(one_fails, place, make_config(3, zero={**ZERO, **zero}), HABIT, time_limit=LIMIT), place)
+    check(pool4.run(one_fails, place, make_config(3, zero={**ZERO, **zero}), STEADY, time_limit=LIMIT), place)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("before", [0, HABIT], ids=["by_message", "by_habit"])
+@pytest.mark.parametrize("before", [0, STEADY], ids=["by_message", "by_prediction"])
 @pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:layers.1", "norm"])
 def test_where_divergence_is_an_error(pool2: RankPool, place: str, before: int) -> None:
     config = make_config(3, zero={**ZERO, "divergence": "error"})
@@ -285,7 +290,7 @@ class SubGroup:
 
 
 def no_memory_for_anything(before: int) -> tuple[str, str]:
-    """A rank can gather nothing any more, not even as a guest; what it and the others raise, also at the next batch."""
+    """A rank can gather nothing any more, not even as a dummy; what it and the others raise, also at the next batch."""
     case = case_named("plain")
     engine = start(case.build(), make_config(3, zero=ZERO), mpu=SubGroup())
     for step in range(before):
@@ -302,7 +307,7 @@ def no_memory_for_anything(before: int) -> tuple[str, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("before", [1, HABIT], ids=["by_message", "by_habit"])
+@pytest.mark.parametrize("before", [1, STEADY], ids=["by_message", "by_prediction"])
 def test_a_rank_that_cannot_keep_its_word_is_named_too(pool2: RankPool, before: int) -> None:
     (others, next_), (mine, after) = pool2.run(no_memory_for_anything, before, time_limit=LIMIT)
     assert others.startswith("RankFailedError: rank 1 failed: OutOfMemoryError: injected"), others
@@ -347,15 +352,15 @@ def test_without_messages_a_rank_that_skips_alone_is_refused_and_named(pool2: Ra
 
 
 def _takes_one_micro_batch_more(stage: int) -> str:
-    """On one rank, where by habit all step; what each rank raises."""
+    """On one rank, where by prediction all step; what each rank raises."""
     failures._LOUD_AFTER_S, failures._DOUBT_S = 0.2, 1.0
     try:
         torch.manual_seed(0)
         config = make_config(stage, zero=ZERO)
         engine = start(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))), config)
         try:
-            for step in range(HABIT + 3):
-                for _ in range(2 if step == HABIT and dist.get_rank() == FAILS else 1):
+            for step in range(STEADY + 3):
+                for _ in range(2 if step == STEADY and dist.get_rank() == FAILS else 1):
                     engine.backward(engine(torch.ones(2, 8)).square().mean())
                 engine.step()
         except (DivergenceError, RankFailedError) as error:
@@ -371,11 +376,11 @@ def _takes_one_micro_batch_more(stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_micro_batch_that_only_one_rank_takes_where_all_step_by_habit_ends_in_an_error_that_names_it(
+def test_a_micro_batch_that_only_one_rank_takes_where_all_step_by_prediction_ends_in_an_error_that_names_it(
     stage: int,
 ) -> None:
     """No message reaches ranks that wait in the step, or in what follows it."""
     with PatientPool(2, time_limit=LIMIT) as ranks:
         waits, asks = ranks.run(_takes_one_micro_batch_more, stage)
-    assert waits.startswith(f"RankFailedError: rank {FAILS} failed: step {HABIT}"), waits
-    assert asks.startswith(f"DivergenceError: step {HABIT}") and "as many micro-batches a step" in asks
+    assert waits.startswith(f"RankFailedError: rank {FAILS} failed: step {STEADY}"), waits
+    assert asks.startswith(f"DivergenceError: step {STEADY}") and "as many micro-batches a step" in asks

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.verify.models import case_named
-from deepspeed.zero.partition import UnitState
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, UnitState
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step
@@ -80,7 +79,7 @@ def count_gathers() -> dict[str, object]:
         before = runtime.gathers
         _evaluate(engine)
         counts["eval"].append(runtime.gathers - before)
-    return {"names": names, **counts, "guests": runtime.guest_collectives}
+    return {"names": names, **counts, "dummies": runtime.dummy_collectives}
 
 
 def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankPool) -> None:
@@ -91,7 +90,7 @@ def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankP
         # between.
         assert seen["train"] == [2 * units] + [2 * units - 1] * 3
         assert seen["eval"] == [units] * 4
-        assert seen["guests"] == 0
+        assert seen["dummies"] == 0
 
 
 def watch_addresses() -> list[str]:
@@ -113,7 +112,8 @@ def watch_addresses() -> list[str]:
     def check(module: nn.Module, *_: object) -> None:
         for param in module.parameters():
             unit = param._ds_unit
-            inside = unit.full.data_ptr() <= param.data_ptr() < unit.full.data_ptr() + unit.full.numel() * 2
+            full = unit.buffer.full
+            inside = full.data_ptr() <= param.data_ptr() < full.data_ptr() + full.numel() * 2
             if unit.state is not UnitState.READY or not inside:
                 faults.append(f"{param._ds_name} is not a view of its unit's gather buffer")
 
@@ -192,7 +192,7 @@ def live_bytes() -> dict[str, int]:
     seen = {"forward": 0}
 
     def measure(*_: object) -> None:
-        held = sum(u.full.untyped_storage().nbytes() for u in units if u.movable)
+        held = sum(u.buffer.full.untyped_storage().nbytes() for u in units if u.movable)
         seen["forward"] = max(seen["forward"], held)
 
     for module in engine.module.modules():
@@ -207,7 +207,7 @@ def live_bytes() -> dict[str, int]:
         "block": block * 2,
         "resting": resting,
         "numel": numel,
-        "after": sum(u.full.untyped_storage().nbytes() for u in units),
+        "after": sum(u.buffer.full.untyped_storage().nbytes() for u in units),
     }
 
 

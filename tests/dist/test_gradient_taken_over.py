@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.window import GradientWindow
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
@@ -39,19 +39,21 @@ def _backward(*, both: bool = False, keep: bool = False) -> dict[str, object]:
         model.head.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
     moved: list[int] = []
     engine = start(model, make_config(3, zero={"param_persistence_threshold": 0}))
-    open_partial = Unit.open_partial
+    open_window = GradientWindow.open
 
-    def spy(unit: Unit, dtype: torch.dtype, *, begin: torch.Tensor | None = None) -> torch.Tensor:
-        partial = open_partial(unit, dtype, begin=begin)
+    def spy(
+        window: GradientWindow, dtype: torch.dtype, device: torch.device, *, begin: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        partial = open_window(window, dtype, device, begin=begin)
         if begin is not None:
             moved.append(int(partial.data_ptr() != begin.data_ptr()))
         return partial
 
-    Unit.open_partial = spy  # type: ignore[method-assign]
+    GradientWindow.open = spy  # type: ignore[method-assign]
     try:
         engine.backward(engine(torch.ones(2, WIDTH)))
     finally:
-        Unit.open_partial = open_partial  # type: ignore[method-assign]
+        GradientWindow.open = open_window  # type: ignore[method-assign]
     before = [g.clone() for g in kept]
     whole = [safe_get_full_grad(p) for p in (engine.module.head.weight, engine.module.other.weight)]
     engine.step()

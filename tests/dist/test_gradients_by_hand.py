@@ -132,7 +132,7 @@ def one_rank_now_and_then(stage: int) -> float:
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_one_rank_may_write_alone(pool2: RankPool, stage: int) -> None:
-    """No step is passed by habit over it, whatever the others do."""
+    """No step is passed by prediction over it, whatever the others do."""
     assert max(pool2.run(one_rank_now_and_then, stage)) <= 5e-6
 
 
@@ -162,7 +162,7 @@ def first_by_hand_later(stage: int, accumulation: int) -> float:
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_first_gradient_by_hand_counts_after_a_habit_has_formed(
+def test_a_first_gradient_by_hand_counts_after_predictions_has_formed(
     pool2: RankPool, stage: int, accumulation: int
 ) -> None:
     assert max(pool2.run(first_by_hand_later, stage, accumulation)) <= 5e-6

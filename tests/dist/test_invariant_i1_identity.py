@@ -13,7 +13,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def _owners(engine) -> dict[str, tuple[int, int]]:
-    return {name: (id(p), p._ds_unit.full.untyped_storage()._cdata) for name, p in engine.module.named_parameters()}
+    owners = engine.module.named_parameters()
+    return {name: (id(p), p._ds_unit.buffer.full.untyped_storage()._cdata) for name, p in owners}
 
 
 def identities_over_a_run(stage: int) -> tuple[bool, bool, bool]:

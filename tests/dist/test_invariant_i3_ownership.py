@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from deepspeed.config import load_config
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Case, Stack, case_named, regression_batch, seeded
-from deepspeed.zero.partition import UnitState, partition
+from deepspeed.zero.partition import partition
 from deepspeed.zero.plan import make_plan
+from deepspeed.zero.unit import UnitState
 from tests.harness.lockstep import TOLERANCE, lockstep
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start

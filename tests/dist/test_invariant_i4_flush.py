@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify.grads import scaled_error
 from deepspeed.verify.reference import trainable
-from deepspeed.zero.partition import GradState
+from deepspeed.zero.window import GradState
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep
 from tests.harness.pool import RankPool
@@ -53,7 +53,7 @@ def flushed_many_times(stage: int) -> tuple[float, list[str]]:
     pair.engine.allreduce_gradients()
     pair.plain_backward(0)
     pair.compare_gradients(0)
-    states = [u.grad_state.value for u in runtime.units if u.grad_state is GradState.LOCAL]
+    states = [u.window.state.value for u in runtime.units if u.window.state is GradState.LOCAL]
     pair.engine.step()
     pair.optimizer.step()
     pair.compare_parameters(0)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import Case, MicroBatch, Stack, case_named, regression_batch, seeded
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.unit import UnitState
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start
@@ -96,7 +96,7 @@ def prefetched_before_a_step() -> tuple[list[str], bool]:
             each.backward(case.seeded_loss(each, here(step))[0])
         early = [u for u in engine.runtime.units if u.movable]
         for unit in early:
-            engine.runtime._gather(unit, guest=False)
+            engine.runtime._gather(unit, dummy=False)
         states += [unit.state.value for unit in early if unit.state is not UnitState.FETCHING]
         engine.step()
         plain.step()
@@ -126,12 +126,12 @@ def hit_rate() -> tuple[float, int]:
         with torch.no_grad():
             engine(case.batch(here(step))[0])
     schedule = engine.runtime.schedule
-    rounds = engine.runtime.guest_collectives
+    rounds = engine.runtime.dummy_collectives
     engine.destroy()
     return schedule.hits / schedule.uses, rounds
 
 
 def test_invariant_i6_alternating_train_and_eval_keep_the_forecast(pool2: RankPool) -> None:
-    for rate, guests in pool2.run(hit_rate):
+    for rate, dummies in pool2.run(hit_rate):
         assert rate == 1.0
-        assert guests == 0
+        assert dummies == 0

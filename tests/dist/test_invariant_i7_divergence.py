@@ -271,9 +271,9 @@ def refused(scenario: str, phase: str) -> tuple[str, bool, float]:
     return said, late, pair.finish()[0]
 
 
-HABIT = 7  # equal steps, after which the ranks no longer send messages in between
+STEADY = 7  # equal steps, after which the ranks no longer send messages in between
 LATE = 11
-# What all ranks do, and what the last one does for once: the others go on by habit and do not know.
+# What all ranks do, and what the last one does for once: the others go on by prediction and do not know.
 SURPRISES = {
     "skips_an_expert": (ALL, Route(experts=(0, 2))),
     "skips_the_tower_and_the_head": (ALL, Route(tower=False, head=False)),
@@ -288,7 +288,7 @@ SURPRISES = {
 
 @dataclass(frozen=True)
 class SurprisingLoss:
-    """The loss where the last rank surprises the others in step ``HABIT``; with ``shared``, a collective follows each
+    """The loss where the last rank surprises the others in step ``STEADY``; with ``shared``, a collective follows each
     forward.
     """
 
@@ -299,7 +299,9 @@ class SurprisingLoss:
         usual, surprise = SURPRISES[self.name]
         x, y = batch
         loss = (
-            (model(x, surprise if place.step == HABIT and place.rank == place.world - 1 else usual) - y).square().mean()
+            (model(x, surprise if place.step == STEADY and place.rank == place.world - 1 else usual) - y)
+            .square()
+            .mean()
         )
         if self.shared and getattr(model, "is_engine", False):
             dist.all_reduce(loss.detach().clone())
@@ -339,12 +341,12 @@ def surprised(
 
 
 @pytest.mark.parametrize("name", SURPRISES)
-def test_invariant_i7_a_surprise_after_a_habit(pool2: RankPool, name: str) -> None:
+def test_invariant_i7_a_surprise_after_predictions(pool2: RankPool, name: str) -> None:
     for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
         assert error <= TOLERANCE, worst
-        assert messages[HABIT - 1] == 1, "a backward is to cost one message by now"
-        # To skip, or to recompute, is to be a guest: that costs no further message.
-        assert messages[HABIT] > 1 or name in ("recomputes", "skips_an_expert")
+        assert messages[STEADY - 1] == 1, "a backward is to cost one message by now"
+        # To skip, or to recompute, is to be a dummy: that costs no further message.
+        assert messages[STEADY] > 1 or name in ("recomputes", "skips_an_expert")
 
 
 @pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
@@ -354,14 +356,14 @@ def test_invariant_i7_a_surprise_under_other_plans(pool2: RankPool, stage: int, 
         surprised, name, make_config(stage, zero={"reduce_bucket_size": 50}), time_limit=LIMIT
     ):
         assert error <= TOLERANCE, worst
-        assert messages[HABIT - 1] == 1
+        assert messages[STEADY - 1] == 1
 
 
 @pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_another_one", "twice"])
 def test_invariant_i7_a_surprise_on_one_of_three_ranks(pool3: RankPool, name: str) -> None:
     for error, worst, (messages,) in pool3.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
         assert error <= TOLERANCE, worst
-        assert messages[HABIT - 1] == 1
+        assert messages[STEADY - 1] == 1
 
 
 @pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_the_tower", "other_order"])
@@ -373,7 +375,7 @@ def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPoo
         surprised, name, make_config(3, zero=ZERO), shared=True, time_limit=LIMIT
     ):
         assert error <= TOLERANCE, worst
-        assert messages[HABIT - 1] <= 2
+        assert messages[STEADY - 1] <= 2
 
 
 @pytest.mark.parametrize("name", ["skips_an_expert", "needs_the_tower", "twice"])
@@ -382,36 +384,36 @@ def test_invariant_i7_a_surprise_with_two_engines_interleaved(pool2: RankPool, n
         assert error <= TOLERANCE, worst
 
 
-def refused_after_a_habit(name: str) -> tuple[str, float]:
+def refused_after_predictions(name: str) -> tuple[str, float]:
     case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name))
     pair = Lockstep(case, make_config(3, zero={**ZERO, "divergence": "error"}))
-    for step in range(HABIT):
+    for step in range(STEADY):
         pair.step(step)
     assert pair.engine.runtime.agreement.mismatches == 0
     said = ""
     try:
-        pair.engine.backward(case.seeded_loss(pair.engine, here(HABIT))[0])
+        pair.engine.backward(case.seeded_loss(pair.engine, here(STEADY))[0])
     except DivergenceError as error:
         said = str(error)
-    pair.step(HABIT + 1)
+    pair.step(STEADY + 1)
     return said, pair.finish()[0]
 
 
 @pytest.mark.parametrize("name", [n for n in SURPRISES if n != "recomputes"])
-def test_invariant_i7_error_mode_after_a_habit(pool2: RankPool, name: str) -> None:
-    for said, error in pool2.run(refused_after_a_habit, name, time_limit=LIMIT):
-        assert "rank 0" in said and "rank 1" in said and f"step {HABIT}" in said, said
+def test_invariant_i7_error_mode_after_predictions(pool2: RankPool, name: str) -> None:
+    for said, error in pool2.run(refused_after_predictions, name, time_limit=LIMIT):
+        assert "rank 0" in said and "rank 1" in said and f"step {STEADY}" in said, said
         assert any(part in said for part in ("expert", "tower", "layers", "head")), said
         assert error <= TOLERANCE, "after the error, training does not go on as before"
 
 
 def failed_alone() -> tuple[float, str]:
-    """After a habit one rank's forward fails half way; the others hear of it, and all do another batch."""
+    """After predictions one rank's forward fails half way; the others hear of it, and all do another batch."""
     pair = Lockstep(Case("same", seeded(Router), regression_batch, _same_route), make_config(3, zero=ZERO))
     with Faults(pair.engine.module, rank=dist.get_rank()) as faults:
         faults.raise_in("layers.0", phase="forward", step=-1, rank=1)
         for step in range(LATE):
-            if step == HABIT:
+            if step == STEADY:
                 faults.step = -1
                 with pytest.raises(InjectedFault if dist.get_rank() == 1 else RankFailedError):
                     pair.engine.backward(pair.case.seeded_loss(pair.engine, here(90))[0])
@@ -428,7 +430,7 @@ def test_invariant_i7_after_a_rank_failed_alone_all_go_on(pool2: RankPool) -> No
 
 
 def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
-    """Messages and unequal ones of each micro-batch, evaluations after a habit included; what these leave of
+    """Messages and unequal ones of each micro-batch, evaluations after predictions included; what these leave of
     gradients.
     """
     case = _case("twice")
@@ -444,7 +446,7 @@ def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
         if unequal and step == 9 * window - 1:
             with torch.no_grad():
                 engine(case.batch(here(step))[0], ALL)
-            weights = [int(unit.grad_filled) for unit in engine.runtime.units]
+            weights = [int(unit.window.filled) for unit in engine.runtime.units]
     mismatches = agreement.mismatches
     engine.destroy()
     return [messages, [mismatches], weights]
@@ -460,8 +462,8 @@ def test_ranks_that_have_not_differed_for_a_while_send_one_message_a_backward(
         assert mismatches == [0]
 
 
-def test_an_evaluation_in_place_of_a_foretold_backward_leaves_no_gradient(pool2: RankPool) -> None:
-    """All ranks execute the backward as guests; what it reduces are sums of nothing."""
+def test_an_evaluation_in_place_of_a_predicted_backward_leaves_no_gradient(pool2: RankPool) -> None:
+    """All ranks execute the backward as dummies; what it reduces are sums of nothing."""
     for _, mismatches, filled in pool2.run(messages_of, 3, 1, unequal=True):
         assert mismatches == [0]
         assert filled and not any(filled)

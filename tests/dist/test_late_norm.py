@@ -21,6 +21,8 @@ from deepspeed.verify.models import case_named
 from deepspeed.zero import gradients, step
 from deepspeed.zero.plan import StatePlan, Tier
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update import result as step_result
+from deepspeed.zero.update.inline import InlineUpdate
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, start, train_step
@@ -37,18 +39,18 @@ def late() -> Iterator[list[Any]]:
     what was read.
     """
     reads: list[Any] = []
-    read = step.norm_of
+    read = step_result.norm_of
 
     def counted(sums: torch.Tensor) -> Any:
         reads.append(read(sums))
         return reads[-1]
 
-    def goes_ahead(runtime: Any) -> bool:
-        return getattr(type(runtime.optimizer), "heeds_skip", False)
+    def launches_ahead(policy: InlineUpdate) -> bool:
+        return getattr(type(policy.optimizer), "heeds_skip", False)
 
     with (
-        mock.patch.object(step, "_goes_ahead", goes_ahead),
-        mock.patch.object(step, "norm_of", counted),
+        mock.patch.object(InlineUpdate, "launches_ahead", launches_ahead),
+        mock.patch.object(step_result, "norm_of", counted),
         mock.patch.object(step.LateResult, "known", lambda self: False),
         mock.patch.object(gradients, "_probes", gradients._probes_of_parameters),
     ):
@@ -350,7 +352,7 @@ def test_an_error_of_one_rank_before_the_update_is_heard_in_the_next_batch(
 def test_the_factor_of_the_device_is_that_of_the_host(whole: float, scale: float) -> None:
     for clip in (1e-3, 0.05, 1.0, 3.7):
         sums = torch.tensor([whole, float(not math.isfinite(whole)), 0.0], dtype=torch.float64)
-        norm = step.norm_of(sums)[0] * scale
+        norm = step_result.norm_of(sums)[0] * scale
         assert step._clipped(sums, scale, clip).item() == scale / max(1.0, (norm + 1e-6) / clip)
 
 
@@ -362,7 +364,8 @@ def test_no_rank_decides_by_what_is_its_own() -> None:
     def goes_ahead(*tiers: Tier) -> bool:
         units = [SimpleNamespace(plan=SimpleNamespace(optim=StatePlan((), tier))) for tier in tiers]
         units.append(SimpleNamespace(plan=SimpleNamespace(optim=None)))
-        return step._goes_ahead(SimpleNamespace(device=torch.device("meta"), units=units, optimizer=optimizer))  # type: ignore[arg-type]
+        host: Any = SimpleNamespace(device=torch.device("meta"), units=units)
+        return InlineUpdate(host, optimizer).launches_ahead()
 
     assert goes_ahead(Tier.DEVICE, Tier.DEVICE)
     assert not goes_ahead(Tier.DEVICE, Tier.HOST)

@@ -126,7 +126,7 @@ def memory_that_ends_half_way(engine: Any) -> list[str]:
         back.callback(came_back.append, "state")
         raise OSError(errno.ENOMEM, "no memory")
 
-    with mock.patch("deepspeed.engine_weights.leave_device", leave), pytest.raises(OSError, match="no memory"):
+    with mock.patch("deepspeed.engine.weights.leave_device", leave), pytest.raises(OSError, match="no memory"):
         engine.offload_states()
     problems = [] if came_back == ["state"] else ["a state stays away"]
     train_step(engine, case_named("plain"), 4)

@@ -279,7 +279,7 @@ def failed_alone(way: str, door: str, folder: str, stage: int, offload: dict[str
         zero = {"offload_optimizer": offload, "stage3_gather_16bit_weights_on_model_save": True}
         engine = start(case.build().train(), make_config(stage, zero=zero))
         train_step(engine, case, 0)
-        engine.runtime.settle()
+        engine.runtime.update.wait()
         update = type(engine.basic_optimizer)._update_group
         if engine.global_rank == 1:
             type(engine.basic_optimizer)._update_group = _raise
@@ -336,7 +336,7 @@ def test_one_rank_that_fails_ends_all_with_its_name(
 
 def failed_before_a_save(folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
     """The same where the program itself updates: the first rank goes on to a save."""
-    with mock.patch("deepspeed.zero.failures._PATIENCE_S", 0.5):
+    with mock.patch("deepspeed.zero.sync.failures._PATIENCE_S", 0.5):
         return failed_alone("program", "save", folder, stage, offload)
 
 

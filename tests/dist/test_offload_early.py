@@ -31,7 +31,7 @@ from deepspeed.utils import (
     safe_set_local_grad,
 )
 from deepspeed.verify.models import IN_FEATURES
-from deepspeed.zero.update.early import EarlyUpdate
+from deepspeed.zero.update.speculative import EarlyUpdate
 from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
 from tests.dist.test_one_pass_update import changing_rates
 from tests.dist.test_update_behind import behind

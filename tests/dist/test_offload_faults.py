@@ -162,7 +162,7 @@ def failing(verb: str, *, at: int, late: bool, label: str = "", writes_data: boo
 def whole_step(engine: Any) -> None:
     """With the part of its update that goes on behind it."""
     engine.step()
-    engine.runtime.settle()
+    engine.runtime.update.wait()
 
 
 def fails_in_the_step(folder: str, way: str, verb: str, *, late: bool) -> list[str]:
@@ -172,7 +172,7 @@ def fails_in_the_step(folder: str, way: str, verb: str, *, late: bool) -> list[s
         engine = engine_for(way, folder)
         train_step(engine, case, 0)
         engine.backward(case.seeded_loss(engine, here(1))[0])
-        engine.tiles.forget_ahead()  # what was read beside the backward is read again
+        engine.runtime.update.forget_ahead()  # what was read beside the backward is read again
         with failing(verb, at=at, late=late, label="offload_optimizer"):
             said = outcome(lambda engine=engine: whole_step(engine))
         if "TransferError" not in said or "injected" not in said:

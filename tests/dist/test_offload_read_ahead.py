@@ -26,7 +26,7 @@ def _train(folder: str | None, door: str) -> dict[str, Any]:
     for step in range(3):
         for loss in case.seeded_loss(engine, here(step)):
             engine.backward(loss)
-        ahead.append(0 if engine.tiles is None else len(engine.tiles._ahead))
+        ahead.append(len(getattr(engine.runtime.update, "_ahead", ())))
         param = next(p for p in engine.module.parameters() if p.dim() > 1)
         if step == 2 and door == "master":
             safe_set_full_fp32_param(param, 2.0 * safe_get_full_fp32_param(param))
@@ -36,8 +36,8 @@ def _train(folder: str | None, door: str) -> dict[str, Any]:
             with GatheredParameters([param], modifier_rank=0):
                 param.data.mul_(0.5)
         engine.step()
-        engine.runtime.settle()
-    out = 0 if engine.tiles is None else engine.tiles._staging._out
+        engine.runtime.update.wait()
+    out = engine.runtime.update._staging._out if hasattr(engine.runtime.update, "_staging") else 0
     values = [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
     for loss in case.seeded_loss(engine, here(3)):  # read ahead for an update that never comes
         engine.backward(loss)

@@ -18,7 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
 from deepspeed.tier.drive import Drive
 from deepspeed.verify.models import case_named
-from deepspeed.zero.update.turns import Turns
+from deepspeed.zero.update.partial import Turns
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step

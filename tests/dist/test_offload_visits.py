@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.collectives import SideStream
 from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.zero.plan import TIERS, StateKind
-from deepspeed.zero.update.visits import Visits
+from deepspeed.zero.update.staged import StagedUpdate
 from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -29,8 +28,8 @@ def trained(offload: dict[str, Any], config: dict[str, Any], *, hook: bool = Fal
     def engine_of() -> Any:
         engine = start(case.build().train(), make_config(3, zero=zero, **options))
         if "device_states" in offload:
-            up = SideStream(torch.device("cpu"))
-            engine.runtime.visits = Visits(engine.basic_optimizer, engine._parts.tiers, up=up)
+            runtime = engine.runtime
+            runtime.train_by(engine.basic_optimizer, StagedUpdate(runtime, engine.basic_optimizer, engine._parts.tiers))
         if hook:
             engine.basic_optimizer.register_step_post_hook(lambda *_: None)
         return engine
@@ -43,9 +42,9 @@ def trained(offload: dict[str, Any], config: dict[str, Any], *, hook: bool = Fal
         engine = engine_of()
         engine.load_checkpoint(reload)
     told += [value for step in range(3, 5) for value in train_step(engine, case, step)]
-    visits = [unit.plan.visits for unit in engine.runtime.units]
+    visits = [unit.plan.loads_states for unit in engine.runtime.units]
     assert any(visits) is ("device_states" in offload) and not all(visits)
-    assert all(not unit.plan.visits or not unit.plan.of(StateKind.GRAD).away for unit in engine.runtime.units)
+    assert all(not unit.plan.loads_states or not unit.plan.of(StateKind.GRAD).away for unit in engine.runtime.units)
     key = next(key for key, value in engine.basic_optimizer.state[engine._views[0].param].items() if value.dim())
     slot = {
         name: safe_get_full_optimizer_state(param, key)

@@ -299,7 +299,7 @@ def continued(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
     engine.load_checkpoint(folder)
     masters = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     plain_steps(engine, "wide", 4, 5)
-    policy = engine.runtime.delayed
+    policy = engine.runtime.update
     counts = [policy._counts.window, policy._counts.updates]
     whole = sum(int(policy._mask_of(view).sum()) for view in policy._views)
     engine.destroy()
@@ -347,7 +347,7 @@ def from_plain(folder: str) -> list[int]:
     engine = zenflow_engine(3, rule_of())
     engine.load_checkpoint(folder)
     plain_steps(engine, "wide", 3, 5)
-    counts = engine.runtime.delayed._counts
+    counts = engine.runtime.update._counts
     engine.destroy()
     return [counts.steps, counts.window, counts.since, counts.updates]
 
@@ -400,7 +400,7 @@ def undisturbed_loop() -> list[bool]:
     engine, stayed = zenflow_engine(3, rule_of()), []
     for step in range(5):
         train_step(engine, CASES["wide"](), step)
-        stayed.append(engine.runtime.delayed._out)
+        stayed.append(engine.runtime.update.states_out)
     weight = engine.module.inp.weight
     safe_set_full_fp32_param(weight, torch.full_like(safe_get_full_fp32_param(weight), 0.25))
     train_step(engine, CASES["wide"](), 5)
@@ -477,7 +477,7 @@ def weights_alone(folder: str, *, only: bool) -> list[str]:
         pairs = [(n, p, key) for n, p in engine.module.named_parameters() for key in ("exp_avg", "exp_avg_sq")]
         found.append({f"{n}.{key}": safe_get_full_optimizer_state(p, key) for n, p, key in pairs})
         plain_steps(engine, "wide", 8, 9)
-        counts = engine.runtime.delayed._counts
+        counts = engine.runtime.update._counts
         found[-1]["counts"] = torch.tensor([counts.steps, counts.window, counts.since, counts.updates])
         engine.destroy()
     return [name for name in found[0] if not same(found[0][name], found[1][name])]

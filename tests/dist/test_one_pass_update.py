@@ -24,9 +24,10 @@ from deepspeed.tier import store
 from deepspeed.tier.transfer import Transfer
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
-from deepspeed.zero import GatheredParameters, publish as publish_module
+from deepspeed.zero import GatheredParameters
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update import publish as publish_module
 from tests.dist.test_offload_parity import froze_later
 from tests.harness.offload import (
     CASES,

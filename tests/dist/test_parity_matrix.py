@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.verify.grads import BUCKETS, TOLERANCE, Cell, Errors, run_cell
+from deepspeed.verify import TOLERANCE
+from deepspeed.verify.grads import BUCKETS, Cell, Errors, run_cell
 from tests.harness.cases import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES

@@ -190,8 +190,8 @@ def test_a_quantized_base_rests_in_host_memory(pool2: RankPool, kind: Any) -> No
 
 def run_bytes() -> tuple[int, int, int]:
     engine = begin(Codes4, 3)
-    units = [unit for unit in engine.runtime.units if unit.full.dtype is torch.uint8]
-    held = sum(unit.shard.nbytes for unit in units), sum(unit.full.untyped_storage().nbytes() for unit in units)
+    units = [unit for unit in engine.runtime.units if unit.dtype is torch.uint8]
+    held = sum(unit.shard.nbytes for unit in units), sum(unit.buffer.full.untyped_storage().nbytes() for unit in units)
     engine.destroy()
     return *held, 3 * WIDTH * WIDTH // 2
 

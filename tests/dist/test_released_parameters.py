@@ -338,7 +338,7 @@ def guarded_while_arriving() -> str:
     """Between a forward and its backward parameters may be in flight; a read then is refused, never half-filled."""
     engine = _engine()
     unit = engine.module.get_parameter(NAME)._ds_unit
-    engine.runtime._gather(unit, guest=False)
+    engine.runtime._gather(unit, dummy=False)
     try:
         unit.params[0].sum()
         said = "NO ERROR"

@@ -20,7 +20,7 @@ from deepspeed.verify import ranks as processes
 from deepspeed.verify.models import MicroBatch, decoder_layers, word_batch
 from deepspeed.verify.reference import train_reference
 from deepspeed.verify.three_axes import GridCell, run_cell
-from deepspeed.zero import runtime
+from deepspeed.zero.sync import failures
 from tests.harness.decoders import Llama, batch, loss_of
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.training import ADAMW, outcome
@@ -80,11 +80,11 @@ ACTS: dict[str, Callable[[Tensor], Any]] = {"raises": raises, "dies": dies, "as_
 @contextlib.contextmanager
 def patience(seconds: float) -> Iterator[None]:
     """How long a rank that fails waits for those that share its layers."""
-    usual, runtime._ALIKE_S = runtime._ALIKE_S, seconds
+    usual, failures._ALIKE_S = failures._ALIKE_S, seconds
     try:
         yield
     finally:
-        runtime._ALIKE_S = usual
+        failures._ALIKE_S = usual
 
 
 def odd_layer(act: str, on: tuple[int, ...], zero: int, place: int, *, backward: bool = False) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.tier.staging import Staging
 from deepspeed.verify.models import case_named
-from deepspeed.zero.optim_view import OptimTiles
+from deepspeed.zero.update.tiled import TiledUpdate
 from tests.harness.pool import RankPool
 from tests.harness.training import full_parameters, make_config, start, train_step
 
@@ -15,7 +15,7 @@ def _trained(config: dict, *, tiled: bool) -> tuple[list[float], dict[str, torch
     torch.manual_seed(0)
     engine = start(case.build(), config)
     if tiled:
-        engine.tiles = engine.runtime.tiles = OptimTiles(engine._views, engine.basic_optimizer, Staging(2))
+        engine.runtime.update = TiledUpdate(engine.runtime, engine.basic_optimizer, engine._views, Staging(2))
     losses = [value for step in range(3) for value in train_step(engine, case, step)]
     values = full_parameters(engine)
     engine.destroy()

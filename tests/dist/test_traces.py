@@ -1,4 +1,4 @@
-"""A behaviour can be followed in few files: docs/architecture.md lists them, and a traced run takes that way."""
+"""A behaviour can be followed in few files: docs/traces.md lists them, and a traced run takes that way."""
 
 import pickle
 import re
@@ -16,10 +16,11 @@ from tests.harness.pool import RankPool
 from tests.harness.tracer import ROOT, Call, Step, Tracer, missing
 from tests.harness.training import make_config, start, train_step
 
-PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
 MOST_FILES = {
-    "Gather a unit before its module runs": 5,
-    "Reduce a gradient": 4,
+    # One more in the first two than when the runtime agreed on collectives itself: `zero/sync/order.py`.
+    "Gather a unit before its module runs": 6,
+    "Reduce a gradient": 5,
     "A step whose optimizer states rest on a drive": 9,
     "Save a checkpoint": 7,
     "A rank dies": 6,

@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import IN_FEATURES
 from deepspeed.verify.reference import GATE_ADAM
-from deepspeed.zero.update import columns, zenflow
+from deepspeed.zero.update.selective import columns, policy as zenflow
 from tests.dist.test_offload_zenflow import (
     STEPS,
     at_the_end,
@@ -150,7 +150,7 @@ def test_a_hook_sees_the_columns_of_the_device_as_they_are_and_may_write_them(
 
 # -- lost batches, looks, loads --------------------------------------------------------------------------------------
 def _overflow(engine: Any, _: str) -> None:
-    dtype = next(iter({unit.full.dtype for unit in engine.runtime.units}))
+    dtype = next(iter({unit.dtype for unit in engine.runtime.units}))
     engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=dtype)).float().sum())
     engine.step()
     assert not engine.was_step_applied()
@@ -171,7 +171,7 @@ def _lost(engine: Any, _: str) -> None:
 def _evaluated(engine: Any, _: str) -> None:
     engine.eval()
     with torch.no_grad():
-        engine(torch.ones(2, IN_FEATURES, dtype=next(iter({unit.full.dtype for unit in engine.runtime.units}))))
+        engine(torch.ones(2, IN_FEATURES, dtype=next(iter({unit.dtype for unit in engine.runtime.units}))))
     engine.train()
 
 
@@ -327,14 +327,14 @@ def _raise(*_: Any, **__: Any) -> None:
     raise ArithmeticError("planted")
 
 
-PARTS = ("_take_states", "_bring_out", "_update_chosen", "_add_all", "_until_ended", "_square_all", "_take_largest")
+PARTS = ("_take_states", "_bring_out", "_update_chosen", "_add_all", "_until_all_ended", "_square_all", "_take_largest")
 
 
 @contextlib.contextmanager
 def planted(engine: Any, part: str, *, rank: int = 1) -> Iterator[None]:
     """Inside, that part of a step fails on one rank."""
     if engine.global_rank == rank:
-        with mock.patch.object(zenflow.ZenFlow, part, _raise):
+        with mock.patch.object(zenflow.SelectiveUpdate, part, _raise):
             yield
     else:
         yield
@@ -373,9 +373,9 @@ def failing(part: str, at: int, stage: int, overlap: bool, folder: str, way: str
         ("_take_largest", 5, 1, True, "program"),
         ("_update_chosen", 3, 3, False, "program"),
         ("_add_all", 3, 2, True, "thread"),
-        ("_until_ended", 4, 2, True, "thread"),
-        ("_until_ended", 4, 3, True, "thread"),
-        ("_until_ended", 4, 2, True, "program"),
+        ("_until_all_ended", 4, 2, True, "thread"),
+        ("_until_all_ended", 4, 3, True, "thread"),
+        ("_until_all_ended", 4, 2, True, "program"),
     ],
 )
 def test_a_step_that_fails_on_one_rank_is_an_error_of_all_until_a_checkpoint_is_loaded(
@@ -394,7 +394,7 @@ def planned_and_kept(stage: int, overlap: bool) -> tuple[dict[str, int], dict[st
     """Bytes of the plan, and what there is in the middle of a window with all states at home. Collective."""
     engine = zenflow_engine(stage, rule_of(overlap=overlap))
     plain_steps(engine, "wide", 0, 7)
-    policy = engine.runtime.delayed
+    policy = engine.runtime.update
     chosen = list(policy._chosen.values())
     out = [[c.grad, c.param, *(policy._on_device.state[c.param][n] for n in zenflow._MOMENTS)] for c in chosen]
     numbers = [near for c in chosen for _, near, _ in c.parts]

@@ -23,6 +23,7 @@ PLAUSIBLE = {
     "flops_bf16": (5e12, 5e15),
     "flops_fp32": (1e12, 2e15),
     "matmul_half": (0, 4096),
+    "processors": (0.5, 2000),
     "attention_share": (0.02, 2),
     "memory_rate": (5e10, 2e13),
     "kernel_s": (2e-7, 5e-5),

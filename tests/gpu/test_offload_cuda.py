@@ -337,7 +337,7 @@ def test_states_rest_where_they_should(stage: int, name: str, dtype: str, tmp_pa
             )
         elif away == "device":
             assert unit.shard.device.type == NAME, unit.name
-        assert not unit.movable or unit.full.untyped_storage().nbytes() == 0, f"{unit.name} is still gathered"
+        assert not unit.movable or unit.buffer.full.untyped_storage().nbytes() == 0, f"{unit.name} is still gathered"
     moved = {unit.plan.param.tier.value for unit in engine.runtime.units}
     assert not param or moved & {"host", "nvme"}
     share = updated_here / sum(unit.layout.numel for unit in engine.runtime.units)
@@ -359,8 +359,8 @@ def _check_optim(unit: Any, home: str, *, pinned: bool, tied: bool) -> None:
     """Masters and gradients of one unit after a backward."""
     kind = NAME if home == "device" else "cpu"
     assert (unit.on_drive(StateKind.OPTIM)) == (home == "nvme"), unit.name
-    near = NAME if unit.plan.visits else kind  # where the update will be
-    assert unit.grad is not None and unit.grad_filled and unit.grad.device.type == near, unit.name
+    near = NAME if unit.plan.loads_states else kind  # where the update will be
+    assert unit.grad is not None and unit.window.filled and unit.grad.device.type == near, unit.name
     if home != "nvme":
         assert unit.master.device.type == kind, unit.name
     if near != NAME:

@@ -61,7 +61,7 @@ CORNERS: dict[str, str] = {
     r"test_invariant_i7_divergence.py::test_invariant_i7_three_ranks\[(disjoint_experts|swapping)-.*\]": (
         "two scenarios on three ranks, all of them on two"
     ),
-    r"test_invariant_i7_divergence.py::test_invariant_i7_a_surprise_after_a_habit\[needs_(the_tower|an_expert)\]": (
+    r"test_invariant_i7_divergence.py::.*a_surprise_after_predictions\[needs_(the_tower|an_expert)\]": (
         "needs_another_one, and the mirror images skips_..., stay"
     ),
     r"test_invariant_i7_divergence.py::.*with_two_engines_interleaved\[(needs_the_tower|twice)\]": "one of three kinds",
@@ -81,11 +81,11 @@ CORNERS: dict[str, str] = {
     r"test_offload_state_access.py::test_as_in_memory_at_lower_stages\[(read.*|edit_local)\]": "stage 3 has all",
     r"test_one_pass_update.py::test_every_stage\[2-bf16\]": "stages 0 and 3 stay",
     r"test_one_pass_update.py::test_classes_with_groups\[(AdamW-False|.*Adagrad-True)\]": "three of five stay",
-    r"test_invariant_i7_divergence.py::.*error_mode_after_a_habit\[(needs_(the_tower|an_expert)|skips_an_.*|twice)\]": (
+    r"test_invariant_i7_divergence.py::.*mode_after_predictions\[(needs_(the_tower|an_expert)|skips_an_.*|twice)\]": (
         "three of seven surprises"
     ),
     r"test_invariant_i7_divergence.py::test_ranks_that_have_not_differed.*\[(0-1|1-.*|2-1)\]": "stages 0, 2 and 3 stay",
-    r"test_invariant_i7_divergence.py::test_invariant_i7_a_surprise_after_a_habit\[twice\]": "five kinds stay",
+    r"test_invariant_i7_divergence.py::.*a_surprise_after_predictions\[twice\]": "five kinds stay",
     r"test_invariant_i7_divergence.py::.*error_mode_names_rank_module_and_step\[.*-eval\]": "training has a forward",
     r"test_invariant_i7_divergence.py::.*ranks_may_diverge\[(nothing_in_common|skip_last|swapping)-train_and_eval\]": (
         "eight of eleven scenarios; error mode and accumulation have these"
@@ -147,12 +147,12 @@ CORNERS: dict[str, str] = {
     r"test_offload_parity.py::test_a_rank_without_an_element.*\[Lamb\]": "AdamW stays",
     r"test_invariant_i7_divergence.py::.*with_two_engines_interleaved.*": "the surprises of one engine stay",
     r"test_invariant_i7_divergence.py::.*on_one_of_three_ranks\[needs_another_one\]": "one of three kinds",
-    r"test_invariant_i7_divergence.py::test_invariant_i7_a_surprise_after_a_habit\[(needs_another_one|other_order)\]": (
+    r"test_invariant_i7_divergence.py::.*a_surprise_after_predictions\[(needs_another_one|other_order)\]": (
         "three kinds stay"
     ),
     r"test_invariant_i7_divergence.py::.*before_a_collective_of_the_users\[other_order\]": "one of three kinds",
     r"test_invariant_i7_divergence.py::.*under_other_plans\[2-(skips_an_expert|needs_another_one)\]": "one kind stays",
-    r"test_invariant_i7_divergence.py::.*error_mode_after_a_habit\[(other_order|needs_another_one)\]": (
+    r"test_invariant_i7_divergence.py::.*mode_after_predictions\[(other_order|needs_another_one)\]": (
         "one of seven surprises"
     ),
     r"test_invariant_i7_divergence.py::.*ranks_may_diverge\[(twice|recomputed|disjoint_experts|skip_tower)-.*\]": (

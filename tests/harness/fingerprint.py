@@ -29,13 +29,13 @@ from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
-from deepspeed.engine_elastic import SaveKeeper
+from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
-from deepspeed.zero.partition import UnitState
+from deepspeed.zero.unit import UnitState
 from tests.harness import pipes
 from tests.harness.faults import modules_replaced
 
@@ -369,7 +369,7 @@ def _micro(engine: Any, x: Tensor, y: Tensor, *, bad: bool, cast: bool) -> Any:
 def _end(engine: Any, model: ProbeModel) -> Fingerprint:
     counters = engine.runtime
     out = {
-        "gathers": [counters.gathers, counters.gathered_numel, counters.reductions, counters.guest_collectives],
+        "gathers": [counters.gathers, counters.gathered_numel, counters.reductions, counters.dummy_collectives],
         "in forward": model.seen[:],
         "at rest": [u.state is UnitState.ABSENT for u in engine.runtime.units],
         "gradients": [str(u.grad.dtype) if u.grad is not None else None for u in engine.runtime.units],

@@ -11,7 +11,8 @@ from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import gate_optimizer, trainable
 from deepspeed.zero.param import ReleasedFace
-from deepspeed.zero.partition import GradState, UnitState
+from deepspeed.zero.unit import UnitState
+from deepspeed.zero.window import GradState
 from tests.harness.training import here, start
 
 TOLERANCE = 1e-6
@@ -99,8 +100,8 @@ def not_at_rest(engine: Any) -> list[str]:
             found.append(f"{unit.name}: {unit.users} users, {unit.pins} pins")
         if unit.movable and unit.state is not UnitState.ABSENT:
             found.append(f"{unit.name}: parameters are {unit.state.value}")
-        if unit.grad_state is GradState.LOCAL or unit.partial is not None:
-            found.append(f"{unit.name}: gradients are {unit.grad_state.value}")
+        if unit.window.state is GradState.LOCAL or unit.window.partial is not None:
+            found.append(f"{unit.name}: gradients are {unit.window.state.value}")
     if engine.runtime.depth or engine.runtime.in_backward:
         found.append(f"depth {engine.runtime.depth}, in_backward {engine.runtime.in_backward}")
     return found

@@ -65,7 +65,7 @@ _PURE = (
     Mutant("C2", "deepspeed/zero/schedule.py", "if now.seen:", "if True:", _SCHEDULE, "an empty pass keeps the trace"),
     Mutant(
         "A1",
-        "deepspeed/zero/agreement.py",
+        "deepspeed/zero/sync/agreement.py",
         "REDUCE = 0\n    GATHER = 1",
         "GATHER = 0\n    REDUCE = 1",
         _AGREEMENT,
@@ -73,7 +73,7 @@ _PURE = (
     ),
     Mutant(
         "A2",
-        "deepspeed/zero/agreement.py",
+        "deepspeed/zero/sync/agreement.py",
         "words = merge(numbers, words, self._group)",
         "_ = merge(numbers, words, self._group)",
         _AGREEMENT,
@@ -277,7 +277,7 @@ _OPTIMIZERS = (
     ),
     Mutant(
         "U3",
-        "deepspeed/zero/publish.py",
+        "deepspeed/zero/update/publish.py",
         "[*sorted(written), (stop, stop)]",
         "sorted(written)",
         ("tests/dist/test_one_pass_update.py::test_every_stage[0-bf16]",),
@@ -288,9 +288,9 @@ _OPTIMIZERS = (
 _STEPS = (
     Mutant(
         "R5",
-        "deepspeed/engine.py",
-        "gradients.scale = 1.0\n        if",
-        "if",
+        "deepspeed/engine/engine.py",
+        "gradients.scale = 1.0\n        self",
+        "self",
         ("tests/dist/test_loops.py::test_plain_and_engine_backwards_share_a_window",),
         "a plain backward's 1 / accumulation does not stay for the next backward",
     ),
@@ -304,7 +304,7 @@ _STEPS = (
     ),
     Mutant(
         "G2",
-        "deepspeed/zero/unit.py",
+        "deepspeed/zero/window.py",
         "self.partial[start:stop].zero_()",
         "pass",
         (f"{_PARITY}[plain-0]",),
@@ -312,9 +312,9 @@ _STEPS = (
     ),
     Mutant(
         "G3",
-        "deepspeed/zero/unit.py",
-        "            self.fired.clear()\n        self.move_grad(GradState.LOCAL)",
-        "        self.move_grad(GradState.LOCAL)",
+        "deepspeed/zero/window.py",
+        "            self.fired.clear()\n        self.move(GradState.LOCAL)",
+        "        self.move(GradState.LOCAL)",
         ("tests/dist/test_gas.py::test_split_does_not_change_the_gradient[ranks2-micro2-accum2-2]",),
         "after a reduction nothing has contributed yet",
         also=(
@@ -343,7 +343,7 @@ _STEPS = (
     Mutant(
         "G6",
         "deepspeed/zero/gradients.py",
-        "unit.restore_partial(unit.partial.clone(), unit.fired)",
+        "unit.window.restore(unit.window.partial.clone(), unit.window.fired)",
         "pass",
         ("tests/pure/test_pipeline_hooks.py",),
         "a gradient that a hook keeps is not the memory of later batches",
@@ -367,14 +367,14 @@ _STEPS = (
     Mutant(
         "S4",
         "deepspeed/zero/step.py",
-        "runtime.gradients.clear(collected=True)\n                return",
-        "return",
+        "    runtime.gradients.clear(collected=True)\n    return",
+        "    if not result.left_out:\n        runtime.gradients.clear(collected=True)\n    return",
         ("tests/dist/test_nonfinite_gradients.py",),
         "a skipped step drops its gradients",
     ),
     Mutant(
         "E1",
-        "deepspeed/engine.py",
+        "deepspeed/engine/engine.py",
         "self.micro_steps = self._window_begin",
         "pass",
         ("tests/dist/test_invariant_i8_errors.py::test_invariant_i8_inside_an_accumulation_window[1-backward]",),
@@ -382,7 +382,7 @@ _STEPS = (
     ),
     Mutant(
         "E2",
-        "deepspeed/engine.py",
+        "deepspeed/engine/engine.py",
         "finally:\n            self._syncing_off",
         "except BaseException:\n            raise\n        else:\n            self._syncing_off",
         ("tests/dist/test_loops.py::test_misuse_is_refused_and_the_engine_goes_on[0]",),
@@ -428,8 +428,8 @@ _WEIGHTS = (
     Mutant(
         "I1",
         "deepspeed/zero/client/init.py",
-        "collectives.broadcast(unit.full,",
-        "(lambda *_: None)(unit.full,",
+        "collectives.broadcast(unit.buffer.full,",
+        "(lambda *_: None)(unit.buffer.full,",
         _ZERO_INIT,
         "a parameter touched again while the model is built has the first rank's values",
     ),
@@ -444,7 +444,7 @@ _WEIGHTS = (
     Mutant(
         "X1",
         "deepspeed/zero/client/safe_state.py",
-        "if part.numel() and unit.full.dtype == part.dtype and not unit.master_is_param:",
+        "if part.numel() and unit.dtype == part.dtype and not unit.master_is_param:",
         "if False:",
         ("tests/dist/test_offload_state_access.py::test_a_local_value_belongs_to_the_caller_again",),
         "in fp32 the model sees a locally written master at once, from a drive too",
@@ -460,7 +460,7 @@ _WEIGHTS = (
     Mutant(
         "X2",
         "deepspeed/zero/client/safe_state.py",
-        "if unit.full.untyped_storage().nbytes():",
+        "if unit.buffer.full.untyped_storage().nbytes():",
         "if False:",
         ("tests/dist/test_access.py::test_a_master_written_while_gathered_is_seen_and_stays",),
         "a master written while its parameter is gathered reaches the gathered copy",
@@ -504,7 +504,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K6",
-        "deepspeed/engine_checkpoint.py",
+        "deepspeed/engine/checkpoint.py",
         'self._scaler.load_state_dict(facts["loss_scaler"])',
         "pass",
         (f"{_COMPLETE}::test_loading_into_an_engine_that_has_stepped",),
@@ -512,7 +512,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K7",
-        "deepspeed/engine_checkpoint.py",
+        "deepspeed/engine/checkpoint.py",
         "schedule.load_state_dict(state)",
         "pass",
         (f"{_COMPLETE}::test_switches_leave_out_what_they_name[all]",),

@@ -82,8 +82,8 @@ PIPELINES = (
     ),
     Mutant(
         "PL4",
-        "deepspeed/zero/runtime.py",
-        "            collectives.break_off(tp)\n",
+        "deepspeed/zero/sync/failures.py",
+        "            collectives.break_off(mesh.tp)\n",
         "",
         (f"{_CUT}::test_a_rank_that_fails_alone_does_not_leave_those_waiting_that_share_its_layers[forward]",),
         "a rank that fails alone frees those that wait for it inside a layer",

@@ -64,7 +64,7 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("chosen", [(), ("--read",), ("--write",), ("--read", "--write")])
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: tuple[str, ...]) -> None:
-    assert io.main(["--folder", str(tmp_path), *SMALL, "--validate", *chosen]) == 0
+    assert cli.ds_io(["--folder", str(tmp_path), *SMALL, "--validate", *chosen]) == 0
     lines = capsys.readouterr().out.splitlines()
     expected = [flag[2:] for flag in ("--write", "--read") if flag in chosen or not chosen]
     assert [line.split()[0] for line in lines[4:]] == [name for name in expected for _ in range(2)]
@@ -135,16 +135,16 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert io.main(["--folder", str(tmp_path), *SMALL]) == 0
+    assert cli.ds_io(["--folder", str(tmp_path), *SMALL]) == 0
     assert "has no O_DIRECT" in capsys.readouterr().out
-    assert tune.main(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--json"]) == 0
+    assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
     assert {trial["intra_op_parallelism"] for trial in trials} == {1, 2, 4, 8}  # threads matter there
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs")
 def test_memory_filesystem(capsys: pytest.CaptureFixture[str]) -> None:
-    assert io.main(["--folder", "/dev/shm", *SMALL, "--validate"]) == 0
+    assert cli.ds_io(["--folder", "/dev/shm", *SMALL, "--validate"]) == 0
     assert "/dev/shm" in capsys.readouterr().out
     assert not list(Path("/dev/shm").glob("ds_io.*"))
 
@@ -163,7 +163,7 @@ def test_faults_are_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     (tmp_path / "file").touch()
-    assert io.main([each.format(tmp_path) for each in arguments]) == 2
+    assert cli.ds_io([each.format(tmp_path) for each in arguments]) == 2
     assert said.format(tmp_path) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -179,7 +179,7 @@ def test_a_folder_that_may_not_be_written(
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert io.main(["--folder", str(tmp_path), *SMALL]) == 2
+    assert cli.ds_io(["--folder", str(tmp_path), *SMALL]) == 2
     assert f"no file can be made in {tmp_path}: Read-only file system" in capsys.readouterr().err
 
 
@@ -187,8 +187,8 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        assert io.main(["--folder", str(tmp_path), "--io_size", "4M"]) == 2
-        assert tune.main(["--nvme_dir", str(tmp_path), "--io_size", "4M"]) == 2
+        assert cli.ds_io(["--folder", str(tmp_path), "--io_size", "4M"]) == 2
+        assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), "--io_size", "4M"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err.count("ulimit -f") == 2
@@ -201,7 +201,7 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_flags_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        io.main(["--folder", str(tmp_path), *arguments])
+        cli.ds_io(["--folder", str(tmp_path), *arguments])
     assert caught.value.code == 2
     assert arguments[0] in capsys.readouterr().err
 
@@ -259,7 +259,10 @@ def test_commands_of_a_source_tree(tmp_path: Path) -> None:
 def test_tune_prints_a_block_that_a_configuration_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = small_sweep(tmp_path)
     output = tmp_path / "aio.json"
-    assert tune.main(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--sweep_config", sweep, "--output", str(output)]) == 0
+    assert (
+        cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--sweep_config", sweep, "--output", str(output)])
+        == 0
+    )
     text = capsys.readouterr().out
     table, _, block = text.partition("\n\n")
     assert len(table.splitlines()) == 3 and table.count("best") == 1
@@ -276,11 +279,11 @@ def test_tune_prints_a_block_that_a_configuration_takes(tmp_path: Path, capsys: 
 
 def test_tune_measures_what_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--sweep_config", small_sweep(tmp_path), "--json"]
-    assert tune.main([*common, "--no_write", "--loops", "3"]) == 0
+    assert cli.ds_nvme_tune([*common, "--no_write", "--loops", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [len(trial["read"]) for trial in found["trials"]] == [3, 3]
     assert not any("write" in trial for trial in found["trials"])
-    assert tune.main([*common, "--seconds", "0.3"]) == 0
+    assert cli.ds_nvme_tune([*common, "--seconds", "0.3"]) == 0
     found = json.loads(capsys.readouterr().out)
     counts = [len(trial[name]) for trial in found["trials"] for name in ("write", "read")]
     assert min(counts) >= 1 and max(counts) - min(counts) <= 1
@@ -299,7 +302,7 @@ def test_tune_changes_only_the_block_of_a_configuration(tmp_path: Path) -> None:
     path.write_text(CONFIG % "")
     path.chmod(0o640)
     link.symlink_to(path)
-    assert tune.main(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--config", str(link)]) == 0
+    assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--config", str(link)]) == 0
     text = path.read_text()
     (line,) = re.findall(r'  "aio": .*,\n', text)
     assert text.replace(line, "") == CONFIG % "" and json.loads(text)["aio"] == json.loads(f"{{{line[:-2]}}}")["aio"]
@@ -342,7 +345,7 @@ def test_odd_configurations_keep_their_text(before: str) -> None:
 def test_a_file_that_cannot_be_changed_in_place(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
-    assert tune.main(["--nvme_dir", str(tmp_path), "--config", str(path)]) == 2  # at once, not after a minute
+    assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), "--config", str(path)]) == 2  # at once, not after a minute
     assert "by hand" in capsys.readouterr().err
     assert path.read_bytes() == text.encode("latin-1")
 
@@ -378,7 +381,7 @@ def test_tune_faults_are_sentences(
 ) -> None:
     (tmp_path / "bad").write_text('{"block_size": [1000]}')
     (tmp_path / "odd").write_text('{"depth": [1]}')
-    assert tune.main(["--nvme_dir", str(tmp_path), *(each.format(tmp_path) for each in options)]) == 2
+    assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), *(each.format(tmp_path) for each in options)]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.zero.update.rates import _measure
+from deepspeed.zero.update.staged import _measure
 
 
 def test_every_rate_is_a_time_an_element() -> None:

@@ -20,7 +20,7 @@ PLANTED: dict[str, str] = {
     "tier.store:wait: event.synchronize()": "2 early",
     "tier.store:__init__: self._event.record(get_accelerator().cur...": "2 early",
     "zero.gradients:_land: transfer.wait()": "2 optimizer",
-    "zero.unit:arrive: self._transfer.wait()": "3 both",
+    "zero.unit:_finish_fetch: self._transfer.wait()": "3 both",
     "comm.collectives:wait: get_accelerator().current_stream().wait_...": "3",
     "comm.collectives:run: self._stream.wait_stream(accelerator.cur...": "3",
     "comm.collectives:run: event.record(self._stream)": "3",
@@ -28,11 +28,10 @@ PLANTED: dict[str, str] = {
     "tier.behind:take: event.record(worker.stream)": "2 optimizer",
     "tier.behind:take: self._call().wait()": "2 optimizer",
     "tier.behind:wait: stream.wait_event(self._event)": "2 optimizer",
-    "zero.update.early:compute: self._landed.wait()": "2 early",
-    "zero.update.delayed:turn: landed.wait()": "2 delayed",
-    "zero.update.zenflow:_write_chosen: masters.wait()": "2 zenflow at once",
-    "zero.update.zenflow:_add: landed.wait()": "2 zenflow every step",
-    "zero.update.visits:on_device: visit.coming.wait()": "3 travelling",
+    "zero.update.speculative:compute: self._landed.wait()": "2 early",
+    "zero.update.late:turn: begun.after.wait()": "2 delayed",
+    "zero.update.selective.policy:_write_chosen: masters.wait()": "2 zenflow at once",
+    "zero.update.staged:_states_of: visit.coming.wait()": "3 travelling",
 }
 _FILE = "tests/gpu/test_offload_cuda.py"
 GPU_FILES: dict[str, list[str]] = {

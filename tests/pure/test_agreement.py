@@ -18,8 +18,8 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DivergenceError
-from deepspeed.zero import agreement as module
-from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
+from deepspeed.zero.sync import agreement as module
+from deepspeed.zero.sync.agreement import PASSING, Agreement, Decision, Kind, Request
 
 NAMES = [f"unit{i}" for i in range(130)]
 
@@ -183,7 +183,7 @@ def test_mode_assume_none_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert _together(monkeypatch, 2, count, mode="assume_none") == [0, 0]
 
 
-# -- by habit ----------------------------------------------------------------------------------------------------
+# -- by prediction ----------------------------------------------------------------------------------------------------
 Program = list[tuple[str, int]]
 STEADY: Program = (
     [("need", u) for u in range(5)] + [("leave", 0)] + [("back", u) for u in (3, 2, 1, 0)] + [("flush", 0), ("step", 0)]
@@ -291,7 +291,7 @@ def test_equal_backwards_come_to_cost_one_message_each(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("window", [2, 3])
-def test_accumulation_windows_have_a_habit_each(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_accumulation_windows_are_predicted_each(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     inner = [step for step in STEADY if step[0] != "step"]
     inner = [("need", unit) if verb == "back" else (verb, unit) for verb, unit in inner]
     programs = [*[inner] * (window - 1), STEADY] * 8
@@ -300,7 +300,7 @@ def test_accumulation_windows_have_a_habit_each(monkeypatch: pytest.MonkeyPatch,
         assert rank.reduced == dict.fromkeys(range(4), 8)
 
 
-def test_evaluations_and_training_have_habits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_and_training_are_predicted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in _ranks(monkeypatch, [[STEADY, EVALUATION, EVALUATION] * 8] * 2):
         assert _messages(rank)[-2:] == [3, 3], "one at the end of each evaluation, one of the backward"
 
@@ -373,7 +373,7 @@ def test_random_surprises_neither_hang_nor_differ(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", [n for n in SURPRISES if n != "is_cut_short_and_tries_again"])
-def test_mode_error_raises_by_habit_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_mode_error_raises_by_prediction_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """At the latest at the end of the backward, where the paths are compared."""
     table = Table(2)
 
@@ -456,7 +456,7 @@ def test_a_step_that_only_some_take_is_an_error_on_all_at_the_next_message(monke
                 driven.run(STEADY[-1:])
         if rank == 2:  # a micro-batch more
             agreement._reach(GATHER, urgent=True)
-        else:  # the habit's step, and all that follows it, which no collective holds up
+        else:  # the predicted step, and all that follows it, which no collective holds up
             agreement._note(agreement._rest.pop())
             agreement._rest.clear()
         with pytest.raises(DivergenceError, match=r"rank 10 .* after 7 steps; .*rank 12 needs 'unit5' after 6 steps"):

@@ -11,7 +11,7 @@ import pytest
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, break_off
 from deepspeed.mesh.groups import Mesh
-from deepspeed.zero.failures import break_off_all
+from deepspeed.zero.sync.failures import break_off_all
 
 
 def _group(name: str, backend: str, said: list[str], *, size: int = 2, fails: bool = False) -> AxisGroup:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed.simulate.calibrate.clock import alternating, line, saturation
+from deepspeed.simulate.calibrate.clock import alternating, line
 
 SIZES = [64e3, 1e6, 16e6, 256e6]
 
@@ -28,20 +28,6 @@ def test_what_a_line_gives_is_always_positive(seconds: list[float]) -> None:
 def test_a_line_through_one_size_goes_through_the_origin_or_is_flat() -> None:
     start, slope = line([1e6], [1e-3])
     assert start + slope * 1e6 == pytest.approx(1e-3, rel=1e-3)
-
-
-def test_saturation_finds_most_and_half() -> None:
-    sides = [256, 512, 1024, 2048, 4096]
-    most, half = saturation(sides, [600e12 * side / (side + 300) for side in sides])
-    assert half == pytest.approx(300, rel=0.05) and most == pytest.approx(600e12, rel=0.02)
-
-
-def test_rates_that_fall_with_the_side_saturate_at_once() -> None:
-    """A busy machine; nothing beyond what was seen is promised."""
-    most, half = saturation([64, 256, 1024], [70e9, 50e9, 40e9])
-    assert half < 1 and 40e9 < most < 70e9
-    most, half = saturation([64, 256, 1024], [1e9, 10e9, 100e9])
-    assert half <= 1024 and most <= 300e9
 
 
 def test_cases_take_turns_and_every_other_round_backwards() -> None:

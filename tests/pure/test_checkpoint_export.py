@@ -22,7 +22,7 @@ from deepspeed.checkpoint.foreign.sharded import Slice, column_width, columns, r
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool import export
-from deepspeed.checkpoint.tool.cli import main
+from deepspeed.checkpoint.tool.cli import FORMATS, main
 from deepspeed.checkpoint.tool.export import appearing
 from deepspeed.checkpoint.weights.weights import Stream, plan_shards, stream, write_weights
 from deepspeed.errors import CheckpointError
@@ -352,7 +352,7 @@ def test_weights_alone_have_no_optimizer_for_the_reference_layout(tmp_path: Path
         export.reference_layout.write(source, tmp_path / "out", level=2, world=1, exclude_frozen=False)
 
 
-@pytest.mark.parametrize("form", export.FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_wrong_shard_size_is_refused_at_once_whatever_the_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:

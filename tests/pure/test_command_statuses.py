@@ -12,17 +12,17 @@ from deepspeed.observe.program import CheckFailedError, guarded
 from tests.budget.source import ROOT
 
 MAINS = {
-    "deepspeed": "deepspeed.launcher.runner",
-    "ds_bench": "deepspeed.bench.cli",
-    "ds_checkpoint": "deepspeed.checkpoint.tool.cli",
-    "ds_config": "deepspeed.config.tool.cli",
-    "ds_io": "deepspeed.bench.io",
-    "ds_nvme_tune": "deepspeed.bench.tune",
-    "ds_plan": "deepspeed.simulate.plan.cli",
-    "ds_report": "deepspeed.report.cli",
-    "ds_simulate": "deepspeed.simulate.cli",
-    "ds_ssh": "deepspeed.launcher.ds_ssh",
-    "ds_verify": "deepspeed.verify.cli",
+    "deepspeed": "deepspeed.launcher.runner:main",
+    "ds_bench": "deepspeed.bench.cli:main",
+    "ds_checkpoint": "deepspeed.checkpoint.tool.cli:main",
+    "ds_config": "deepspeed.config.tool.cli:main",
+    "ds_io": "deepspeed.bench.cli:ds_io",
+    "ds_nvme_tune": "deepspeed.bench.cli:ds_nvme_tune",
+    "ds_plan": "deepspeed.simulate.plan.cli:main",
+    "ds_report": "deepspeed.report.cli:main",
+    "ds_simulate": "deepspeed.simulate.cli:main",
+    "ds_ssh": "deepspeed.launcher.ds_ssh:main",
+    "ds_verify": "deepspeed.verify.cli:main",
 }
 SAME = {"ds": "deepspeed", "dsr": "ds_report"}
 TIMED = ["loop", "gas", "optim", "lr", "teardown", "compile", "offload", "data", "resume", "3d"]
@@ -107,7 +107,8 @@ FINE = (
 
 
 def status_of(words: Sequence[str]) -> int:
-    main: Callable[[Sequence[str]], int | None] = importlib.import_module(MAINS[words[0]]).main
+    module, _, name = MAINS[words[0]].partition(":")
+    main: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(module), name)
     try:
         return main(words[1:]) or 0
     except SystemExit as left:

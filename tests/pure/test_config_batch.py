@@ -50,6 +50,14 @@ def test_mismatch_names_numbers_and_remedy() -> None:
     assert text.startswith(head)
     assert "16 != 3 * 2 * 2" in text and "Set train_batch_size to 12" in text
     assert isinstance(caught.value, AssertionError) and isinstance(caught.value, ValueError)
+    assert "counted" not in text, "16 is no batch of 3 * 2 for any number of ranks"
+
+
+@pytest.mark.parametrize(("train", "counted"), [(6, "1 rank:"), (24, "4 ranks:")])
+def test_a_batch_of_another_number_of_ranks_says_how_many_were_counted(train: int, counted: str) -> None:
+    """As Accelerate fills it in where it was not told of all processes."""
+    with pytest.raises(BatchConfigError, match=f"train_batch_size {train} is that of {counted} whoever filled it in"):
+        load_config(triple(train, 3, 2), world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def module(name: str) -> Any:
 
 def test_every_command_is_expected_to_fit_and_together_they_run_every_case() -> None:
     table = module("gpu_cases")
-    predicted = table.read(table.PREDICTED)
+    predicted = table.read(table.STEADY)
     run: list[str] = []
     for parts, cases in table.COMMANDS.values():
         rows = table.plan(parts.split(), list(cases), predicted)
@@ -41,7 +41,7 @@ def test_every_command_is_expected_to_fit_and_together_they_run_every_case() -> 
 
 def test_what_can_be_simulated_has_been() -> None:
     table = module("gpu_cases")
-    machines = table.read(table.PREDICTED)["machines"]
+    machines = table.read(table.STEADY)["machines"]
     expected = sorted(name for name, case in table.CASES.items() if case.simulated)
     assert {name: sorted(rows) for name, rows in machines.items()} == {"h100": expected, "h200": expected}
     assert all(row["step_s"] > 0 and row["peak_device_gib"] > 0 for rows in machines.values() for row in rows.values())
@@ -159,7 +159,7 @@ def test_the_table_has_empty_cells_for_what_was_not_measured(tmp_path: Path) -> 
 
 def test_the_docs_have_the_table_of_the_files() -> None:
     predicted, table = module("gpu_predicted"), module("gpu_cases")
-    text = predicted.markdown(table.read(table.PREDICTED), table.read(table.MEASURED))
+    text = predicted.markdown(table.read(table.STEADY), table.read(table.MEASURED))
     assert predicted.BEGIN + text + predicted.END in predicted.DOCS.read_text()
 
 

@@ -18,7 +18,7 @@ from deepspeed.comm.hang.stacks import COLLECTIVE, Spot, outwards, spot_of
 from deepspeed.comm.hang.watch import HangWatch
 from deepspeed.device import Accelerator, NullEvent, set_accelerator
 from deepspeed.tier.store import Landing
-from deepspeed.zero.step import norm_of
+from deepspeed.zero.update.result import norm_of
 
 Frames = list[FrameType]
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
 from deepspeed.comm.hang.ledger import Ledger
 from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, _chain, failure_of
-from deepspeed.comm.hang.watch import VARIABLE, timeout_of
+from deepspeed.comm.hang.watch import NOTICE, VARIABLE, seconds_of
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -130,11 +130,36 @@ def test_many_different_ranks_do_not_fill_the_screen() -> None:
 def test_a_limit_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(DeepSpeedConfigError, match=VARIABLE):
-        timeout_of(None)
+        seconds_of(VARIABLE, None)
 
 
 def test_the_launchers_word_counts_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "7.5")
-    assert timeout_of(30.0) == 7.5
+    assert seconds_of(VARIABLE, 30.0) == 7.5
     monkeypatch.delenv(VARIABLE)
-    assert (timeout_of(30.0), timeout_of(None)) == (30.0, None)
+    assert (seconds_of(VARIABLE, 30.0), seconds_of(VARIABLE, None)) == (30.0, None)
+
+
+def test_a_notice_can_be_switched_off_and_a_limit_not_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTICE, "0")
+    assert seconds_of(NOTICE, 60.0, least=0.0) == 0.0
+    monkeypatch.setenv(VARIABLE, "0")
+    with pytest.raises(DeepSpeedConfigError, match=VARIABLE):
+        seconds_of(VARIABLE, None)
+
+
+def test_a_rank_alone_in_a_call_of_all_ranks_is_told_so() -> None:
+    alone = RankReport(0, state=COLLECTIVE, what="all_gather", call="save_checkpoint", line="train.py:9 in main")
+    others = [RankReport(rank, state=RUNS, line="train.py:11 in main") for rank in (1, 2)]
+    lines = explain([alone, *others], 60, ends=False).splitlines()
+    assert lines[0] == (
+        "the job stands still: no rank has made progress for 60 s (nothing is ended: hang_timeout does that)"
+    )
+    assert lines[1] == "  every rank must call save_checkpoint(): rank 0 did, ranks 1, 2 did not"
+    assert lines[2:] == [
+        "  ranks 1, 2 run code outside collectives (train.py:11 in main)",
+        "  rank 0 waits in all_gather (train.py:9 in main)",
+    ], "one line for each, and no stack"
+    together = [RankReport(rank, state=COLLECTIVE, what="all_gather", call="save_checkpoint") for rank in range(3)]
+    assert "must call" not in explain(together, 60)
+    assert "must call" not in explain([alone, RankReport(1, state=SILENT, what="is stopped (SIGSTOP)")], 60)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed import engine as engines
 from deepspeed.comm import interrupts
+from deepspeed.engine import engine as engines
 from deepspeed.errors import UsageError
 from deepspeed.zero import runtime as engines_own
 

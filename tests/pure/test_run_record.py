@@ -507,3 +507,13 @@ def test_no_update_of_many_short_ones_is_lost(tmp_path: Path) -> None:
     board.close()
     lines = read_run(tmp_path).of("step")
     assert sum(line["steps"] for line in lines) == 500 and lines[-1]["step"] == 500
+
+
+def test_no_figure_of_the_page_is_wider_than_a_phone(tmp_path: Path) -> None:
+    """A figure grows and shrinks with the window; one with a least width is cut off, or has to be pushed aside."""
+    text = page(read_run(_run(tmp_path)))
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    for rule in re.findall(r"(?:svg|figure|body)[^{}]*\{([^}]*)\}", style):
+        least = [int(n) for n in re.findall(r"min-width:(\d+)px", rule)]
+        assert not least or max(least) <= 320, rule
+    assert "@media(max-width" in style, "labels are larger there, as the whole figure is smaller"

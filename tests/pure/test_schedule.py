@@ -2,7 +2,7 @@
 
 import random
 
-from deepspeed.zero.schedule import Habits, Schedule
+from deepspeed.zero.schedule import IntervalPredictor, Schedule
 
 
 def _record(schedule: Schedule, phase: str, uses: list[int]) -> list[list[int]]:
@@ -171,36 +171,36 @@ def test_a_pass_reads_its_trace_a_few_times_whatever_its_length() -> None:
         assert _Counted.reads < 10 * len(uses)
 
 
-def _foretold(order: str, *, wrong: int = 0) -> str:
-    """What ``Habits`` foretell before each of the intervals in ``order``; "." is nothing."""
-    habits = Habits()
+def _predicted(order: str, *, wrong: int = 0) -> str:
+    """What an ``IntervalPredictor`` predicts before each of the intervals in ``order``; "." is nothing."""
+    predictor = IntervalPredictor()
     for _ in range(wrong):
-        habits.close(None, foretold=True)
+        predictor.close(None, predicted=True)
     seen = ""
     for interval in order:
-        foreseen = habits.forecast()
+        foreseen = predictor.forecast()
         seen += foreseen[0] if foreseen else "."
-        habits.close((interval,), foretold=bool(foreseen))
+        predictor.close((interval,), predicted=bool(foreseen))
     return seen
 
 
-def test_habits_foretell_what_repeats() -> None:
-    assert _foretold("itttttt") == "....ttt"
-    assert _foretold("tetetetete") == "....tetete"
-    assert _foretold("teeteeteetee")[-6:] == "teetee"
-    assert _foretold("aaab" * 5)[-8:] == "aaabaaab", "an accumulation window"
-    assert _foretold("abcdefgh") == "." * 8
+def test_what_repeats_is_predicted() -> None:
+    assert _predicted("itttttt") == "....ttt"
+    assert _predicted("tetetetete") == "....tetete"
+    assert _predicted("teeteeteetee")[-6:] == "teetee"
+    assert _predicted("aaab" * 5)[-8:] == "aaabaaab", "an accumulation window"
+    assert _predicted("abcdefgh") == "." * 8
 
 
-def test_habits_grow_cautious_when_they_were_wrong() -> None:
-    assert _foretold("t" * 12, wrong=2) == "." * 9 + "ttt"
+def test_wrong_predictions_make_the_predictor_cautious() -> None:
+    assert _predicted("t" * 12, wrong=2) == "." * 9 + "ttt"
 
 
 def test_an_interval_that_is_not_learnt_breaks_the_chain() -> None:
-    habits = Habits()
+    predictor = IntervalPredictor()
     for interval in (("t",), ("t",), None, ("t",), ("t",)):
-        habits.close(interval, foretold=False)
-        assert habits.forecast() == ()
+        predictor.close(interval, predicted=False)
+        assert predictor.forecast() == ()
 
 
 def test_random_walks_never_fail_and_forecasts_only_move_on_along_the_trace() -> None:

@@ -12,7 +12,13 @@ from deepspeed.simulate.timeline import Meetings, Timeline, together
 
 SIDE = 1
 # One flop or byte a second, nothing for launches: times are what the work says.
-PLAIN = dict.fromkeys(CONSTANTS, 1.0) | {"launch_s": 0.0, "wait_s": 0.0, "kernel_s": 0.0, "matmul_half": 0.0}
+PLAIN = dict.fromkeys(CONSTANTS, 1.0) | {
+    "launch_s": 0.0,
+    "wait_s": 0.0,
+    "kernel_s": 0.0,
+    "matmul_half": 0.0,
+    "processors": 4.0,
+}
 PLAIN |= {"copy_s": 0.0, "gpus_per_node": 8.0, "node_hop_s": 0.0, "network_hop_s": 0.0, "memory_rate": 1e30}
 
 
@@ -197,10 +203,26 @@ def test_the_slowest_of_arithmetic_memory_and_the_kernel_itself_decides() -> Non
     assert machine.seconds(Work("kernel", flops=5, nbytes=12)) == 6
 
 
-def test_products_reach_their_share_with_their_smallest_side() -> None:
+def product(rows: int, depth: int, columns: int, pieces: int = 1) -> Work:
+    return Work("matmul", 2.0 * rows * depth * columns * pieces, shape=(rows, depth, columns))
+
+
+def test_a_product_reaches_its_share_with_its_depth_and_in_whole_waves() -> None:
+    """Four processors, so that four tiles of 256 x 128 are a wave."""
     machine = Machine("plain", PLAIN | {"matmul_share": 0.5, "matmul_half": 100.0})
-    assert machine.product_share((100, 10_000, 10_000)) == 0.25
-    assert machine.product_share((100_000, 10**6, 10**6)) == pytest.approx(0.5, rel=2e-3)
+    assert machine.product_share(product(256, 100, 512)) == 0.25
+    assert machine.product_share(product(256, 10**9, 512)) == pytest.approx(0.5)
+    assert machine.product_share(product(128, 100, 256, pieces=4)) == 0.25  # as many of the same tiles
+    wave, next_one = (machine.product_share(product(256, 100, 128 * n)) for n in (4, 5))
+    assert wave / 2 <= next_one <= 0.8 * wave  # a fifth tile has a wave of its own, unless smaller ones share it out
+    assert machine.product_share(product(2560, 100, 128 * 5)) == pytest.approx(wave, rel=0.05)
+
+
+def test_a_thin_product_leaves_processors_without_work_whatever_its_other_sides() -> None:
+    machine = Machine("plain", PLAIN | {"processors": 100.0})
+    thin, square = (machine.product_share(product(*shape)) for shape in ((64, 4096, 4096), (512, 4096, 4096)))
+    assert thin < 0.6 * square
+    assert machine.product_share(Work("kernel", flops=3.0)) == 1
 
 
 @pytest.mark.parametrize("name", machines())

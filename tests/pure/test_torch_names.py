@@ -34,6 +34,7 @@ PRIVATE = {
     "torch._foreach_copy_": "bench/ckpt.py",
     "torch._foreach_norm": "zero/gradients.py",
     "torch._foreach_sub_": "optim/rules.py",
+    "torch._subclasses": "simulate/install.py",
     "torch._subclasses.fake_tensor.FakeTensor": (
         "simulate/install.py simulate/natives.py simulate/record.py simulate/stores.py"
     ),
@@ -60,6 +61,8 @@ PRIVATE = {
     "torch.nn.Module._call_impl.__code__": "zero/hooks.py",
     "torch.nn.Module._load_from_state_dict": "zero/client/incoming.py",
     "torch.nn.modules.dropout._DropoutNd": "tensor/apply.py verify/three_axes.py",
+    "torch.ops.aten._scaled_dot_product_attention_math": "simulate/install.py",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "simulate/install.py",
     "torch.ops.aten._scaled_dot_product_flash_attention": "simulate/install.py",
     "torch.optim.optimizer._global_optimizer_post_hooks": "optim/base.py",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "optim/base.py",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.zero.update.columns import Band, bands_of, chosen_of, width_of
+from deepspeed.zero.update.selective.columns import Band, bands_of, chosen_of, width_of
 
 SHAPES = [(5, 7), (3,), (4, 2, 3), (1, 9), (6, 1), ()]
 

@@ -7,8 +7,11 @@ from hypothesis import given, strategies as st
 
 from deepspeed.config import load_config
 from deepspeed.zero.memory.fit import UnitSize, Widths, memory_plan
-from deepspeed.zero.plan import Tier, make_plan
+from deepspeed.zero.plan import AT_ONCE, Tier, make_plan
+from deepspeed.zero.update.delayed import DelayedSettings
+from deepspeed.zero.update.registry import settings_of
 from deepspeed.zero.update.shares import Rates, every_so_many, slowest
+from deepspeed.zero.update.staged import StagedSettings
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
@@ -50,10 +53,11 @@ def test_the_slowest_rank_decides_in_each_respect() -> None:
 def test_the_row_of_a_unit_that_visits_keeps_its_gradient_on_the_device_and_two_are_planned_there() -> None:
     offload = {"device": "cpu", "ratio": 0.5, "device_states": "travel"}
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
-    plan = make_plan(load_config(config, world_size=2), 2)
+    loaded = load_config(config, world_size=2)
+    plan = make_plan(loaded, 2, settings_of(loaded))
     row = plan.row(trainable=True, persistent=False)
-    there = row.updated_on_device(travels=plan.offload.travel)
-    assert there.visits and not row.visits and plan.offload.device_share == 0.5
+    there = plan.offload.update.row(row)
+    assert there.loads_states and not row.loads_states and plan.offload.device_share == 0.5
     assert there.grad is not None and there.optim is not None
     assert (there.grad.tier, there.optim.tier) == (Tier.DEVICE, Tier.HOST)
     sizes = [UnitSize(8192, 2, there), UnitSize(8192, 2, row)]
@@ -66,15 +70,16 @@ def test_the_row_of_a_unit_that_visits_keeps_its_gradient_on_the_device_and_two_
 def test_without_a_ratio_the_share_of_states_that_travel_is_measured() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "device_states": "travel"}}
     config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
-    assert make_plan(config, 1).offload.device_share is None
+    assert settings_of(config) == StagedSettings(measured=True)
 
 
 def test_a_delayed_update_has_its_gradients_while_new_ones_come_and_a_master_of_its_own() -> None:
     offload = {"device": "cpu", "delayed_update": True, "delayed_update_warm_up": 3}
     zero = {"stage": 1, "offload_optimizer": offload}
-    plan = make_plan(load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1), 1)
-    assert plan.offload.delayed_from == 4
-    at_once = replace(plan.offload, delayed_from=0)
+    config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
+    plan = make_plan(config, 1, settings_of(config))
+    assert plan.offload.update == DelayedSettings(first=4)
+    at_once = replace(plan.offload, update=AT_ONCE)
     sizes = [UnitSize(4096, 4, plan.row(trainable=True, persistent=False))]
     late, now = (
         {line.what: line for line in memory_plan(sizes, [1], o, Widths(), prefetch=0, shared=True).lines}

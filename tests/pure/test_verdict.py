@@ -21,7 +21,7 @@ from deepspeed.launcher.node.loop import (
     silence_limit,
 )
 from deepspeed.launcher.node.verdict import RankEnd, judge, lost
-from deepspeed.zero.failures import RankOutOfMemoryError
+from deepspeed.zero.sync.failures import RankOutOfMemoryError
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
 

@@ -79,7 +79,7 @@ def _serve(model: Any, step: int) -> None:
     def ask(block: Any, *_: Any) -> None:
         for parameter in (block.up.weight, model.blocks[2].up.weight):
             unit = parameter._ds_unit
-            unit.keeper._gather(unit, guest=True)
+            unit.keeper._gather(unit, dummy=True)
 
     model.blocks[1].register_forward_pre_hook(ask)
 

@@ -420,7 +420,7 @@ def reads() -> dict[str, tuple[int, int]]:
 
 def agreement(blocks: int, world: int) -> dict[str, Any]:
     """What ranks spend to agree on the collectives of a step, of a model with so many blocks of a 7B one; a step too
-    early for habits beside it.
+    early for predictions beside it.
     """
     subject = decoder_subject(
         "7B", Shape(4096, blocks, 32, 16384, 32000, 2048, 32), samples=1, sequence=2048, recompute=False

@@ -26,13 +26,16 @@ from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "comm.collectives", "zero.runtime", "zero.publish", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
-    "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging", "tier.store",
-    "tier.transfer", "tier.behind", "tier.aio", "engine", "engine_weights", "zero.update.visits", "zero.update.early",
+    "comm.collectives", "zero.runtime", "zero.sync.order", "zero.unit", "zero.gradients", "zero.optim_view",
+    "zero.step", "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging",
+    "tier.store", "tier.transfer", "tier.behind", "tier.aio", "tier.pending", "engine.engine", "engine.weights",
+    "zero.update.publish", "zero.update.result", "zero.update.policy", "zero.update.inline", "zero.update.tiled",
+    "zero.update.staged", "zero.update.speculative",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
     "wait": True, "wait_event": None, "wait_stream": None, "record": None, "arrive": None, "settle": 0,
+    "_finish_fetch": None, "wait_together": None, "begin_step": None, "end_updates": None,
     "synchronize": None, "land_all": None, "_land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
     "before_update": None,
 }  # fmt: skip

@@ -37,10 +37,12 @@ COMMANDS: dict[str, list[str]] = {
     "over nodes": ["--steps", "1", "--config", "offload.json", "--gpus", "64", "--device", "host.json"],
     "facts that do not fit": ["--json", "--steps", "1", "--device", "thimble.json"],
     "stages": ["--config", "stages.json", "--steps", "2", "--trace", "stages_step.json"],
+    "halves": ["--config", "halves.json", "--steps", "1", "--gpus", "2", "--json"],
     "more stages than blocks": ["--config", "many.json", "--steps", "1", "--gpus", "16"],
     "stages that do not divide": ["--config", "stages.json", "--gpus", "7"],
     "as measured here": ["--steps", "2", "--gpus", "1", "--device", "measured.json"],
 }
+HALVES = {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
 STAGES = {"gradient_accumulation_steps": 4, "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}
 SCALED = {
     "bf16": {"enabled": False},
@@ -63,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "host": HOST,
         "offload": CONFIG | {"zero_optimization": OFFLOAD},
     }
+    files |= {"halves": CONFIG | HALVES | {"zero_optimization": {"stage": 1}}}
     files |= {"stages": CONFIG | STAGES, "many": CONFIG | STAGES | {"pipeline": {"stages": 4}}}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
@@ -88,6 +91,19 @@ def test_report_and_trace(ended: dict[str, Ended], folder: Path) -> None:
     spans = [row for row in rows if row["ph"] == "X"]
     assert any(row["name"] == "all_gather" for row in spans)
     assert min(row["ts"] for row in spans) == 0 and all(row["dur"] >= 0 for row in spans)
+
+
+def test_what_is_assumed_and_used_is_named(ended: dict[str, Ended]) -> None:
+    """A job of one node says nothing of networks, and one without offload nothing of hosts."""
+    (line,) = [row for row in ended["report"].stdout.splitlines() if row.startswith("assumed, not measured: ")]
+    assert {"kernel_s", "memory_rate", "node_rate"} <= set(line.partition(": ")[2].split(", "))
+    assert "network" not in line and "adam_rate" not in line
+    facts = json.loads(ended["facts"].stdout)
+    assert facts["assumed"]["kernel_s"] == 3e-6 and facts["plain_attention"] == {}
+    (line,) = [row for row in ended["stages"].stdout.splitlines() if row.startswith("assumed, not measured: ")]
+    assert "node_rate" in line
+    offloaded = ended["over nodes"].stdout
+    assert "adam_rate" in offloaded and "network_hop_s" in offloaded
 
 
 def test_facts_are_for_programs_and_limits_are_gates(ended: dict[str, Ended]) -> None:
@@ -210,6 +226,14 @@ def test_stages_have_a_row_each_in_the_report_and_a_process_in_the_trace(ended: 
         mine = sorted((e["cat"], e["ts"]) for e in messages[0] if e["name"] == name)
         theirs = sorted((e["cat"], e["ts"]) for e in messages[1] if e["name"] == other)
         assert len(mine) == 4 and mine == theirs
+
+
+def test_tied_weights_of_a_pipeline_are_counted_once(ended: dict[str, Ended]) -> None:
+    """The head is the embedding, which the first and the last stage hold."""
+    halves = ended["halves"]
+    assert halves.code == 0, halves.stderr
+    facts, whole = json.loads(halves.stdout), json.loads(ended["facts"].stdout)["parameters"]
+    assert facts["parameters"] == sum(stage["parameters"] for stage in facts["stages"]) == whole
 
 
 def test_what_a_stage_raises_is_the_sentence(ended: dict[str, Ended]) -> None:

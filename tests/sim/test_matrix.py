@@ -25,12 +25,12 @@ LIMIT_S = 550  # of a machine that is busy with much else
 
 PUBLISHED = "event.synchronize: tier/store.py wait"
 UPDATE = "end of an update: tier/behind.py wait"
-NORM = "read of numbers on the device: zero/step.py norm_of"
+NORM = "read of numbers on the device: zero/update/result.py norm_of"
 UNPINNED = {"blocking copy: tier/store.py round_into", "copy with memory that is not page-locked: tier/store.py get"}
 DRIVE = "wait for a drive: tier/aio.py settle"
 # Where the program waits for the device in a step, by where states rest. Each further place is a step that got slower.
 WAITS = {
-    "host": {NORM, PUBLISHED, UPDATE, "blocking copy: zero/publish.py _publish"},
+    "host": {NORM, PUBLISHED, UPDATE, "blocking copy: zero/update/publish.py _publish"},
     "drive": {NORM, PUBLISHED, DRIVE, UPDATE, "blocking copy: tier/store.py round_into"},
 }
 

@@ -19,7 +19,7 @@ LIMIT_S = 1500
 # Both directions of a side stream, a collective, and one of publishing, of reducing over axes and of drives.
 FEW = [
     *(call for call in SEEN if call.startswith("comm.collectives:")),
-    "zero.publish:finish: transfer.wait()",
+    "zero.update.publish:finish: transfer.wait()",
     "zero.gradients:_continued: before.wait()",
     "zero.step:take_step: runtime.before_update()",
     "checkpoint.save.copies:arrive: self._event.synchronize()",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed.verify.ranks import RankFailure, RankPool
-from tests.sim.together import HABIT, STEPS, rank_of
+from tests.sim.together import STEADY, STEPS, rank_of
 
 SURPRISES = ["skips a block", "another order", "one more evaluation", "raises and tries again"]
 LIMIT_S = 400.0
@@ -39,7 +39,7 @@ def check_order(facts: list[dict[str, Any]]) -> None:
 def test_a_surprise_on_one_rank_is_served_in_one_order(pool: RankPool, tmp_path: Path, name: str) -> None:
     facts = pool.run(rank_of, name, "stage3", str(tmp_path / "store"))
     check_order(facts)
-    assert facts[0]["messages"][HABIT - 1] == 1 < facts[0]["messages"][HABIT] and facts[0]["differing"] > 0
+    assert facts[0]["messages"][STEADY - 1] == 1 < facts[0]["messages"][STEADY] and facts[0]["differing"] > 0
 
 
 @pytest.mark.exhaustive
@@ -64,8 +64,8 @@ def test_who_waits_for_a_rank_that_is_gone_is_told(tmp_path: Path) -> None:
 def test_a_message_that_meets_one_of_another_step_is_an_error_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     """The simulated program never waits for its collectives: it takes the step that the other rank leaves out."""
     for rank in pool.run(rank_of, "one more backward", "stage3", str(tmp_path / "store")):
-        assert f"rank 0 has reached the end of the backward after {HABIT + 1} steps" in rank["error"]
-        assert f"rank 1 needs 'first' after {HABIT} steps" in rank["error"]
+        assert f"rank 0 has reached the end of the backward after {STEADY + 1} steps" in rank["error"]
+        assert f"rank 1 needs 'first' after {STEADY} steps" in rank["error"]
 
 
 @pytest.mark.exhaustive

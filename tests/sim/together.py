@@ -3,14 +3,18 @@
 import contextlib
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.api import initialize
 from deepspeed.errors import DivergenceError, RankFailedError
+from deepspeed.mesh import groups
 from deepspeed.simulate.control import talking
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import NAME
@@ -20,8 +24,9 @@ from tests.sim.loops import Block
 from tests.sim.matrix import CASES
 
 WIDTH, BLOCKS = 256, 4
-HABIT = 5  # by then all ranks foretell what comes
+STEADY = 5  # by then all ranks predict what comes
 STEPS = 9
+PLAIN_GATHER = dist.all_gather_object
 
 
 class Routed(nn.Module):
@@ -45,7 +50,7 @@ ALL: tuple[int | None, ...] = tuple(range(BLOCKS))
 
 
 class Loop:
-    """A user's loop on one rank; ``differs``: this is the rank that does something else in step HABIT."""
+    """A user's loop on one rank; ``differs``: this is the rank that does something else in step STEADY."""
 
     def __init__(self, engine: Any, scenario: str, rank: int) -> None:
         self.engine, self.scenario = engine, scenario
@@ -56,7 +61,7 @@ class Loop:
         return loss
 
     def step(self, number: int) -> None:
-        surprise = number == HABIT and self.differs
+        surprise = number == STEADY and self.differs
         route = ALL
         if self.scenario == "any route":
             route = tuple(self.chance.choices(ALL, k=self.chance.randrange(1, 6)))
@@ -67,7 +72,7 @@ class Loop:
         if surprise and self.scenario == "one more evaluation":
             with torch.no_grad():
                 self.forward(ALL)
-        if number == HABIT and self.scenario == "raises and tries again":  # one alone fails, all give the batch up
+        if number == STEADY and self.scenario == "raises and tries again":  # one alone fails, all give the batch up
             with contextlib.suppress(ArithmeticError, RankFailedError):
                 self.engine.backward(self.forward((0, 1, None) if self.differs else ALL))
         if surprise and self.scenario == "dies":
@@ -76,6 +81,22 @@ class Loop:
         if surprise and self.scenario == "one more backward":
             self.engine.backward(self.forward(route))
         self.engine.step()
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """Inside, the programs' messages are gloo's, to the processes that share the job's store."""
+    make, gather = groups._new_group, PLAIN_GATHER
+
+    def new_group(name: str, axis: Any, backend: str) -> Any:
+        return make(name, axis, "gloo" if name.endswith("/control") else backend)
+
+    def gather_objects(*args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():
+            gather(*args, **kwargs)
+
+    with patch.object(groups, "_new_group", new_group), patch.object(dist, "all_gather_object", gather_objects):
+        yield
 
 
 def rank_of(scenario: str, case: str, store: str, *, strict: bool = False) -> dict[str, Any]:
@@ -90,7 +111,8 @@ def rank_of(scenario: str, case: str, store: str, *, strict: bool = False) -> di
     machine = load_machine("h100")
     with (
         recording(machine, world=world, rank=rank, store=dist.FileStore(store, world)) as recorder,
-        talking(recorder, peers=True) as control,
+        talking(recorder) as control,
+        _heard(),
     ):
         with Init(config_dict_or_path=config):
             model = Routed()

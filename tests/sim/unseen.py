@@ -64,7 +64,7 @@ SEEN: dict[str, str] = {
     "tier.aio:close: transfer.settle()": "drive",
     "tier.aio:wait: self.settle()": "drive",
     "tier.aio:close: transfer.settle() (2)": "drive",
-    "engine_weights:offload_states: self.runtime.gradients.land_all()": "looking",
+    "engine.weights:offload_states: self.runtime.gradients.land_all()": "looking",
     "zero.unit:settle_states: self.settle(stepping=stepping)": "saving-both-on-host",
     "zero.unit:settle: self._updating.wait()": "saving-both-on-host",
     "zero.unit:settle: self.arrive()": "single-stage2-on-host-unchecked",
@@ -91,7 +91,7 @@ UNSEEN: dict[str, str] = {
         "not reached: ends the waits of programs one of which has failed; tests/dist/test_failures_of_one_rank.py"
     ),
     "zero.runtime:_forget_vacant: self.gradients.land_all()": (
-        "ranks that differ: what guests have made is dropped, of which there is nothing in one process; without it a "
+        "ranks that differ: what dummies have made is dropped, of which there is nothing in one process; without it a "
         "gradient that no rank had would go before it has landed"
     ),
     "zero.runtime:_gather: unit.arrive()": (
@@ -123,9 +123,9 @@ UNSEEN: dict[str, str] = {
     "zero.gradients:reduce: unit.settle()": _DOOR,
     "zero.gradients:_zero: unit.settle()": _DOOR,
     "tier.behind:forget: self._last.wait()": _DOOR,
-    "engine_weights:offload_states: self.runtime.settle()": _DOOR,
-    "engine:_end_update: self.runtime.settle()": _DOOR,
-    "engine_weights:settle_weights: self.runtime.settle()": _DOOR,
+    "engine.weights:offload_states: self.runtime.settle()": _DOOR,
+    "engine.engine:_end_update: self.runtime.settle()": _DOOR,
+    "engine.weights:settle_weights: self.runtime.settle()": _DOOR,
     "zero.runtime:begin_backward: unit.settle()": "not reached: a graph from before an update; test_offload_delayed.py",
     "zero.runtime:need: unit.settle()": f"not reached: parameters that stay in a client's context. Else {_DOOR}",
     "zero.runtime:publish: self.settle()": f"not reached: no case loads a checkpoint. Else {_DOOR}",
@@ -162,7 +162,7 @@ UNSEEN: dict[str, str] = {
         "not reached: the simulator's pages wait alike, which is planted in matrix.py; "
         "test_arena.py::test_closing_gives_back_what_is_free_and_the_rest_with_its_last_user"
     ),
-    "engine_weights:offload_states: self.runtime.before_update()": (
+    "engine.weights:offload_states: self.runtime.before_update()": (
         "memory: what the copies read is theirs until then, and would not leave the device; nobody writes it"
     ),
     "tier.drive:wait: self._released.wait(seconds)": _SAVES,
@@ -184,7 +184,7 @@ UNSEEN: dict[str, str] = {
 # Modules whose waits are no matter of streams: how their names begin -> what they wait for.
 OUTSIDE: dict[str, str] = {
     "timeline": "what is recorded of a run, whose events nobody's memory depends on",
-    "engine_elastic": "decides what is saved; saves order themselves",
+    "engine.elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
     "zero.update.delayed": "no case delays its updates; tests/dist/test_offload_delayed.py",
     "zero.update.zenflow": "as for delayed; tests/dist/test_offload_zenflow.py",
@@ -192,7 +192,7 @@ OUTSIDE: dict[str, str] = {
     "device": "the events of a host that is its own device",
     "bench.": "measurements of drives",
     "checkpoint.": "files, of bytes that simulated tensors have not got; tests/dist/test_checkpoint_*",
-    "engine_checkpoint": "as checkpoint; what it does first is in engine_weights.offload_states too",
+    "engine.checkpoint": "as checkpoint; what it does first is in engine.weights.offload_states too",
     "reallocate.": "messages between ranks in host memory; tests/dist/test_reallocate.py",
     "comm.calls": "the clients' own collectives, and clocks",
     "comm.differentiable": "collectives of layers in parts, on the compute stream; tests/dist/test_tensor_parallel.py",
@@ -207,7 +207,7 @@ OUTSIDE: dict[str, str] = {
     "tensor.": "as comm.differentiable",
     "zero.hooks": "a unit's update is waited for before a module runs; tests/dist/test_update_behind.py",
     "zero.param": "and where a parameter is read by itself; there too",
-    "zero.failures": "the end of what waits for a program that has failed",
+    "zero.sync.failures": "the end of what waits for a program that has failed",
     "comm.hang": "threads that watch, on a clock",
     "zero.client.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",
     "zero.client.incoming": "as zero.client.mapped",

@@ -82,7 +82,9 @@ def write_checkpoint(
         manifest = Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, described)
         level = int(block_of(facts.get("config"), "zero_optimization").get("stage") or 0)
         bf16 = compute_dtype(facts) == torch.bfloat16
-        write_client_files(folder, manifest, facts.get("client_state") or {}, level=level, whole=level < 3, bf16=bf16)
+        shapes, client_state = {key: entry.shape for key, entry in entries.items()}, facts.get("client_state") or {}
+        kinds: Any = {"level": level, "whole": level < 3, "bf16": bf16}
+        write_client_files(folder, shapes, described, client_state=client_state, **kinds)
         folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
         final = folders.publish(folder, tag)
     except BaseException:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deepspeed.checkpoint.format.manifest import MANIFEST
+from deepspeed.checkpoint.format.names import MANIFEST
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
 
@@ -48,6 +48,8 @@ def is_any(folder: Path) -> bool:
 
 def begin(save_dir: Path, tag: str) -> Path:
     """Make the folder that a save fills, after removing those of dead processes. Raises OSError."""
+    if save_dir.exists() and not save_dir.is_dir():
+        raise CheckpointError(f"{save_dir} is a file, not a folder; save to another one")
     save_dir.mkdir(parents=True, exist_ok=True)
     repair(save_dir)
     for left in left_behind(save_dir):

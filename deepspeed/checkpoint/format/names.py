@@ -1,8 +1,9 @@
-"""Names of the files in DeepSpeed's layout."""
+"""Names of the files of a checkpoint: the manifest of this package, and those in DeepSpeed's layout."""
 
 import os
 import re
 
+MANIFEST = "manifest.json"
 MODEL_FILE_PREFIX = "mp_rank_"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_zero_pp_rank_"

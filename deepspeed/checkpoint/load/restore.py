@@ -1,6 +1,5 @@
 """From a checkpoint into an engine: every rank reads what its own ranges overlap with; one that fails tells all."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -29,9 +28,8 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update import zenflow
-from deepspeed.zero.update.zenflow import ZenFlow
 
+_ZENFLOW = "zenflow_"  # what the names of ZenFlow's slots begin with in every checkpoint
 _CUT_ANEW = (
     "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
     "load with the same configuration and number of ranks, or load_optimizer_states=False"
@@ -81,16 +79,16 @@ def load_into(
             _check_window(runtime, source)
         check()
     begin()
-    nbytes = sum(u.shard.numel() * u.full.element_size() for u in states.units)
+    nbytes = sum(u.shard.numel() * u.buffer.full.element_size() for u in states.units)
     with together(mesh, what), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
         if module:
             _fill_module(states, source, match, report)
         if optimizer:
             _fill_optimizer(states, source, match, report)
-            if states.optimizer is not None and not isinstance(runtime.delayed, ZenFlow):
+            if states.optimizer is not None and runtime.update.further_slots != _ZENFLOW:
                 for state in states.optimizer.state.values():  # every column has the host's count from here on
                     names = state if isinstance(state, dict) else ()
-                    for name in [name for name in names if str(name).startswith(zenflow.SLOT)]:
+                    for name in [name for name in names if str(name).startswith(_ZENFLOW)]:
                         del state[name]
     runtime.publish(runtime.units)
     return source
@@ -98,7 +96,8 @@ def load_into(
 
 def _check_window(runtime: Runtime, source: Source) -> None:
     """CheckpointError where gradients that a window has summed would be lost."""
-    if any(state == f"optim.{zenflow.SUM}" for state, _ in source.entries) and not isinstance(runtime.delayed, ZenFlow):
+    summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
+    if summed and runtime.update.further_slots != _ZENFLOW:
         raise CheckpointError(
             f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with sums of "
             "gradients that this engine cannot use, and nothing was loaded; load it with that block, save at the end "
@@ -111,7 +110,7 @@ def client_state(source: Source) -> dict[str, Any]:
     """The user's keys, and what DeepSpeed's loader leaves among them."""
     facts, world = source.facts, source.facts.get("world") or {}
     ours = {
-        **names_and_shapes(source.entries, facts.get("shared") or {}),
+        **names_and_shapes({key: entry.shape for key, entry in source.entries.items()}, facts.get("shared") or {}),
         "global_samples": (facts.get("engine") or {}).get("global_samples", 0),
         "ds_config": facts.get("config"),
         "ds_version": (facts.get("saved") or {}).get("deepspeed"),
@@ -155,7 +154,7 @@ def _fill_module(states: States, source: Source, match: Comparison, report: Call
                 fill(source, _of_range(unit, kind, values, match.keys))
                 if kind is StateKind.OPTIM and unit.tiled:
                     unit.publish_part(start, values).wait()
-            report((stop - start) * unit.full.element_size())
+            report((stop - start) * unit.buffer.full.element_size())
         for name, buffer in persistent_buffers(states.module).items():
             if name in match.keys:
                 buffer.copy_(whole(source, match.keys[name]))
@@ -191,8 +190,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
             optimizer.state.pop(view.param, None)
         if not fresh and not scalars:
             continue
-        attached = contextlib.nullcontext() if states.tiles is None else states.tiles.attached(view, write=True)
-        with torch.no_grad(), attached:
+        with torch.no_grad(), states.update.attached(view, write=True):
             state = optimizer.state.get(view.param, {})
             _fill_view(view, state, fresh, source, scalars)
             optimizer.state[view.param] = state
@@ -315,4 +313,4 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                         source.read(key, arrived[lo:hi], start=at, region=region)
                     total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
                     positions.add(position)
-            unit.restore_partial(total, positions)
+            unit.window.restore(total, positions)

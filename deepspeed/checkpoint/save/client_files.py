@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deepspeed.checkpoint.format.folders import sync
-from deepspeed.checkpoint.format.manifest import Key, Manifest
+from deepspeed.checkpoint.format.manifest import Key
 from deepspeed.version import __version__
 
 _SMALL = 16 << 20  # bytes of client state that may be in the folder twice
@@ -39,17 +39,25 @@ if __name__ == "__main__":
 
 
 def write_client_files(
-    folder: Path, manifest: Manifest, client_state: dict[str, Any], *, level: int, whole: bool, bf16: bool
+    folder: Path,
+    shapes: Mapping[Key, Any],
+    facts: dict[str, Any],
+    *,
+    client_state: dict[str, Any],
+    level: int,
+    whole: bool,
+    bf16: bool,
 ) -> None:
-    """The stand-ins for DeepSpeed's files. ``level``: its number for what is sharded; ``whole``: parameters are not."""
-    facts = manifest.facts
+    """The stand-ins for DeepSpeed's files. ``shapes``: of all tensors; ``facts``: the manifest's; ``level``: its number
+    for what is sharded; ``whole``: parameters are not.
+    """
     world = int(facts["world"]["size"])
     header = {
         **facts["engine"],
         "ds_version": __version__,
         "dp_world_size": world,
         "mp_world_size": 1,
-        **names_and_shapes(manifest.entries, facts["shared"]),
+        **names_and_shapes(shapes, facts["shared"]),
         "weights_are_in": "manifest.json",
     }
     sharded = {"zero_stage": level, "partition_count": world, "ds_version": __version__}
@@ -61,13 +69,12 @@ def write_client_files(
     _write(folder, names, _loadable(optim))
 
 
-def names_and_shapes(entries: Mapping[Key, Any], shared: Mapping[str, str]) -> dict[str, Any]:
-    """What DeepSpeed's files, and its loader, say of the tensors. ``entries``: with a ``shape`` each."""
-    shapes = {key: torch.Size(entry.shape) for key, entry in entries.items()}
+def names_and_shapes(shapes: Mapping[Key, Any], shared: Mapping[str, str]) -> dict[str, Any]:
+    """What DeepSpeed's files, and its loader, say of the tensors with these ``shapes``."""
     return {
         "buffer_names": [n for s, n in shapes if s == "buffer"],
-        "param_shapes": [{n: shape for (s, n), shape in shapes.items() if s == "master"}],
-        "frozen_param_shapes": {n: shape for (s, n), shape in shapes.items() if s == "param"},
+        "param_shapes": [{n: torch.Size(shape) for (s, n), shape in shapes.items() if s == "master"}],
+        "frozen_param_shapes": {n: torch.Size(shape) for (s, n), shape in shapes.items() if s == "param"},
         "shared_params": dict(shared),
     }
 

@@ -4,6 +4,7 @@ import base64
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
-from deepspeed.zero.optim_view import OptimTiles, OptimView
+from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.policy import UpdatePolicy
 
 Site = tuple[str, Region | None]  # a parameter's name, and where the local tensor sits in the global one
 Owned = tuple[Segment, int, int]  # a parameter's place in its unit, and the flat indices [lo, hi) of it that are meant
@@ -59,14 +61,16 @@ class TensorPart:
     region: Region | None = None
     quiet: bool = False
 
-    @property
+    @cached_property
     def values(self) -> torch.Tensor:
         return self.elements.values
 
 
 @dataclass(frozen=True)
 class States:
-    """The state of one engine. ``groups``: names of parameters in the user's order; ``tiles``: what is on a drive."""
+    """The state of one engine. ``groups``: names of parameters in the user's order; ``update`` knows what of the
+    optimizer's state rests on a drive.
+    """
 
     module: nn.Module
     mesh: Mesh
@@ -74,7 +78,7 @@ class States:
     views: list[OptimView]
     optimizer: torch.optim.Optimizer | None
     groups: list[list[str]]
-    tiles: OptimTiles | None = None
+    update: UpdatePolicy
 
     def state_of(self, view: OptimView) -> dict[str, Any]:
         """What the optimizer holds for ``view``."""
@@ -82,7 +86,7 @@ class States:
 
     def slots_of(self, view: OptimView) -> Iterator[tuple[str, torch.Tensor, Elements]]:
         """Every tensor the optimizer keeps for ``view``: its name, one of its shape, its elements."""
-        store, places = self.tiles.region_of(view) if self.tiles is not None else (None, {})
+        store, places = self.update.region_of(view)
         for name, value in self.state_of(view).items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if store is not None and name in places:
@@ -143,7 +147,9 @@ def _pieces(
 ) -> Iterator[TensorPart]:
     """Flat indices [lo, hi) of a unit, of which ``elements`` are those from ``base`` on, in parts of bounded size."""
     step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
-    for first, last, start, region in regions(segment, lo - segment.offset, hi - segment.offset):
+    lo, hi = lo - segment.offset, hi - segment.offset
+    runs = regions(segment, lo, hi) if segment.boxes else ((lo, hi, lo, region_of(segment)),)
+    for first, last, start, region in runs:
         for at in range(first, last, step):
             begin = at + segment.offset - base
             part = elements.part(begin, begin + min(step, last - at))
@@ -271,14 +277,15 @@ def unpack_scalar(packed: Any) -> Any:
 
 def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
     """Of an open window: reduced gradients, then this rank's sums, by its number among those to reduce them."""
-    for unit in (u for u in states.units if u.grad_filled):
+    for unit in (u for u in states.units if u.window.filled):
         ours = (o for o in owned(unit, StateKind.GRAD) if o[0].name not in without)
         yield from range_parts(unit, StateKind.GRAD, "grad", ours)
-    for unit in (u for u in states.units if u.partial is not None):
-        assert unit.partial is not None
-        for segment in (unit.layout.segments[i] for i in sorted(unit.fired)):
+    for unit in (u for u in states.units if u.window.partial is not None):
+        assert unit.window.partial is not None
+        for segment in (unit.layout.segments[i] for i in sorted(unit.window.fired)):
             if segment.numel and segment.name not in without:
-                state, values = f"grad_partial@{unit.mesh.zero.index}", unit.partial[segment.offset : segment.stop]
+                state = f"grad_partial@{unit.mesh.zero.index}"
+                values = unit.window.partial[segment.offset : segment.stop]
                 for lo, hi, start, region in regions(segment, 0, segment.numel):
                     yield TensorPart(state, segment.name, segment.whole_shape, start, Elements(values[lo:hi]), region)
 

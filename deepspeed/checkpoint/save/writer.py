@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,7 +23,7 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter, explained
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
+from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Key, Row, box_row, gaps_in, parsed, row_of, text_of
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.collect import TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content
@@ -98,10 +98,11 @@ class RankFile(ChunkWriter):
 
     def close(self) -> list[Box]:
         """Bring everything to the disk and leave the list for the first rank."""
-        entries: dict[Key, Entry] = {}
-        for tensor, box in zip(self._tensors, boxes := super().close(), strict=True):
-            _add(entries, Entry(*tensor, (box,)), self.rank)
-        content = Manifest(entries, {self.path.name: self.nbytes}, self._facts).to_bytes(crc32c)
+        rows: dict[Key, Row] = {}
+        boxes = super().close()
+        for tensor, box in zip(self._tensors, boxes, strict=True):
+            _add(rows, row_of(*tensor), [box_row(box)], self.rank)
+        content = text_of([*rows.values()], {self.path.name: self.nbytes}, self._facts, crc32c)
         folders.write_atomically(self.path.with_name(_LIST.format(self.rank)), content)
         return boxes
 
@@ -137,30 +138,40 @@ def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
         time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
 
 
-def _add(entries: dict[Key, Entry], entry: Entry, rank: int) -> None:
-    """``entry`` with its boxes beside those that are known of the tensor."""
-    known = entries.get(entry.key)
-    if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
+def _add(rows: dict[Key, Row], row: Row, boxes: list[Any], rank: int) -> None:
+    """``boxes`` of the tensor of ``row`` beside those that are known of it."""
+    key = row["state"], row["name"]
+    known = rows.setdefault(key, row)
+    if known is not row and (known["dtype"], known["shape"]) != (row["dtype"], row["shape"]):
         raise CheckpointError(
-            f"{entry.state} of {entry.name!r} is {known.dtype} {known.shape} on one rank and {entry.dtype} "
-            f"{entry.shape} on rank {rank}; ranks hold different models"
+            f"{key[0]} of {key[1]!r} is torch.{known['dtype']} {(*known['shape'],)} on one rank and "
+            f"torch.{row['dtype']} {(*row['shape'],)} on rank {rank}; ranks hold different models"
         )
-    entries[entry.key] = entry if known is None else replace(entry, boxes=(*known.boxes, *entry.boxes))
+    known["boxes"] = [*known["boxes"], *boxes] if known is not row else boxes
 
 
-def join_lists(folder: Path, ranks: int) -> Manifest:
-    """One manifest out of every rank's list, which are removed: boxes joined per tensor, facts as ``join_facts``."""
-    whole, facts = Manifest(), list[dict[str, Any]]()
+@dataclass
+class Joined:
+    """The rows, files and facts of all ranks."""
+
+    rows: dict[Key, Row] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def join_lists(folder: Path, ranks: int) -> Joined:
+    """One list out of every rank's, which are removed: boxes joined per tensor, facts as ``join_facts``."""
+    whole, facts = Joined(), list[dict[str, Any]]()
     for path in (folder / _LIST.format(rank) for rank in range(ranks)):
-        part = Manifest.from_bytes(path.read_bytes(), where=str(path), checksum=crc32c)
+        part = parsed(path.read_bytes(), where=str(path), checksum=crc32c)
         path.unlink()
-        whole.files |= part.files
-        for entry in part.entries.values():
-            _add(whole.entries, entry, len(facts))
-        facts.append(part.facts)
-    for entry in whole.entries.values():
-        for gap in entry.faults():
-            what = f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r}"
+        whole.files |= part["files"]
+        for row in part["tensors"]:
+            _add(whole.rows, row, row["boxes"], len(facts))
+        facts.append(part["facts"])
+    for (state, name), row in whole.rows.items():
+        for gap in gaps_in(row):
+            what = f"elements {gap.lo} to {gap.hi} of {state} of {name!r}"
             raise CheckpointError(f"{what} were written by {gap.times} ranks; ranks do not agree on who holds them")
     whole.facts = join_facts(facts)
     return whole
@@ -242,7 +253,7 @@ class SaveOrder:
     latest: bool = True
     keep_last: int | None = None
     rate_bytes: int = 0
-    extra: Callable[[Path, Manifest], None] | None = None
+    extra: Callable[[Path, dict[Key, Any], dict[str, Any]], None] | None = None
 
 
 class Saver:
@@ -355,10 +366,11 @@ class Saver:
             return
         with _explained(folder):
             wait_for_ranks(folder, self._mesh.job.size, stop)
-            manifest = join_lists(folder, self._mesh.job.size)
+            whole = join_lists(folder, self._mesh.job.size)
             if order.extra is not None:
-                order.extra(folder, manifest)
-            folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
+                order.extra(folder, {key: row["shape"] for key, row in whole.rows.items()}, whole.facts)
+            content = text_of([*whole.rows.values()], whole.files, whole.facts, crc32c)
+            folders.write_atomically(folder / MANIFEST, content)
             final = folders.publish(folder, order.tag)
             if order.latest:
                 folders.write_latest(order.save_dir, order.tag)

@@ -25,7 +25,6 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say, size
 
-FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")
 CHOICES = {**DTYPES, "keep": None}
 
 

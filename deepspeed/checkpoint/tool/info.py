@@ -2,6 +2,7 @@
 
 import contextlib
 import pickletools
+import re
 import zipfile
 from argparse import Namespace
 from collections import Counter
@@ -16,7 +17,7 @@ from deepspeed.checkpoint.format.manifest import MANIFEST
 from deepspeed.checkpoint.load.reader import find_and_open, located, read_manifest
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.observe.program import say, size
 
 _UNREAD = "not part of the checkpoint, never read"
@@ -36,21 +37,31 @@ def _facts(source: Source) -> list[str]:
     except CheckpointError as error:  # client state that would need pickle
         facts = {**{k: facts.get(k) for k in ("saved", "engine", "world", "config")}, "client_state": str(error)}
     optimizer, client = facts.get("optimizer") or {}, facts.get("client_state")
-    groups = [f"{len(g['names'])} parameters with lr {g['options'].get('lr')}" for g in optimizer.get("groups") or []]
+    groups = [
+        f"{counted(len(g['names']), 'parameter')} with lr {_shown(g['options'].get('lr'))}"
+        for g in optimizer.get("groups") or []
+    ]
+    configured, kind = block_of(facts.get("config"), "optimizer").get("type"), optimizer.get("type") or "not named"
+    name = kind if configured in (None, kind) else f"{configured} ({kind})"
     world, zero = (facts.get("world") or {}).get("size", "?"), block_of(facts.get("config"), "zero_optimization")
     dtype = str(compute_dtype(facts)).removeprefix("torch.")
     rows = {
         "checkpoint": f"{source.path} ({source.kind})",
-        "world": f"{world} ranks, trained in {dtype} under ZeRO {zero.get('stage', 0)}",
-        "optimizer": optimizer and f"{optimizer.get('type') or 'not named'}, {len(groups)} groups: {', '.join(groups)}",
+        "world": f"{world} rank{'' if world == 1 else 's'}, trained in {dtype} under ZeRO {zero.get('stage', 0)}",
+        "optimizer": optimizer and f"{name}, {counted(len(groups), 'group')}: {', '.join(groups)}",
         "client": ", ".join(map(str, client)) if isinstance(client, dict) else client,
         "tied": ", ".join(f"{alias} = {name}" for alias, name in shared_names(source).items()),
     }
     for name in ("saved", "engine", "lr_scheduler", "loss_scaler", "config"):
         values = facts.get(name) or {}
         known = values.items() if isinstance(values, dict) else [("state", values)]
-        rows[name] = ", ".join(f"{key} {str(value)[:160]}" for key, value in known if value is not None)
+        rows[name] = ", ".join(f"{key} {_shown(value)[:160]}" for key, value in known if value is not None)
     return [f"{name:<12} {value}" for name, value in rows.items() if value]
+
+
+def _shown(value: Any) -> str:
+    """A value of the facts, which keep floats by their bits."""
+    return f"{float.fromhex(value):g}" if isinstance(value, str) and re.match(r"-?0x\d\.", value) else str(value)
 
 
 def _tensors(source: Source, *, each: bool) -> list[str]:
@@ -69,7 +80,6 @@ def _tensors(source: Source, *, each: bool) -> list[str]:
     return [*rows, "", *lines] if each else rows
 
 
-# -- audit -------------------------------------------------------------------------------------------------------------
 def scan(path: Path) -> Counter[str]:
     """How many opcodes of the pickles in a torch archive or bare stream name what ("": nothing); they are never run.
 

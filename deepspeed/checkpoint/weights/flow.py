@@ -49,9 +49,7 @@ class Parcel:
 
 
 def sources(name: str, entries: Sequence[FlowTensor | None], target: int | None) -> list[FlowPiece]:
-    """Who sends which elements of a tensor, each element once; ``entries``: what each member has of it. The ``target``
-    (None: all members) keeps what it has.
-    """
+    """Who sends which elements of a tensor, each once, but what the ``target`` has; ``entries``: what each has."""
     if target is None and len(entries) and all(entry == entries[0] for entry in entries):
         return [FlowPiece(-1, name, span) for span in (entries[0].spans if entries[0] is not None else ())]
     missing: dict[Region | None, list[tuple[int, int]]] = {}
@@ -262,9 +260,7 @@ class WeightFlow:
         return buffer, [buffer[start : start + size].view(dtype) for start, size, dtype in places]
 
     def close(self, reason: str = "it has left the loop", *, cut: bool = False) -> None:
-        """End it early; the other ranks hear ``reason`` with their next bucket, unless they end it too. ``cut``: the
-        consumer has not asked for it. Collective.
-        """
+        """End it early; others that go on hear ``reason`` with their next bucket. ``cut``: not as asked. Collective."""
         if not self._over:
             self._over, self._cut = True, cut
             collectives.failures(UsageError(reason), self._mesh.talk)

@@ -19,9 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Parcel], Tensors]:
-    """``tensors`` as the files of ``module`` name them: what transformers has put together while it loaded is taken
-    apart again, as its ``save_pretrained`` does. And what comes of it, without values.
-    """
+    """``tensors`` as the files of ``module`` name them (see ``save_pretrained``), and what comes of it."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     kept = [name for name in tensors if name not in ignored]
     empty = {n: torch.empty(whole_shape(tensors[n]), dtype=tensors[n].dtype, device="meta") for n in kept}
@@ -46,9 +44,7 @@ def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 def write_pretrained(
     saver: Callable[..., Any] | None, folder: Path, flow: WeightFlow, outputs: Tensors, *, max_shard_size: int | str
 ) -> None:
-    """Write ``outputs`` (names, dtypes, shapes) with the values of ``flow``, and what ``saver``, the module's
-    ``save_pretrained``, writes of a model without weights.
-    """
+    """Write ``outputs`` (names, dtypes, shapes) from ``flow``, and what ``saver`` writes without weights."""
     arrived: Tensors = {}
 
     def read(name: str, start: int, out: torch.Tensor) -> None:

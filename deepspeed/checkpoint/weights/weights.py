@@ -1,6 +1,4 @@
-"""The weights of a model: as streams, of which nobody ever holds more than a piece of one tensor, and as files that
-other programs read, safetensors or torch, each whole or absent.
-"""
+"""The weights of a model: as streams of pieces of tensors, and as files of safetensors or torch, whole or absent."""
 
 import contextlib
 import json
@@ -78,7 +76,6 @@ def total_bytes(streams: Iterable[Stream]) -> int:
     return sum(s.nbytes for s in streams)
 
 
-# -- what a checkpoint says of its weights ------------------------------------------------------------------------
 def block_of(config: Any, name: str) -> dict[str, Any]:
     """A block of a configuration as a checkpoint keeps it; empty when there is none."""
     block = config.get(name) if isinstance(config, dict) else None
@@ -129,7 +126,6 @@ def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen:
     ]
 
 
-# -- files -------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def torch_file(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, aliases: Mapping[str, str]
@@ -184,8 +180,7 @@ def write_weights(
     shared: Mapping[str, str] | None = None,
     progress: Progress = lambda _bytes: None,
 ) -> list[Path]:
-    """Write ``streams`` into the folder ``out`` as ``model.safetensors`` or ``pytorch_model.bin``, in shards with an
-    index when larger; the paths.
+    """Write ``streams`` into ``out`` as ``model.safetensors`` or ``pytorch_model.bin``, or shards of it; the paths.
 
     Holds a piece of one tensor (safetensors) or one shard (torch). ``shared`` (alias -> name in ``streams``) goes into
     torch files as the same storage, and is left out of safetensors, as Hugging Face expects. Files of an earlier export

@@ -98,8 +98,7 @@ convert_zero_checkpoint_to_state_dict = convert_zero_checkpoint_to_fp32_state_di
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: Folder, tag: str | None = None
 ) -> torch.nn.Module:
-    """Move ``model`` to the CPU, give it the checkpoint's weights, and return it; an engine round it must not be used
-    afterwards.
+    """Move ``model`` to the CPU, give it the checkpoint's weights, and return it; an engine of it is of no more use.
 
     Sharded parameters become plain ones in their own dtype. Weights of the model that the checkpoint does not have keep
     their values, with a warning. Raises as the functions above.

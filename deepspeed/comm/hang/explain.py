@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ _ORDER = (RAISED, SILENT, DRIVE, LOADER, LEFT, RUNS, COLLECTIVE)
 _NAMED = 8  # ranks that a line lists one by one
 _CALLS = 3
 _LINES = 40
+# Calls of the user that all ranks make together.
+_OF_ALL = {"save_checkpoint", "load_checkpoint", "save_16bit_model", "save_pretrained", "initialize", "destroy"}
+_OF_ALL |= {"stream_weights", "load_module_state_dict", "wait_for_checkpoint", "train_batch", "eval_batch"}
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,8 @@ class RankReport:
     """What one rank says of itself, or, of a silent one, what another knows of it.
 
     ``state``: RAISED, SILENT, LEFT, RUNS, or the kind of its wait. ``numbers``: collectives that it has issued on each
-    process group, by torch's name of it. ``calls``: its last collectives, the newest last. ``still_s``: how long it has
-    not come further.
+    process group, by torch's name of it. ``call``: of this package, by the user's line. ``calls``: its last
+    collectives, the newest last. ``still_s``: how long it has not come further.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class RankReport:
     module: str = ""
     line: str = ""
     group: str | None = None
+    call: str = ""
     step: int | None = None
     still_s: float = 0.0
     error: str = ""
@@ -125,14 +129,28 @@ def _different(reports: Sequence[RankReport]) -> str:
     return ""
 
 
-def explain(reports: Sequence[RankReport], limit_s: float) -> str:
-    """Why the job stands still: a sentence, a line for each rank or several that are alike, the first error last."""
+def _alone(reports: Sequence[RankReport]) -> Iterator[str]:
+    """A sentence for each call of this package that all ranks have to make and only some have."""
+    for call in sorted({r.call for r in reports if r.state == COLLECTIVE} & _OF_ALL):
+        inside = [r.rank for r in reports if r.call == call]
+        outside = [r.rank for r in reports if r.call != call and r.state in (COLLECTIVE, LEFT, RUNS)]
+        if outside:
+            yield f"every rank must call {call}(): {_ranks(inside)} did, {_ranks(outside)} did not"
+
+
+def explain(reports: Sequence[RankReport], limit_s: float, *, ends: bool = True) -> str:
+    """Why the job stands still: a sentence, a line for each rank or several that are alike, the first error last.
+
+    ``ends``: the job ends with it; else it goes on, and what the first rank did before is left out.
+    """
     ordered = sorted(reports, key=lambda r: (_ORDER.index(r.state), r.rank))
     alike: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report in ordered:
         behind = _behind(report, [r for r in ordered if r is not report])
         alike[_words(report, many=True), behind].append(report)
-    lines = [f"the job stands still: no rank has come further for {limit_s:g} s (hang_timeout)"]
+    what = "hang_timeout" if ends else "nothing is ended: hang_timeout does that"
+    lines = [f"the job stands still: no rank has made progress for {limit_s:g} s ({what})"]
+    lines += [f"  {text}" for text in _alone(ordered)]
     if different := _different(ordered):
         lines.append(f"  {different}")
     for (_, behind), group in alike.items():
@@ -147,7 +165,7 @@ def explain(reports: Sequence[RankReport], limit_s: float) -> str:
     culprit = ordered[0]
     if raised:
         lines.append(f"The error of rank {raised[0].rank}:\n{raised[0].trace.rstrip()}")
-    else:
+    elif ends:
         if culprit.calls:
             lines.append(f"The last collectives of rank {culprit.rank}:")
             lines += [f"  {call}" for call in culprit.calls[-_CALLS:]]

@@ -1,7 +1,6 @@
 """The last collectives of this rank: which, of what, for which unit, from which line of the user's.
 
-Engines tell it of theirs; torch numbers those of every process group by itself, the user's too, and the numbers are
-read when they are wanted.
+Engines tell it of theirs; torch numbers those of every process group by itself, the user's too.
 """
 
 import contextlib

@@ -40,8 +40,8 @@ class Spot:
     """Where a thread is. ``kind``: COLLECTIVE, DRIVE, LOADER or nothing, where it runs; ``waits``: for what, in words.
 
     ``unit``: whose memory moves; ``group``: torch's name of the group that is waited on, None where it is not known;
-    ``line``: of the innermost frame that is neither torch's, Python's nor this package's. ``ends``: the script has
-    ended. ``mark`` differs between two waits of the same words.
+    ``call``: of this package, by the user. ``line``: of the innermost frame that is neither torch's, Python's nor this
+    package's. ``ends``: the script has ended. ``mark`` differs between two waits of the same words.
     """
 
     kind: str = ""
@@ -50,6 +50,7 @@ class Spot:
     module: str = ""
     line: str = ""
     group: str | None = None
+    call: str = ""
     ends: bool = False
     mark: str = ""
     stack: tuple[str, ...] = field(default=(), repr=False)
@@ -244,6 +245,8 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
     client = next((f for f in users if _SITE not in f.f_code.co_filename), None)
     if client is not None and client is not users[0]:
         line += f", called from {line_of(client.f_code, number_of(client))}"
+    inside = frames[: frames.index(users[0])] if users else []
+    call = next((f.f_code.co_name for f in reversed(inside) if origin(f.f_code.co_filename) == "deepspeed"), "")
     calls = [f for f in frames if whole and origin(f.f_code.co_filename) in ("user", "deepspeed")][:_SHOWN_FRAMES]
     shown = traceback.StackSummary.extract((f, number_of(f)) for f in reversed(calls)).format()
     asks = any(map(_asks, frames))  # its words name the unit
@@ -252,6 +255,7 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
         next((text for frame in frames if not asks and (text := unit_of(frame))), ""),
         next((name for frame in frames if (name := _module_of(frame, modules))), ""),
         *(line, group),
+        call=call,
         ends=not frames or frames[-1].f_code.co_name not in _STARTS,
         mark=f"{kind} {waits} {mark}",
         stack=tuple(shown),

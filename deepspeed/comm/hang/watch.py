@@ -1,16 +1,18 @@
-"""Watches over a job that may stand still, ends it when it does, and says why.
+"""Watches over a job that may stand still: says so and why, and ends it where that is asked for.
 
 Every rank has two threads. One looks, a few times a second, whether this rank comes further: whether it has begun or
 ended a collective, of ours or of the user's, begun to read or write a file of ours, or got a batch of its loader. The
 other writes what it sees to the job's store, under this rank's name. A rank that has waited too long for others reads
 what all have written; if no rank has come further for that long, it asks all for a report, compares them
-(``explain``), and has all ranks end. Nothing of this is a collective. A rank that is silent is stopped, or in native
-code that keeps the interpreter.
+(``explain``), and after a minute says once what it found; after ``hang_timeout``, where that is set, it has all ranks
+end. Without it the watch looks every two seconds and listens to no collective, so that it costs next to nothing.
+Nothing of this is a collective. A rank that is silent is stopped, or in native code that keeps the interpreter.
 """
 
 import atexit
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -31,8 +33,9 @@ from deepspeed.errors import DeepSpeedConfigError, JobHungError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import AioEngine
 
-VARIABLE = "DS_HANG_TIMEOUT"
-_BEAT_S = 0.5
+VARIABLE, NOTICE = "DS_HANG_TIMEOUT", "DS_HANG_NOTICE"
+_NOTICE_S = 60.0
+_BEAT_S, _NOTICE_BEAT_S = 0.5, 2.0
 _GAP_S = 1.0  # between two looks what at most counts as standing still
 _MANY_RANKS = 128  # of which each writes half as often
 _LEADER_S = 5.0  # of silence, after which another rank takes the place of one that reads the others' reports
@@ -45,15 +48,15 @@ _NO_ANSWER = "does not answer"
 _BLIND_LOOKS = 20  # more than while a group is made
 
 
-def timeout_of(configured: float | None) -> float | None:
-    """Seconds after which a job that stands still ends: the launcher's word, else the configuration's; None: never."""
-    text = os.environ.get(VARIABLE)
+def seconds_of(variable: str, otherwise: float | None, least: float = 1e-9) -> float | None:
+    """The seconds that a variable names, or ``otherwise`` without it. Raises DeepSpeedConfigError below ``least``."""
+    text = os.environ.get(variable)
     if not text:
-        return configured
+        return otherwise
     with contextlib.suppress(ValueError):
-        if (seconds := float(text)) > 0:
+        if (seconds := float(text)) >= least:
             return seconds
-    raise DeepSpeedConfigError(f"{VARIABLE}={text!r} must be a positive number of seconds; unset it for no watch.")
+    raise DeepSpeedConfigError(f"{variable}={text!r} must be a positive number of seconds; unset it, or correct it.")
 
 
 def own_store(name: str) -> Any:
@@ -72,11 +75,17 @@ def _start_of(pid: int) -> str:
 
 
 class HangWatch:
-    """The watch of one process over one job: ``start``, ``follow`` engines, ``stop``."""
+    """The watch of one process over one job: ``start``, ``follow`` engines, ``stop``.
 
-    def __init__(self, limit_s: float, name: str) -> None:
-        self._limit_s, self._rank, self._size = limit_s, dist.get_rank(), dist.get_world_size()
-        self._beat_s = min(limit_s / 10, _BEAT_S * (1 + (self._size > _MANY_RANKS)))
+    It says after ``notice_s`` that the job stands still, if that is given, and ends it after ``limit_s``, if that is.
+    """
+
+    def __init__(self, limit_s: float | None, name: str, notice_s: float | None = None) -> None:
+        self._rank, self._size, self.ends = dist.get_rank(), dist.get_world_size(), limit_s is not None
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._first_s = self._due_s = min(self._limit_s, notice_s or math.inf)  # the next that is due
+        often = _BEAT_S if self.ends else _NOTICE_BEAT_S
+        self._beat_s = min(self._first_s / 10, often * (1 + (self._size > _MANY_RANKS)))
         self._store, self.ledger = own_store(name), Ledger()
         self._thread, self._host = threading.get_ident(), socket.gethostname()
         self._engine: Callable[[], Any] = lambda: None
@@ -88,7 +97,7 @@ class HangWatch:
         self._last_words = threading.Lock()
         self._owner = os.getpid()
         self._birth = _start_of(self._owner)
-        self._beats, self._answered = 0, ""
+        self._beats, self._answered, self._announced = 0, "", ""
         self._left = set[int]()  # ranks whose watch is known to have ended
         # The claim of another that leads, with its beat; how often these were met again, and how often that claim was.
         self._met = (b"", -1), 0, 0
@@ -124,6 +133,8 @@ class HangWatch:
     def follow(self, engine: Any) -> None:
         """Listen to the collectives of an engine (its ``mesh`` names the groups); name its modules and steps."""
         self._engine, self._thread, mesh = weakref.ref(engine), threading.get_ident(), engine.mesh
+        if not self.ends:
+            return
         names = ("job", "data", "zero", "tp", "pp", "host", "control", "reducing")
         named = {name: getattr(mesh, name) for name in names}
         named |= {f"axis {i}": group for i, group in enumerate(mesh.groups)}
@@ -131,13 +142,12 @@ class HangWatch:
         for group, name in groups.values():
             group.ledger.append(self.ledger.listener(name))
 
-    # -- the thread that looks --------------------------------------------------------------------------------------
     def _look(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(self._beat_s):
             now = time.monotonic()
             # Of a long gap little counts, as the whole job may have been suspended; a busy machine makes shorter ones.
-            passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._limit_s / 2))), now
+            passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._first_s / 2))), now
             progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun, self.ledger.waiting
             moved, self._last = progress != self._last or progress[0] is None, progress
             self._tell_of_blindness(counted=progress[0] is not None)
@@ -146,6 +156,7 @@ class HangWatch:
             moved |= spot.kind == self._spot.kind == LOADER and not same  # another batch has come
             self._waited_s = self._waited_s + passed if same else 0.0
             self._still_s = 0.0 if moved else self._still_s + passed
+            self._due_s = self._first_s if moved else self._due_s
             self._spot = spot
             self._beats += 1
             self._silent_store_s += passed
@@ -155,7 +166,7 @@ class HangWatch:
     def _tell_of_blindness(self, *, counted: bool) -> None:
         """Once, that no job of this backend is ever known to stand still."""
         self._blind_looks = 0 if counted else self._blind_looks + 1
-        if self._blind_looks == _BLIND_LOOKS:
+        if self._blind_looks == _BLIND_LOOKS and self.ends:
             what = f"the backend {dist.get_backend()!r} does not count its collectives"
             logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", what)
 
@@ -168,9 +179,8 @@ class HangWatch:
             return Spot()
 
     def _waits_too_long(self, more_s: float = 0.0) -> bool:
-        return min(self._waited_s, self._still_s) >= self._limit_s + more_s
+        return min(self._waited_s, self._still_s) >= self._due_s + more_s
 
-    # -- the thread that talks --------------------------------------------------------------------------------------
     def _talk(self) -> None:
         while not self._stopped.wait(self._beat_s):
             try:
@@ -193,7 +203,12 @@ class HangWatch:
             order = json.loads(self._store.get("order"))
             if order["kind"] == "end":
                 self._end(order["silent"])
-            elif order["turn"] != self._answered:
+            elif order["kind"] == "announced" and order["turn"] != self._announced:
+                self._due_s, self._announced = (
+                    self._limit_s,
+                    order["turn"],
+                )  # only the end is due, until this rank moves
+            elif order["kind"] == "report" and order["turn"] != self._answered:
                 self._store.set(f"report/{order['turn']}/{self._rank}", self._report().to_text())
                 self._answered = order["turn"]
 
@@ -230,6 +245,7 @@ class HangWatch:
             module=(failure.module if state == RAISED else "") or spot.module,
             line=(failure.line if state == RAISED else "") or spot.line,
             group=spot.group,
+            call=spot.call,
             step=getattr(getattr(engine, "runtime", None), "steps", None),
             still_s=self._still_s,
             error=failure.text,
@@ -239,7 +255,6 @@ class HangWatch:
             calls=tuple(entry.text() for entry in list(self.ledger.entries)[-_CALLS:]),
         )
 
-    # -- one rank for all -------------------------------------------------------------------------------------------
     def _alarm(self) -> None:
         """This rank waits too long. If it is the first to see that, it looks whether anybody comes further."""
         mine = f"{self._rank} {self._beats}".encode()
@@ -259,10 +274,16 @@ class HangWatch:
         others = set(second) - {self._rank}
         silent = {r for r in others if second[r].get("beat") == first[r].get("beat")}
         left = {r for r in silent if self._store.check([f"left/{r}"])}
-        moved = bool(left - self._left) or any(second[r]["still"] < self._limit_s for r in others - silent)
+        moved = bool(left - self._left) or any(second[r]["still"] < self._due_s for r in others - silent)
         self._left = left  # who has ended since the last look has come further
         text, processes = ("", []) if moved or not self._waits_too_long() else self._judge(second, silent, asked)
         if not text or self._stopped.is_set() or not self._waits_too_long():  # what it waited for has come meanwhile
+            self._store.compare_set("leader", mine.decode(), "")
+            return
+        if self._due_s < self._limit_s:
+            logger.warning("%s", text.rstrip())
+            self._due_s, self._announced = self._limit_s, self._answered
+            self._store.set("order", json.dumps({"kind": "announced", "turn": self._announced}))
             self._store.compare_set("leader", mine.decode(), "")
             return
         ends = mine + b" ends"
@@ -333,7 +354,7 @@ class HangWatch:
         # One that beats again ends by itself, as it is told to.
         stopped = {r for r in silent if pulses[r] and self._beat_of(r) == pulses[r]["beat"]}
         gone = [[p["host"], p["pid"], p["start"]] for r, p in pulses.items() if r in stopped]
-        return explain([*reports.values()], self._limit_s), gone
+        return explain([*reports.values()], self._due_s, ends=self._due_s == self._limit_s), gone
 
     def _of_silent(self, rank: int, pulse: dict[str, Any]) -> RankReport:
         if self._store.check([key := f"left/{rank}"]):
@@ -346,7 +367,6 @@ class HangWatch:
         last = f"; its last collective: {pulse['last']}" if pulse["last"] else ""
         return RankReport(rank, pulse["host"], pulse["pid"], SILENT, state + last, still_s=pulse["still"])
 
-    # -- the end ----------------------------------------------------------------------------------------------------
     def _say(self, text: str) -> None:
         """On standard error, and to the launcher, which shows it again after all else."""
         self._last_words.acquire()  # for good: the other thread could write over what the launcher reads
@@ -357,12 +377,16 @@ class HangWatch:
 
     def _end_alone(self) -> None:
         """The store does not answer, so nobody can be asked."""
-        text = explain([self._report()], self._limit_s)
-        self._say(
-            f"{text}  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is "
-            "stopped or has ended\n"
+        ends = self._due_s == self._limit_s
+        text = explain([self._report()], self._due_s, ends=ends) + (
+            "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped or "
+            "has ended\n"
         )
-        self._end([])
+        if ends:
+            self._say(text)
+            self._end([])
+        logger.warning("%s", text.rstrip())
+        self._due_s = self._limit_s
 
     def _end(self, silent: list[list[Any]]) -> None:
         """End this process, without destructors that could wait, and those of this machine that cannot end."""
@@ -399,21 +423,27 @@ def follow(engine: Any) -> None:
 
 
 def watch(configured: float | None = None) -> HangWatch | None:
-    """The watch of this process, begun if the launcher or the configuration asks for it and there are process groups.
+    """The watch of this process, begun where there is none: one that ends the job if the launcher or the configuration
+    asks for it, else, among several ranks, one that only says that a job stands still (DS_HANG_NOTICE=0: none).
 
-    Every rank of the job has to call it alike. Raises DeepSpeedConfigError for a DS_HANG_TIMEOUT that is no number.
+    Every rank of the job has to call it alike. Raises DeepSpeedConfigError for a variable that is no number.
     """
-    limit_s = timeout_of(configured)
-    if limit_s is None or not dist.is_initialized() or dist.get_backend() == "fake":
+    limit_s, notice_s = seconds_of(VARIABLE, configured), seconds_of(NOTICE, _NOTICE_S, least=0.0)
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    if limit_s is None and (not notice_s or dist.get_world_size() == 1):
         return None
     if (living := _living()) is not None:
-        return living
+        if living.ends or limit_s is None:
+            return living
+        living.stop("a watch that ends the job takes its place")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    begun = HangWatch(limit_s, f"deepspeed/hang/{attempt}/{len(_WATCHES)}")
+    begun = HangWatch(limit_s, f"deepspeed/hang/{attempt}/{len(_WATCHES)}", notice_s)
     _WATCHES.append(begun)
     begun.start()
     atexit.register(begun.stop)
-    logger.info("the job ends when no rank has come further for %g s (hang_timeout)", limit_s)
+    if limit_s is not None:
+        logger.info("the job ends when no rank makes progress for %g s (hang_timeout)", limit_s)
     return begun
 
 
@@ -429,5 +459,5 @@ def watched(configured: float | None) -> Iterator[None]:
         yield
     finally:
         _USERS.remove(user)
-        if not _USERS and not os.environ.get(VARIABLE):
+        if not _USERS and guard.ends and not os.environ.get(VARIABLE):
             guard.stop("its engine has been destroyed")

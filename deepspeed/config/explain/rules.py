@@ -1,16 +1,13 @@
 """Rules between keys: the batch triangle, what contradicts, and what has no effect beside the others."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from deepspeed.config.model.blocks import OffloadDeviceEnum, OffloadOptimizerConfig, OffloadParamConfig
 from deepspeed.config.model.elastic import share_of
+from deepspeed.config.model.keys import Configuration
 from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
 from deepspeed.config.model.values import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, is_auto
-from deepspeed.errors import ElasticityConfigError
-
-if TYPE_CHECKING:
-    from deepspeed.config.model.root import DeepSpeedConfig
+from deepspeed.errors import ElasticityConfigError, counted
 
 Rule = tuple[object, str, str]  # (is it broken, the key it is about, the rest of the sentence)
 _ZERO = "zero_optimization"
@@ -28,7 +25,7 @@ def _share(train: int, factor: int, world_size: int, name: str) -> int:
     return train // count
 
 
-def resolve_batch(cfg: "DeepSpeedConfig", *, lenient: bool) -> dict[str, int]:
+def resolve_batch(cfg: Configuration, *, lenient: bool) -> dict[str, int]:
     """The batch sizes, complete: train_batch_size = micro batch per rank x accumulation steps x data-parallel ranks.
 
     Absent accumulation means 1; "auto" is never guessed. ``lenient`` refuses nothing: what is missing becomes 1.
@@ -56,15 +53,19 @@ def resolve_batch(cfg: "DeepSpeedConfig", *, lenient: bool) -> dict[str, int]:
         steps = _share(train, micro, world, MICRO)
     product = micro * steps * world
     if train not in (None, product):
+        fits, rest = divmod(train, micro * steps)
+        who = (
+            f" {TRAIN} {train} is that of {counted(fits, 'rank')}: whoever filled it in (Accelerate?) counted so many."
+        )
         raise ValueError(
             f"Check batch related parameters. {TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step * "
             f"world_size {train} != {micro} * {steps} * {world} (= {product}). "
-            f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived."
+            f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived.{'' if rest else who}"
         )
     return dict(zip(BATCH_KEYS, (product, micro, steps), strict=True))
 
 
-def _elastic_batch(cfg: "DeepSpeedConfig", given: list[str]) -> dict[str, int]:
+def _elastic_batch(cfg: Configuration, given: list[str]) -> dict[str, int]:
     """The batch sizes of the elasticity block. Raises ElasticityError (a ValueError)."""
     if given and not cfg.elasticity.ignore_non_elastic_batch_info:
         raise ElasticityConfigError(
@@ -76,7 +77,7 @@ def _elastic_batch(cfg: "DeepSpeedConfig", given: list[str]) -> dict[str, int]:
     return dict(zip(BATCH_KEYS, (train, micro, train // (micro * cfg.world_size)), strict=True))
 
 
-def _precision_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+def _precision_rules(cfg: Configuration) -> Iterator[Rule]:
     fp16, autocast, dtype, computed = cfg.fp16, cfg.torch_autocast, cfg.data_types.param_dtype, cfg.compute_dtype
     both = fp16.enabled and cfg.bf16.enabled
     yield both, "fp16.enabled", "and bf16.enabled are both true. Keep one: a model computes in one 16-bit dtype."
@@ -94,7 +95,7 @@ def _precision_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield differs, "torch_autocast.dtype", text
 
 
-def _reduction_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+def _reduction_rules(cfg: Configuration) -> Iterator[Rule]:
     zero, factor, op = cfg.zero, cfg.gradient_predivide_factor, cfg.gradient_allreduce_op
     stage = f"{_ZERO}.stage {zero.stage}"
     scatters = zero.reduce_scatter and (zero.stage == 3 or (zero.stage == 2 and op == "mean"))
@@ -117,7 +118,7 @@ def _reduction_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
         yield zero.offload_optimizer is not None, path, "false cannot be combined with offload_optimizer."
 
 
-def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+def _offload_rules(cfg: Configuration) -> Iterator[Rule]:
     zero = cfg.zero
     optimizer, param, stage = zero.offload_optimizer, zero.offload_param, zero.stage
     for name, block in (("offload_optimizer", optimizer), ("offload_param", param)):
@@ -152,7 +153,7 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
             yield name in cfg.optimizer.params, f"optimizer.params.{name}", text
 
 
-def _zenflow_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+def _zenflow_rules(cfg: Configuration) -> Iterator[Rule]:
     zero, block, head = cfg.zero, cfg.zero.zenflow, f"{_ZERO}.zenflow"
     if block is None:
         return
@@ -178,7 +179,7 @@ def _zenflow_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
         yield steps < block.update_interval, path, text
 
 
-def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+def _group_rules(cfg: Configuration) -> Iterator[Rule]:
     world, mics, hpz = cfg.world_size, cfg.zero.mics_shard_size, cfg.zero.zero_hpz_partition_size
     for name, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
         text = f"{size} does not divide the {world} data-parallel ranks. Use a divisor of {world}."
@@ -187,14 +188,14 @@ def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield mics > 0 and hpz > 1 and mics != hpz, f"{_ZERO}.mics_shard_size", text
 
 
-def _parallel_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
     block = cfg.tensor_parallel
     size, inner = block.autotp_size, block.tensor_parallel.tp_size
     text = f"is {inner}, but tensor_parallel.autotp_size is {size}. Delete tp_size, or make them equal."
     yield size > 1 and inner not in (1, size), "tensor_parallel.tensor_parallel.tp_size", text
 
 
-def rule_violations(cfg: "DeepSpeedConfig", *, lenient: bool) -> list[tuple[str, str]]:
+def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:
     """(path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: not those about the ranks."""
     kinds = (_precision_rules, _reduction_rules, _offload_rules, _zenflow_rules, _parallel_rules)
     kinds = (*kinds, *(() if lenient else (_group_rules,)))
@@ -211,7 +212,7 @@ _PARAMETERS_SHARDED = (
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
-def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
+def inert_under(cfg: Configuration) -> dict[str, str]:
     """Canonical path -> why, for every key that has no effect beside the others of ``cfg``, but for switches."""
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:

@@ -108,8 +108,7 @@ def in_words(sizes: Sequence[int]) -> str:
 def kept_sizes(config: dict[str, Any], sizes: Sequence[int]) -> list[int]:
     """Those of ``sizes`` (ranks) at which the batch keys or the elasticity block of ``config`` give the same batch.
 
-    All of them where the keys name no global batch (they are in the program, or still "auto"). Raises
-    ElasticityConfigError for a faulty block.
+    All where the keys name no global batch (the program has it, or "auto"). ElasticityConfigError for a faulty block.
     """
     block, parallel = config.get(_BLOCK), config.get("tensor_parallel")
     ways = parallel.get("autotp_size") if isinstance(parallel, dict) else 1

@@ -4,21 +4,19 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from deepspeed.config.explain.messages import block_inside
+from deepspeed.config.model.keys import Configuration
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.spelling import SPELLED, canonical_path
 from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import BATCH_KEYS, Key, Support, is_auto
 from deepspeed.config.parse import ConfigSource, line_of
-
-if TYPE_CHECKING:
-    from deepspeed.config.model.root import DeepSpeedConfig
 
 Origin = Literal["file", "auto", "derived", "default"]
 _HIDDEN = ("source", "world_size")  # fields of the root model that are no keys
@@ -105,7 +103,7 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, st
         yield f"{prefix}{name}", f"{pattern}<any>", value, None, True
 
 
-def settings(config: "DeepSpeedConfig", source: ConfigSource | None = None) -> list[Setting]:
+def settings(config: Configuration, source: ConfigSource | None = None) -> list[Setting]:
     """Every key of ``config`` with its final value. ``source`` adds line numbers; the values need no file."""
     lines = {} if source is None else source.lines
     items = sorted(written_paths(config.source), key=lambda item: canonical_path(item[0]) == item[0])
@@ -141,7 +139,7 @@ def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
     return _differs(switch, switch.key) and gate_open(switch.key, values)
 
 
-def support_faults(config: "DeepSpeedConfig") -> list[tuple[str, str]]:
+def support_faults(config: Configuration) -> list[tuple[str, str]]:
     """(path, sentence) of each feature that this release lacks, and that is asked for: written, no default, not off."""
     values, out = {item.path: item for item in settings(config)}, []
     for item in values.values():
@@ -160,7 +158,7 @@ def support_faults(config: "DeepSpeedConfig") -> list[tuple[str, str]]:
     return out
 
 
-def inert_notes(config: "DeepSpeedConfig") -> list[str]:
+def inert_notes(config: Configuration) -> list[str]:
     """One clause per written key that is accepted without effect, for the log."""
     written = [item for item in settings(config) if item.origin == "file"]
     notes = [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]

@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.config.explain.check import Findings, as_json, dtypes_text, examine, values_text
 from deepspeed.config.model.values import BATCH_KEYS
 from deepspeed.config.parse import read_source, text_source
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError, counted
 from deepspeed.observe.program import BAD_INPUT, CommandLine, count_of, guarded, say
 
 STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes, one per goal
@@ -24,7 +24,11 @@ def build_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", allow_abbrev=False, help="say everything that is wrong; exit status 0 or 2")
     check.switches(resolved='no value may be left "auto"')
     show = commands.add_parser("show", allow_abbrev=False, help="every final value and where it comes from")
-    show.switches(dtypes="only the table of dtypes", json="for programs", all="also the keys of blocks that are off")
+    show.switches(
+        dtypes="accepted: the table of dtypes is always shown",
+        json="for programs",
+        all="also the keys of blocks that are off",
+    )
     for command, count in ((check, "+"), (show, 1)):
         text = "JSON with comments allowed; - reads standard input"
         command.add_argument("files", nargs=count, metavar="FILE", help=text)
@@ -61,8 +65,7 @@ def _summary(findings: Findings) -> str:
     sizes = f"{config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps} x {config.world_size}"
     is_open = any(path in findings.autos for path in BATCH_KEYS)
     batch = "batch sizes open" if is_open else f"batch {config.train_batch_size} = {sizes}"
-    keys = f"{len(written)} key{'s' if len(written) != 1 else ''}"
-    return f"ok ({keys}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {batch})"
+    return f"ok ({counted(len(written), 'key')}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {batch})"
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -86,8 +89,8 @@ def _show(args: argparse.Namespace) -> int | str | dict[str, Any]:
     findings = _examined(name, args)
     if findings is None:
         return BAD_INPUT
-    if args.json or args.dtypes:
-        return as_json(findings) if args.json else dtypes_text(findings)
+    if args.json:
+        return as_json(findings)
     table, dtypes = values_text(findings, everything=args.all), f"dtypes\n{dtypes_text(findings)}"
     notes = ["", *(f"note: {note}" for note in findings.notes)] if findings.notes else []
     return "\n".join([f"{name}: {_summary(findings)}", "", table, "", dtypes, *notes])

@@ -70,7 +70,6 @@ class NodeAgent(SimpleElasticAgent):
         self.verdict: Verdict | None = None
         self._starting = False
 
-    # -- torch's interface ------------------------------------------------------------------------------------------
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._starting = True  # it may wait for long: a signal ends it
         try:
@@ -167,7 +166,6 @@ class NodeAgent(SimpleElasticAgent):
             )
         return RunResult(WorkerState.FAILED)
 
-    # -- inner --------------------------------------------------------------------------------------------------------
     def interrupt(self, number: int) -> None:
         """This process was told to end; safe in a signal handler. Raises SignalException while it waits for others."""
         self.received.append(number)

@@ -106,7 +106,6 @@ class Membership(RendezvousHandler):
         self._note_seen = ""
         self._wanted_since: int | None = None  # checkpoints of this round when somebody began to wait
 
-    # -- torch's interface ------------------------------------------------------------------------------------------
     def get_backend(self) -> str:
         return self._inner.get_backend()
 
@@ -174,7 +173,6 @@ class Membership(RendezvousHandler):
             self._wanted_since = saved
         return 0
 
-    # -- what this node knows and tells -------------------------------------------------------------------------------
     @property
     def over(self) -> str:
         """Why this round has ended, on some node; empty while it goes on."""
@@ -252,7 +250,6 @@ class Membership(RendezvousHandler):
         self._beats.stop()
         return self._limits.max_nodes > 1
 
-    # -- inner --------------------------------------------------------------------------------------------------------
     def _awaited(self, key: str, until: float, node: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Whether there is ``key``, which ``node`` of this round is to set, at the moment ``until`` or before."""
         while not self._round_store.check([key]):

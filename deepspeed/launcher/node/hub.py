@@ -60,8 +60,7 @@ def _pop(store: TCPStore, key: str) -> Any:
 class Hub:
     """What node 0 knows of the job, and its own way there; ``present`` are the nodes that take part and are not lost.
 
-    Belongs to the thread that calls it, which must call ``tick`` every ``tick_s`` seconds. Answers to node 0 are events
-    ``hub``.
+    Belongs to the thread that calls it, and ``tick`` every ``tick_s`` seconds. Answers to node 0 are events ``hub``.
     """
 
     joined = True

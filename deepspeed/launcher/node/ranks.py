@@ -27,9 +27,7 @@ KILL_S = 2.0  # a process that SIGKILL has not ended by then is stuck in the ker
 
 
 def scratch_path() -> str:
-    """A path for a launcher's temporary files, where nothing is yet: its guard has to know it before ``made`` makes it,
-    or a launcher that is killed in between leaves it behind.
-    """
+    """A new path for a launcher's files, which its guard knows before ``made`` makes it, or a kill leaves it."""
     return os.path.join(tempfile.gettempdir(), f"deepspeed_{secrets.token_hex(8)}")
 
 
@@ -109,6 +107,7 @@ class Ranks:
         """
         index = len(self._processes)
         environment = {**os.environ, **environment, "DS_CRASH_REPORT": self._report_file(index)}
+        environment |= {"DS_RANK_LOG": log_file} if log_file else {}
         try:
             with contextlib.ExitStack() as stack:
                 if cores:  # what this thread starts inherits them

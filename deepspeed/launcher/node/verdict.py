@@ -68,8 +68,9 @@ class RankEnd:
         how = f"exit status {code}" if code >= 0 else f"signal {signal_name(-code)}"
         where = f" on {self.host}" if self.host else ""
         head = f"deepspeed: rank {self.rank}{where} (pid {self.pid}) failed first, with {how}"
+        memory = ". The kernel sends that when memory runs out, and says so in dmesg" if code == -signal.SIGKILL else ""
         trace = f". Its traceback:\n{self.traceback}" if show_traceback and self.traceback else "\n"
-        return Verdict(shell_status(code), f"{head}; all ranks have been stopped{trace}")
+        return Verdict(shell_status(code), f"{head}; all ranks have been stopped{memory}{trace}")
 
     def on_another_clock(self, ahead_s: float, *, host: str) -> "RankEnd":
         """The same on ``host``, on a clock that is ``ahead_s`` seconds ahead of that of its times."""
@@ -108,7 +109,7 @@ def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, s
     """The verdict on failed ranks and lost hosts: whatever went wrong first is the cause, and its status the job's.
 
     ``losses``: when each lost host was last heard, and the verdict on it. Ranks that failed after that failed because
-    of it: their connections to that host broke.
+    of it.
     """
     last_heard, loss = min(losses, key=lambda loss: loss[0], default=(float("inf"), None))
     watched = next((end for end in ends if end.was_watched), None)

@@ -41,9 +41,7 @@ _FORMULAS = {
 
 
 class Whereabouts:
-    """Where the program is: the modules whose forward is under way, and the part of the step. Stands in the counter
-    for torch's tracker of modules, of which the counter asks ``parents`` at every operation.
-    """
+    """The modules whose forward is under way, and the part of the step; in the place of torch's tracker of modules."""
 
     def __init__(self, ignored: Collection[type[nn.Module]] = ()) -> None:
         self._ignored = tuple(ignored)

@@ -1,7 +1,6 @@
 """The profile that ``flops_profiler`` asks an engine for: one update timed, and the next one counted.
 
-Counting takes longer than computing, and compiled code runs uncompiled for it: so times come from an update that is not
-counted.
+Counting takes longer than computing, and compiled code runs uncompiled for it: so times come from another update.
 """
 
 import contextlib

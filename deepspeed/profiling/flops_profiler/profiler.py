@@ -63,8 +63,7 @@ class FlopsProfiler:
     ) -> None:
         """Begin anew; modules of the classes in ``ignore_list`` count nothing. UsageError when it runs already.
 
-        Counting is slower than computing, so that times are best taken without it; compiled code runs uncompiled while
-        operations are counted.
+        Counting is slower than computing, and compiled code runs uncompiled for it: take times without it.
         """
         if self.started:
             raise UsageError("start_profile() was called while the profiler runs; call stop_profile() first")
@@ -144,7 +143,6 @@ class FlopsProfiler:
         self.stop_profile()
         self.reset_profile()
 
-    # -- figures --------------------------------------------------------------------------------------------------
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Operations of the forward, two for a multiply-add."""
         return _shown(self._counter.flops(FORWARD), "FLOPS", as_string=as_string)

@@ -25,9 +25,7 @@ class Curve:
 
 @dataclass
 class Figure:
-    """Curves over one axis. ``stacked``: they are areas on top of each other. ``marks``: moments with a word each.
-    ``log``: the upward axis is logarithmic, where all values are above zero.
-    """
+    """Curves over one axis; ``stacked``: as areas. ``marks``: moments with a word each. ``log``: if values allow it."""
 
     title: str
     unit: str
@@ -112,13 +110,12 @@ def draw(figure: Figure, number: int = 0) -> str:
         if figure.stacked and not line.dashed:
             path = f"{x(line.points[0][0]):.1f},{y(0):.1f} {path} {x(line.points[-1][0]):.1f},{y(0):.1f}"
             parts.append(f'<polygon points="{path}" fill="{color}"/>')  # covers what is above it
-        elif len(line.points) == 1:
-            parts.append(
-                f'<circle cx="{x(line.points[0][0]):.1f}" cy="{y(line.points[0][1]):.1f}" r="3" fill="{color}"/>'
-            )
         else:
-            dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"{dash}/>')
+            dash, width = ' stroke-dasharray="6 4"' if line.dashed else "", 1.5
+            if len(line.points) == 1:  # a dot
+                path, width = f"{path} {path}", 6
+            how = f'stroke-width="{width}" stroke-linecap="round"{dash}'
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {how}/>')
     for at, word in figure.marks:
         if first <= at <= last:
             parts.append(

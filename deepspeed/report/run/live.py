@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.observe.program import columns, say, size
 from deepspeed.observe.runfile import Record, Run
-from deepspeed.report.run.page import facts, other_warnings
+from deepspeed.report.run.page import facts, numbers, other_warnings
 
 _BARS = " .:-=+*#%@"
 _LAST = 50  # updates that medians are of
@@ -24,10 +24,6 @@ def spark(values: Sequence[float], width: int) -> str:
     low, high = min(values, default=0.0), max(values, default=0.0)
     room = (high - low) or 1.0
     return "".join(_BARS[round((value - low) / room * (len(_BARS) - 1))] for value in values)
-
-
-def _values(steps: Sequence[Record], name: str) -> list[float]:
-    return [float(step[name]) for step in steps if isinstance(step.get(name), (int, float))]
 
 
 def ranks_table(state: Record, now: float) -> list[str]:
@@ -69,10 +65,10 @@ def view(run: Run, width: int) -> str:
         ("grad_norm", "gradient norm", ""),
         ("lr", "learning rate", ""),
     ):
-        if values := _values(steps, name):
-            middle = statistics.median_high(_values(recent, name) or [0.0])
-            numbers = f"last {values[-1]:.5g} {unit}, median of {len(recent)} {middle:.5g} {unit}"
-            lines.append(f"{title:<24}{numbers:<44} {spark(values, max(8, width - 72))}")
+        if values := numbers(steps, name):
+            middle = statistics.median_high(numbers(recent, name) or [0.0])
+            words = f"last {values[-1]:.5g} {unit}, median of {len(recent)} {middle:.5g} {unit}"
+            lines.append(f"{title:<24}{words:<44} {spark(values, max(8, width - 72))}")
     if steps and (memory := steps[-1].get("memory")):
         lines.append(f"{'memory of rank 0':<24}" + ", ".join(f"{tier} {size(n)}" for tier, n in memory.items() if n))
     if len((state := run.ranks).get("ranks") or []) > 1:

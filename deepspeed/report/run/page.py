@@ -4,26 +4,15 @@ import datetime
 import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from deepspeed.errors import counted
 from deepspeed.observe.program import size
 from deepspeed.observe.runfile import Record, Run
 from deepspeed.report.run.figures import Bars, Curve, Figure, draw, draw_bars
 
-_STYLE = """
-html{color-scheme:light;background:#fff;color:#111827}
-body{font:15px/1.45 system-ui,sans-serif;max-width:1360px;margin:1.5em auto;padding:0 1em;overflow-wrap:anywhere}
-h1{font-size:1.5em;margin-bottom:.2em} h2{font-size:1.15em;margin:1.6em 0 .4em;border-bottom:1px solid #e5e7eb}
-.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(480px,100%),1fr));gap:1em}
-figure{margin:0;overflow-x:auto;border:1px solid #e5e7eb;border-radius:6px;padding:.6em} figcaption{font-weight:600}
-svg{width:100%;min-width:420px;height:auto} .legend{font-size:.85em} .key{margin-right:1em;white-space:nowrap}
-.swatch{display:inline-block;width:0;border:6px solid;margin-right:.35em;vertical-align:-1px}
-.dash{display:inline-block;width:18px;border-top:2px dashed;margin-right:.35em;vertical-align:4px}
-table{display:block;overflow-x:auto}
-table{border-collapse:collapse;font-size:.92em} td,th{text-align:left;padding:.15em .9em .15em 0;vertical-align:top}
-td.n,th.n{text-align:right;white-space:nowrap} td{overflow-wrap:normal}
-td:last-child{min-width:14em;overflow-wrap:anywhere} .bad{color:#b91c1c;font-weight:600} .quiet{color:#6b7280}
-"""
+_STYLE = Path(__file__).with_name("page.css")
 _PHASES = ("forward", "backward", "step")
 # Of the monitor's names those that the record has by itself.
 _SHOWN = ("lr", "train_loss", "loss_scale", "grad_norm", "memory_", "states_", "elapsed_time_ms_", "slow_rank")
@@ -44,7 +33,8 @@ def _points(steps: Iterable[Record], *names: str, factor: float = 1.0) -> list[t
     return points
 
 
-def _numbers(steps: Iterable[Record], name: str) -> list[float]:
+def numbers(steps: Iterable[Record], name: str) -> list[float]:
+    """The values of ``name`` that are numbers."""
     return [value for _, value in _points(steps, name)]
 
 
@@ -56,6 +46,7 @@ def figures(run: Run) -> list[Figure]:
     """All curves that the record has values for."""
     steps, start = run.updates, run.of("start")[-1]
     saved = [(float(c["step"]), f"checkpoint: {c['seconds']:.2f} s") for c in run.of("checkpoint") if "step" in c]
+    skips = [(float(step["step"]), "left out: not finite") for step in steps if step.get("skipped")]
     times = [Curve({"step": "update"}.get(n, n), _points(steps, f"{n}_ms")) for n in _PHASES]
     times += [Curve("outside (data, logs)", _points(steps, "other_ms"))]
     times += [Curve("of all: waits for other ranks", _points(steps, "wait_ms"), dashed=True)]
@@ -67,9 +58,7 @@ def figures(run: Run) -> list[Figure]:
         Figure("Loss (mean of the micro-batches of rank 0)", "loss", [Curve("loss", _points(steps, "loss"))]),
         Figure("Norm of all gradients", "L2 norm", _norms(steps), log=True),
         Figure("Learning rate (first group)", "rate", [Curve("lr", _points(steps, "lr"))]),
-        Figure(
-            "Loss scale", "scale", [Curve("loss scale", _points(steps, "loss_scale"))], log=True, marks=_skips(steps)
-        ),
+        Figure("Loss scale", "scale", [Curve("loss scale", _points(steps, "loss_scale"))], log=True, marks=skips),
     ]
     uses = Curve("uses of units that were not here in time", _misses(steps))
     made.append(Figure("Fetched ahead: misses", "%", [uses]))
@@ -93,10 +82,6 @@ def _memory(steps: list[Record], start: Record) -> list[Curve]:
 def _norms(steps: list[Record]) -> list[Curve]:
     before, after = (_points(steps, name) for name in ("grad_norm", "grad_norm_clipped"))
     return [Curve("before clipping", before), Curve("after clipping", after if after != before else [])]
-
-
-def _skips(steps: list[Record]) -> list[tuple[float, str]]:
-    return [(float(step["step"]), "left out: not finite") for step in steps if step.get("skipped")]
 
 
 def _misses(steps: list[Record]) -> list[tuple[float, float]]:
@@ -132,23 +117,25 @@ def _when(seconds: Any) -> str:
 def facts(run: Run) -> list[tuple[str, str]]:
     """The run in a few rows."""
     start, steps = run.of("start")[-1], run.updates
-    whole, waits = _median(_numbers(steps, "total_ms")), _median(_numbers(steps, "wait_ms"))
-    flight = _median(_numbers(steps, "communication_ms"))
+    whole, waits = _median(numbers(steps, "total_ms")), _median(numbers(steps, "wait_ms"))
+    flight = _median(numbers(steps, "communication_ms"))
     batch = start.get("batch") or [0, 0, 0]
+    units = counted(start.get("units", 0), "unit")
+    rate = f", {batch[0] / whole * 1e3:,.0f} samples/s" if whole else ""
     last = steps[-1] if steps else {}
     error = run.of("end")[-1].get("error") if run.over else None
     ended = f"has ended with {error}" if error else "has ended"
     state = ended if run.over else "goes on, or was killed: there is no last line"
     times = f", started {len(run.of('start'))} times" if len(run.of("start")) > 1 else ""
     rows = [
-        ("model", f"{start.get('model')}, {start.get('parameters', 0):,} parameters in {start.get('units')} units"),
+        ("model", f"{start.get('model')}, {start.get('parameters', 0):,} parameters in {units}"),
         ("ranks", f"{start.get('ranks')} ({start.get('device')}), ZeRO {start.get('zero')}, {start.get('dtype')}"),
         ("batch", f"{batch[0]} samples = {batch[1]} x {batch[2]} micro-batches x data-parallel ranks"),
         ("optimizer", str(start.get("optimizer"))),
         ("versions", f"deepspeed {start.get('version')}, torch {start.get('torch')}"),
         ("begun", f"{_when(start.get('time', 0))}{times}"),
         ("state", f"{state}; last update {last.get('step', '-')}, {_when(last.get('time', start.get('time', 0)))}"),
-        ("step", f"{whole:.1f} ms (median){_rate(batch[0], whole)}"),
+        ("step", f"{whole:.1f} ms (median){rate}"),
     ]
     if whole:
         hidden = f", of {flight:.1f} ms under way: {1 - waits / flight:.0%} hidden" if flight else ""
@@ -159,10 +146,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("loss not finite", f"{len(odd)} times, first at update {odd[0]['step']}: {odd[0]['loss']}"))
     rows += [("damaged lines of the record", str(run.damaged))] if run.damaged else []
     return rows
-
-
-def _rate(samples: int, step_ms: float) -> str:
-    return f", {samples / step_ms * 1e3:,.0f} samples/s" if step_ms else ""
 
 
 def rank_bars(run: Run) -> Bars | None:
@@ -214,5 +197,5 @@ def page(run: Run) -> str:
         f"{ranks}<h2>Warnings</h2>{_warnings(run)}<h2>Checkpoints</h2>{_checkpoints(run)}",
     ]
     window = '<meta name="viewport" content="width=device-width"/>'
-    head = f'<meta charset="utf-8"/>{window}<title>{title}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"/>{window}<title>{title}</title><style>{_STYLE.read_text()}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'

@@ -1,6 +1,7 @@
 """Import path of parameter sharding. Clients replace ``zero_wrapper_for_fp_tensor_constructor`` here; Init reads it."""
 
 from deepspeed.device import get_accelerator
+from deepspeed.zero.attributes import ZeroParamType
 from deepspeed.zero.client.gathered import (
     GatheredParameters,
     register_external_parameter,
@@ -13,4 +14,4 @@ from deepspeed.zero.client.init import (
     shutdown_init_context,
     zero_wrapper_for_fp_tensor_constructor,
 )
-from deepspeed.zero.param import ZeroParamStatus, ZeroParamType
+from deepspeed.zero.param import ZeroParamStatus

@@ -1,6 +1,5 @@
 """Times of things that are done again and again, and the straight lines through them."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -94,15 +93,3 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
         squares = sum(w * x * x for w, x in zip(weights, sizes, strict=True))
         slope, start = sum(w * x * y for w, x, y in zip(weights, sizes, seconds, strict=True)) / squares, _LEAST
     return start, max(slope, _LEAST / max(sizes))
-
-
-def saturation(sides: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
-    """(most, half) of ``rate = most side / (side + half)``, least squares of log(rate); ``half`` <= max(sides)."""
-
-    def fit(half: float) -> tuple[float, float]:
-        logs = [math.log(rate * (side + half) / side) for side, rate in zip(sides, rates, strict=True)]
-        return statistics.pvariance(logs), statistics.fmean(logs)
-
-    halves = [max(sides) * 2 ** (-k / 8) for k in range(120)]
-    half = min(halves, key=lambda half: fit(half)[0])
-    return math.exp(fit(half)[1]), half

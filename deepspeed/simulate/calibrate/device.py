@@ -1,9 +1,8 @@
 """Constants of one device: products, attention, memory, kernels, launches, and copies between it and its host."""
 
 import itertools
-import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,14 +12,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.device import DTYPES, Accelerator
-from deepspeed.simulate.calibrate.clock import ROUNDS, Clock, line, saturation, wall
+from deepspeed.simulate.calibrate.clock import ROUNDS, Clock, line, wall
 from deepspeed.simulate.models import Decoder, Shape
 from deepspeed.simulate.record import launches
 
 MIB = 1 << 20
-_FORWARD, _BACKWARD = 4, 10  # operations of attention for each score and channel, as torch's flop counter has them
+_FORWARD, _BACKWARD = 2, 5  # operations of causal attention for each score and channel of the square
 _TRAINED = 10  # small steps in a turn
-_ABOVE = 4  # times the shortest kernel: what is shorter says nothing of arithmetic
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ SMALL = Effort(
 
 @dataclass
 class Measured:
-    """``constants``: name -> (value, what was measured); ``details``: the measurements themselves, for the file."""
+    """``constants``: name -> (value, what was measured); ``details``: every single time, for the file."""
 
     constants: dict[str, tuple[float, str]] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +60,10 @@ class Measured:
 
     def add(self, constant: str, value: float, text: str) -> None:
         self.constants[constant] = (value, text)
+
+    def note(self, what: str, seconds: Mapping[Any, float]) -> None:
+        """Keep the times of some cases."""
+        self.details[what] = [{"case": case, "seconds": s} for case, s in seconds.items()]
 
 
 class _Counter(TorchDispatchMode):
@@ -114,15 +116,12 @@ def _kernels(findings: Measured, clock: Clock, accelerator: Accelerator) -> None
         tiny.add_(1)
         return wall(accelerator.synchronize, 1)
 
-    if accelerator.is_synchronized_device():
-        findings.add("wait_s", 1e-9, "work is done when the call returns")
-    else:
-        waits = statistics.median(waited() for _ in range(10 * ROUNDS))
-        findings.add("wait_s", max(waits - kernel, 1e-7), "a wait for one short kernel, less the kernel")
+    waits = statistics.median(waited() for _ in range(10 * ROUNDS))
+    findings.add("wait_s", max(waits - kernel, 1e-7), "a wait for one short kernel, less the kernel")
 
 
 def _memory(findings: Measured, clock: Clock, accelerator: Accelerator, effort: Effort) -> None:
-    """On a device a copy; where the host computes, kernels that it trains with, of which few wait for memory alone."""
+    """Of kernels that programs train with, of which few wait for memory alone."""
     device = accelerator.current_device_name()
     source, target = (torch.ones(effort.array // 4, device=device).view(-1, 1024) for _ in range(2))
     weight = torch.ones(1024, device=device)
@@ -132,46 +131,34 @@ def _memory(findings: Measured, clock: Clock, accelerator: Accelerator, effort: 
         "gelu": lambda: functional.gelu(source),
         "layer norm": lambda: functional.layer_norm(source, (1024,), weight),
     }
-    rates = {name: 2 * source.nbytes / s for name, s in clock.alternating(cases, effort.rounds).items()}
-    findings.details["memory"] = [{"kernel": name, "bytes_a_second": rate} for name, rate in rates.items()]
-    if accelerator.is_synchronized_device():
-        findings.add(
-            "memory_rate", statistics.harmonic_mean(rates.values()), f"{', '.join(rates)}: the same bytes of each"
-        )
-    else:
-        findings.add("memory_rate", rates["copy"], "a copy, read and written")
+    seconds = clock.alternating(cases, effort.rounds)
+    findings.note("memory", seconds)
+    rate = 2 * source.nbytes / statistics.fmean(seconds.values())
+    findings.add("memory_rate", rate, f"{', '.join(cases)}: the same bytes of each")
 
 
 def _products(findings: Measured, clock: Clock, accelerator: Accelerator, effort: Effort) -> None:
-    """``Machine.product_share`` as the products of the first dtype have it; the second's have the same curve."""
-    first, second = _dtypes(accelerator)
-    shapes = [s for side in effort.sides for s in ((side, side, side), (4 * side, side, 4 * side))]
-    shapes = [shape for shape in shapes if math.prod(shape) <= max(effort.sides) ** 3]
-    made: dict[tuple[int, int, str], torch.Tensor] = {}
-    cases: dict[tuple[str, tuple[int, int, int]], Callable[[], Any]] = {}
-    for dtype, (rows, depth, columns) in itertools.product((first, second), shapes):
-        for side in ((rows, depth), (depth, columns)):
-            device = accelerator.current_device_name()
-            made.setdefault((*side, dtype), torch.ones(side, device=device, dtype=DTYPES[dtype]))
-        operands = made[rows, depth, dtype], made[depth, columns, dtype]
-        cases[dtype, (rows, depth, columns)] = partial(torch.mm, *operands)
+    """The line through the times of products of growing depth, which are waves without a rest, of the first dtype; the
+    second's have the same curve.
+    """
+    device, side = accelerator.current_device_name(), max(effort.sides)
+    properties = getattr(torch.get_device_module(accelerator.device_name()), "get_device_properties", lambda _: None)
+    processors = 1 if accelerator.is_synchronized_device() else getattr(properties(0), "multi_processor_count", 1)
+    findings.add("processors", processors, "as the device reports them; 1 where the host computes")
+    cases: dict[tuple[str, int], Callable[[], Any]] = {}
+    for dtype, depth in itertools.product(_dtypes(accelerator), effort.sides):
+        left, right = (torch.ones(size, device=device, dtype=DTYPES[dtype]) for size in ((side, depth), (depth, side)))
+        cases[dtype, depth] = partial(torch.mm, left, right)
     seconds = clock.alternating(cases, effort.rounds)
-    findings.details["products"] = [
-        {"dtype": dtype, "shape": shape, "seconds": s, "operations_a_second": 2 * math.prod(shape) / s}
-        for (dtype, shape), s in seconds.items()
-    ]
-
-    def points(dtype: str) -> list[tuple[int, float]]:
-        """(smallest side, operations a second) of products that are no matter of launches."""
-        every = [(min(shape), 2 * math.prod(shape) / s, s) for (d, shape), s in seconds.items() if d == dtype]
-        return [p[:2] for p in every if p[2] > _ABOVE * findings["kernel_s"]] or [max(every)[:2]]
-
-    most, half = saturation(*zip(*points(first), strict=True))
-    findings.add("matmul_half", half, f"curve through {len(points(first))} products in {first}")
+    findings.note("products", seconds)
+    half = 0.0
+    for dtype in _dtypes(accelerator):
+        start, slope = line(effort.sides, [seconds[dtype, depth] for depth in effort.sides])
+        half = half or start / slope
+        rates = [2 * side * side * (depth + half) / seconds[dtype, depth] for depth in effort.sides]
+        findings.add(f"flops_{dtype}", statistics.median(rates), f"of products of {side} x {side}, without what begins")
+    findings.add("matmul_half", half, f"line through {len(effort.sides)} products in {_dtypes(accelerator)[0]}")
     findings.add("matmul_share", 1.0, "the rates above are measured ones")
-    findings.add(f"flops_{first}", most, "where that curve ends")
-    rates = [rate * (side + half) / side for side, rate in points(second)]
-    findings.add(f"flops_{second}", statistics.median(rates), "median of the products, with the same curve")
 
 
 def _dtypes(accelerator: Accelerator) -> tuple[str, str]:
@@ -196,14 +183,11 @@ def _attention(findings: Measured, clock: Clock, accelerator: Accelerator, effor
 
         cases[sequence] = both
     seconds = clock.alternating(cases, effort.rounds)
-    each = (_FORWARD + _BACKWARD) * effort.heads * 64
-    rates = {sequence: each * sequence**2 / s for sequence, s in seconds.items()}
-    findings.details["attention"] = [
-        {"dtype": dtype, "sequence": n, "heads": effort.heads, "seconds": seconds[n], "operations_a_second": rate}
-        for n, rate in rates.items()
-    ]
-    share = statistics.median(rates.values()) / findings[f"flops_{dtype}"]
-    findings.add("attention_share", share, f"forward and backward, causal, of the whole square, in {dtype}")
+    findings.note("attention", seconds)
+    start, slope = line(effort.sequences, [s / sequence for sequence, s in seconds.items()])
+    share = (_FORWARD + _BACKWARD) * effort.heads * 64 / slope / findings[f"flops_{dtype}"]
+    findings.add("attention_share", share, f"forward and backward, causal, in {dtype}")
+    findings.add("attention_half", start / slope, f"line through {len(seconds)} lengths")
 
 
 def _copies(findings: Measured, clock: Clock, accelerator: Accelerator, effort: Effort) -> None:
@@ -216,9 +200,7 @@ def _copies(findings: Measured, clock: Clock, accelerator: Accelerator, effort: 
             cases[kind, "up", nbytes] = partial(onboard.copy_, host, non_blocking=kind == "pinned")
             cases[kind, "down", nbytes] = partial(host.copy_, onboard, non_blocking=kind == "pinned")
     seconds = clock.alternating(cases, effort.rounds)
-    findings.details["copies"] = [
-        {"host": kind, "way": way, "bytes": nbytes, "seconds": s} for (kind, way, nbytes), s in seconds.items()
-    ]
+    findings.note("copies", seconds)
     for kind, constant in (("pinned", "bus_rate"), ("pageable", "pageable_rate")):
         sizes, times = zip(*((float(k[2]), s) for k, s in seconds.items() if k[0] == kind), strict=True)
         start, slope = line(sizes, times)

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,35 +27,22 @@ def threads_of(local_ranks: int) -> int:
 def measure_host(clock: Clock, effort: Effort, threads: int, share: float) -> Measured:
     """``clock`` is the host's; ``share``: of what this rank has now, where every device of the node has a rank."""
     findings, before = Measured(), torch.get_num_threads()
+    left, right, out = (torch.ones(effort.array // 8, device="cpu") for _ in range(3))
+    tensors = [torch.ones(effort.moments, device="cpu") for _ in range(4)]
+    step = partial(adam_step, *tensors, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    given: list[Any] = [("host_rate", partial(torch.add, left, right, out=out), 3 * out.nbytes, "a sum of two arrays")]
+    if usable(CPU_ADAM, *tensors):
+        given.append(("adam_rate", step, _ADAM_BYTES * effort.moments, "this package's AdamW"))
     try:
         torch.set_num_threads(threads)
-        left, right, out = (torch.ones(effort.array // 8, device="cpu") for _ in range(3))
-        seconds = clock.alternating({"add": lambda: torch.add(left, right, out=out)}, effort.rounds)["add"]
-        findings.add("host_rate", share * 3 * out.nbytes / seconds, f"a sum of two arrays by {threads} threads")
-        _adam(findings, clock, effort, threads, share)
+        seconds = clock.alternating({name: run for name, run, _, _ in given}, effort.rounds)
     finally:
         torch.set_num_threads(before)
+    for name, _, nbytes, text in given:
+        findings.add(name, share * nbytes / seconds[name], f"{text} by {threads} threads")
+    if "adam_rate" in seconds:
+        findings.add("adam_rank_rate", findings["adam_rate"] / share, "of one rank, beside the others of this run")
     return findings
-
-
-def _adam(findings: Measured, clock: Clock, effort: Effort, threads: int, share: float) -> None:
-    tensors = [torch.ones(effort.moments, device="cpu") for _ in range(4)]
-    if not usable(CPU_ADAM, *tensors):
-        return
-    step = partial(adam_step, *tensors, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-    counts = sorted({threads, *(1 << k for k in range(threads.bit_length()) if 1 << k < threads)})
-
-    def with_threads(count: int) -> Callable[[], Any]:
-        def run() -> None:
-            torch.set_num_threads(count)
-            step()
-
-        return run
-
-    seconds = clock.alternating({count: with_threads(count) for count in counts}, effort.rounds)
-    rates = {count: _ADAM_BYTES * effort.moments / s for count, s in seconds.items()}
-    findings.details["adam"] = [{"threads": count, "bytes_a_second": rate} for count, rate in rates.items()]
-    findings.add("adam_rate", share * rates[threads], f"this package's AdamW by {threads} threads")
 
 
 def measure_drive(folder: str, effort: Effort, share: float) -> Measured:

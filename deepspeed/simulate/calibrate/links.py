@@ -55,9 +55,7 @@ def _ring(
     for run in cases.values():
         run()
     seconds = alternating(cases, effort.rounds)
-    findings.details[f"collectives_{name}"] = [
-        {"op": op, "bytes": nbytes, "ranks": group.size, "seconds": s} for (op, nbytes), s in seconds.items()
-    ]
+    findings.note(f"collectives_{name}", seconds)
     # an all-reduce may take another way than a ring; it is written down and not fitted
     points = [(nbytes, s) for (op, nbytes), s in seconds.items() if op != "all_reduce"]
     around = (group.size - 1) / group.size

@@ -1,9 +1,10 @@
 """One calibration: measure on every rank, put the constants together, write the file on the first."""
 
+import contextlib
 import json
 import os
-import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from deepspeed.checkpoint.format.folders import temporary_for, write_atomically
 from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.init import init_distributed
 from deepspeed.device import Accelerator, get_accelerator
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.observe.hostmem import host_total_bytes
 from deepspeed.report.probes import cpu_rows
@@ -42,21 +43,23 @@ def calibrate(path: Path, *, folder: str | None = None, effort: Effort | None = 
     mesh = build_mesh(dist.get_backend(), inner_size=inner)
     effort = effort or (SMALL if accelerator.is_synchronized_device() else LARGE)
     try:
-        _check(path, folder, effort, mesh)
+        with _together(mesh):
+            if mesh.job.index == 0:
+                check_output(path)
+            if folder is not None:
+                check_folder(folder, effort.file, "the file to be measured with takes", "name another folder")
         begin, load = time.perf_counter(), os.getloadavg()[0]
         findings = _measure(accelerator, mesh, effort, folder=folder, local_ranks=local_ranks)
         rows: list[Measured] = gather_objects(findings, mesh.job)
-        fault: BaseException | None = None
-        document = None
-        if mesh.job.index == 0:
+        if mesh.job.index:
+            document = None
+        else:
             document = _document(median_of(rows), accelerator, mesh, local_ranks)
-            document["measured"] |= {"load_average_before": round(load, 2)}
-            document["measured"] |= {"seconds": round(time.perf_counter() - begin, 1), "details": findings.details}
-            try:
+            took = round(time.perf_counter() - begin, 1)
+            document["measured"] |= {"load_before": round(load, 2), "seconds": took, "details": findings.details}
+        with _together(mesh):
+            if document is not None:
                 write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
-            except OSError as error:
-                fault = error
-        _raise_together(fault, mesh)
         return document
     finally:
         destroy_mesh(mesh)
@@ -64,41 +67,33 @@ def calibrate(path: Path, *, folder: str | None = None, effort: Effort | None = 
             dist.destroy_process_group()
 
 
-def _raise_together(fault: BaseException | None, mesh: Mesh) -> None:
+@contextlib.contextmanager
+def _together(mesh: Mesh) -> Iterator[None]:
+    """What a rank's files do not allow inside is every rank's UsageError."""
+    fault: BaseException | None = None
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        fault = error
     if texts := failures(fault, mesh.talk):
         raise UsageError(next(iter(texts.values())))
-
-
-def _check(path: Path, folder: str | None, effort: Effort, mesh: Mesh) -> None:
-    """Raise UsageError, on every rank, where the file cannot be written or the folder not be used."""
-    fault: DeepSpeedError | None = None
-    try:
-        if mesh.job.index == 0:
-            check_output(path)
-        if folder is not None:
-            check_folder(folder, effort.file, "the file to be measured with takes", "name another folder")
-    except UsageError as error:
-        fault = error
-    _raise_together(fault, mesh)
 
 
 def check_output(path: Path) -> None:
     """Raise UsageError unless a machine's file can be written there, over nothing but another."""
     where = path.absolute().parent
     if path.is_dir() or not where.is_dir():
-        raise UsageError(
-            f"--calibrate {path}: {'this is a folder' if path.is_dir() else f'there is no folder {where}'}"
-        )
+        fault = "this is a folder" if path.is_dir() else f"there is no folder {where}"
+        raise UsageError(f"--calibrate {path}: {fault}")
     try:
         with temporary_for(path) as hidden:
             hidden.touch(exist_ok=False)
     except OSError as error:
         raise UsageError(f"--calibrate {path}: no file can be made in {where} ({error.strerror})") from error
-    if path.exists():
-        try:
-            load_machine(str(path))
-        except UsageError as error:
-            raise UsageError(f"--calibrate {path} is there and is no machine's file; give another name") from error
+    try:
+        load_machine(str(path) if path.exists() else _ASSUMED)
+    except UsageError as error:
+        raise UsageError(f"--calibrate {path} is there and is no machine's file; give another name") from error
 
 
 def _measure(accelerator: Accelerator, mesh: Mesh, effort: Effort, *, folder: str | None, local_ranks: int) -> Measured:
@@ -135,7 +130,7 @@ def _document(findings: Measured, accelerator: Accelerator, mesh: Mesh, local_ra
     constants = {
         name: [findings[name], f"measured {day}: {findings.constants[name][1]}"]
         if name in findings.constants
-        else [assumed[name], f"not measured in this run; {_ASSUMED}'s"]
+        else [assumed[name], f"assumed: not measured in this run; {_ASSUMED}'s"]
         for name in CONSTANTS
     }
     product = cpu_rows()[0].value if on_host else accelerator.product_name()
@@ -147,13 +142,8 @@ def _document(findings: Measured, accelerator: Accelerator, mesh: Mesh, local_ra
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "device": product,
             "ranks": mesh.job.size,
-            "ranks_a_node": local_ranks,
             "backend": mesh.job.backend,
-            "threads_a_rank": torch.get_num_threads(),
-            "threads_of_host_work": threads_of(local_ranks),
             "cores": len(os.sched_getaffinity(0)),
             "torch": torch.__version__,
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "system": platform.platform(),
         },
     }

@@ -21,11 +21,11 @@ def exposed(outcome: Outcome) -> dict[str, float]:
     return sums
 
 
-def facts(whole: PipelineOutcome) -> dict[str, Any]:
+def facts(whole: PipelineOutcome, machine: Machine) -> dict[str, Any]:
     """The numbers, for programs: seconds and bytes."""
     rows = [
         {"rank": rank, "bubble_seconds": whole.bubble(place), "transfer_seconds": exposed(outcome)}
-        | report.facts(outcome)
+        | report.facts(outcome, machine)
         for place, (rank, outcome) in enumerate(zip(whole.ranks, whole.steps, strict=True))
     ]
     idle = sum(whole.bubble(place) for place in range(len(rows))) / len(rows)
@@ -40,7 +40,7 @@ def facts(whole: PipelineOutcome) -> dict[str, Any]:
 
 def text(whole: PipelineOutcome, machine: Machine, name: str) -> str:
     """The report that people read."""
-    sums, rows = facts(whole), [list(_HEAD)]
+    sums, rows = facts(whole, machine), [list(_HEAD)]
     for place, (rank, outcome) in enumerate(zip(whole.ranks, whole.steps, strict=True)):
         idle = whole.bubble(place)
         times = [idle, outcome.busy.get(COMPUTE, 0.0), sum(exposed(outcome).values())]
@@ -59,4 +59,4 @@ def text(whole: PipelineOutcome, machine: Machine, name: str) -> str:
         if (over := outcome.reserved - int(machine["device_bytes"])) > 0:
             lines += [f"stage {place} DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])}"]
         lines += [f"stage {place}: UNORDERED {problem}" for problem in outcome.unordered]
-    return "\n".join(lines)
+    return "\n".join([*lines, *report.premises(whole.steps, machine)])

@@ -103,17 +103,6 @@ class _Batches:
         return run
 
 
-def pipeline_column(config: DeepSpeedConfig, world: int, rank: int) -> tuple[int, ...]:
-    """The ranks, by stage, that a batch of ``rank`` passes; one where the configuration asks for no stages.
-
-    Raises DeepSpeedConfigError where stages and tensor-parallel ranks do not divide the ranks of the job.
-    """
-    stages, ways = config.pipeline.stages, config.tensor_parallel.ways
-    if not isinstance(stages, int):
-        return (rank,)
-    return dense_topology(tuple(range(world)), pp=stages, tp=ways).axis(rank, "pp").ranks
-
-
 def ways_of(config: Mapping[str, Any], world: int) -> int:
     """How many pipeline stages a configuration asks for. Raises UsageError where they do not divide the ranks."""
     block = config.get("pipeline")
@@ -153,20 +142,18 @@ def _one(make: Callable[[], Subject], job: RankJob, column: tuple[int, ...], fol
     except DeepSpeedError as error:
         Path(f"{folder}/fault{stage}").write_text(str(error))
         raise
-    return outcome, [_small(event) for event in events if not isinstance(event, (Allocate, Free, Seen))]
-
-
-def _small(event: Event) -> Event:
-    """What a timeline needs of it."""
-    return event._replace(reads=(), writes=(), site=()) if isinstance(event, Launch) else event
+    kept = (event for event in events if not isinstance(event, (Allocate, Free, Seen)))
+    return outcome, [e._replace(reads=(), writes=(), site=()) if isinstance(e, Launch) else e for e in kept]
 
 
 def simulate_pipeline(make: Callable[[], Subject], job: RankJob, *, pool: RankPool | None = None) -> PipelineOutcome:
     """Simulate a rank of each stage, those of the pipeline that ``job.rank`` is in. ``make`` makes the model, and is
     picklable; ``pool``: of as many processes as there are stages. Raises UsageError with what a rank has raised.
     """
-    config = load_config(job.config, world_size=job.world // ways_of(job.config, job.world))
-    column = pipeline_column(config, job.world, job.rank)
+    stages = ways_of(job.config, job.world)
+    config = load_config(job.config, world_size=job.world // stages)
+    topology = dense_topology(tuple(range(job.world)), pp=stages, tp=config.tensor_parallel.ways)
+    column = topology.axis(job.rank, "pp").ranks  # what a batch of that rank passes
     with tempfile.TemporaryDirectory(prefix="ds_simulate_") as folder, contextlib.ExitStack() as stack:
         pool = pool or stack.enter_context(RankPool(len(column), time_limit=_LIMIT_S))
         try:
@@ -175,20 +162,11 @@ def simulate_pipeline(make: Callable[[], Subject], job: RankJob, *, pool: RankPo
             faults = [path.read_text() for path in sorted(Path(folder).glob("fault*"))]
             raise UsageError(faults[0]) from failure if faults else failure
     outcomes, events = [outcome for outcome, _ in answers], [mine for _, mine in answers]
-    timelines, deaf = (_joined(job, column, events, talks=talks) for talks in (True, False))
-    silent = max(timeline.end for timeline in deaf)
-    steps = [
-        replace(outcome, **times_of(timeline), agreement_exposed=max(0.0, max(t.end for t in timelines) - silent))
-        for outcome, timeline in zip(outcomes, timelines, strict=True)
-    ]
-    return PipelineOutcome(column, steps, [list(_actions(outcome.spans)) for outcome in steps])
-
-
-def _joined(job: RankJob, column: tuple[int, ...], events: Sequence[Sequence[Event]], *, talks: bool) -> list[Timeline]:
     meetings, machine = Meetings(column), job.machine.used_by(job.world)
-    timelines = [Timeline(machine, keep=True, talks=talks, rank=rank, meetings=meetings) for rank in column]
+    timelines = [Timeline(machine, keep=True, rank=rank, meetings=meetings) for rank in column]
     together(timelines, events)
-    return timelines
+    steps = [replace(step, **times_of(timeline)) for step, timeline in zip(outcomes, timelines, strict=True)]
+    return PipelineOutcome(column, steps, [list(_actions(outcome.spans)) for outcome in steps])
 
 
 def _actions(spans: Sequence[Interval]) -> Iterator[Timed]:

@@ -36,13 +36,8 @@ class Lora:
     dtype: torch.dtype | None = None
 
 
-class _ZeroLinear(nn.Linear):
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-
 class AdaptedLinear(nn.Module):
-    """``base_layer``, and beside it ``rank`` channels: in by ``lora_A``, out by ``lora_B``, which begins with zeros."""
+    """``base_layer``, and beside it ``rank`` channels: in by ``lora_A``, out by ``lora_B``. Planned, never run."""
 
     def __init__(self, base_layer: nn.Module, rank: int, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -52,13 +47,7 @@ class AdaptedLinear(nn.Module):
         options: dict[str, Any] = {"bias": False, "dtype": dtype or known}
         self.base_layer = base_layer
         self.lora_A = nn.ModuleDict({"default": nn.Linear(wide, rank, **options)})
-        self.lora_B = nn.ModuleDict({"default": _ZeroLinear(rank, high, **options)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first: Any = self.lora_A["default"]
-        beside = self.lora_B["default"](first(x.to(first.weight.dtype)))
-        out: torch.Tensor = self.base_layer(x)
-        return out + beside.to(out.dtype)
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, high, **options)})
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from torch import nn
 
 from deepspeed.attrs import answers
 from deepspeed.errors import UsageError
-from deepspeed.zero.failures import settle_together
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView
 
@@ -88,13 +87,11 @@ class DeepSpeedOptimizer:
         if [tuple(a.shape) for a in saved] != [tuple(v.param.shape) for v in self._views]:
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model)")
         engine.reload_states()
-        settle_together(engine.runtime.worker, engine.runtime.settle, engine.runtime.mesh)
-        if engine.runtime.delayed is not None:
-            engine.runtime.delayed.restart()
+        engine.runtime.update.wait_together()
+        engine.runtime.update.restart()
         with engine.whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
-        if engine.tiles is not None:
-            engine.tiles.adopt_state()
+        engine.runtime.update.adopt_state()
         with torch.no_grad():
             for view, value in zip(self._views, saved, strict=True):
                 with engine.attached(view, write=True, publish=True):

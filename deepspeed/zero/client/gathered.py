@@ -1,6 +1,5 @@
 """Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, cast
@@ -15,8 +14,8 @@ from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.client.incoming import incoming_of
-from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
+from deepspeed.zero.optim_view import move_state
 from deepspeed.zero.param import is_composed, local_of, part_of, pieces_of, point, whole_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
@@ -36,7 +35,7 @@ def _unpack(saved: Any) -> torch.Tensor:
         return saved
     unit, *place = saved
     unit.hold_for_backward()
-    return cast(torch.Tensor, unit.full.as_strided(*place))
+    return cast(torch.Tensor, unit.buffer.full.as_strided(*place))
 
 
 class GatheredParameters:
@@ -99,7 +98,7 @@ class GatheredParameters:
                 point(param, whole_of(local_of(param).detach(), segment.place, unit.mesh.tp))
                 self._whole.add(param)
         marked = self._units if self._modifier is None and not self._inside_forward else []
-        self._marks = {u: (u.version, bit_sums(u.full)) for u in marked}
+        self._marks = {u: (u.version, bit_sums(u.buffer.full)) for u in marked}
         self._writes = {p: p._version for u in marked if u.facts.sanity_checks for p in u.params}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
         # forward the module's own hooks gather for the backward, so they are not needed there.
@@ -114,22 +113,21 @@ class GatheredParameters:
         for runtime in dict.fromkeys(map(runtime_of, units)):
             if runtime is None or runtime.may_fetch_on_demand():
                 continue
-            if runtime.worker is not None and self._modifier is not None:
-                settle_together(runtime.worker, runtime.settle, runtime.mesh)
-            elif runtime.worker is not None:  # masters and slots may still be on their way
-                for mesh in {id(unit.mesh): unit.mesh for unit in units if runtime_of(unit) is runtime}.values():
-                    theirs = [unit for unit in units if unit.mesh is mesh]
-                    asked = (runtime.steps, "values", *sorted(unit.index for unit in theirs))
-                    settle = functools.partial(_settle, theirs)
-                    settle_together(runtime.worker, settle, mesh, groups=(mesh.zero,), once=asked)
             if self._modifier is not None:
-                runtime.catch_up()  # masters will be what is shown here, and must not lose their last update
+                # Masters will be what is shown here, and must not lose their last update.
+                runtime.update.wait_together(once=("all",))
+                runtime.update.publish()
+                continue
+            for mesh in {id(unit.mesh): unit.mesh for unit in units if runtime_of(unit) is runtime}.values():
+                theirs = [unit for unit in units if unit.mesh is mesh]  # masters and slots may still be on their way
+                asked = ("values", *sorted(unit.index for unit in theirs))
+                runtime.update.wait_together(units=theirs, groups=(mesh.zero,), once=asked)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """What autograd saves of a parameter is read after the release: of a view of a full buffer save the place."""
         storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         for unit in self._units if storage else ():
-            if unit.movable and storage == unit.full.data_ptr():
+            if unit.movable and storage == unit.buffer.full.data_ptr():
                 return unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return tensor
 
@@ -154,7 +152,7 @@ class GatheredParameters:
         finally:
             for param in self._whole:
                 unit = param._ds_unit  # type: ignore[attr-defined]
-                point(param, unit.view(unit.full, segment_of(param)))
+                point(param, unit.view(unit.buffer.full, segment_of(param)))
             self._whole.clear()
             self._pinned.close()
             self._units, self._marks, self._writes = [], {}, {}
@@ -171,12 +169,12 @@ class GatheredParameters:
         """What is wrong with the parameters as this rank leaves them."""
         # By something else than a step or a context with a modifier rank.
         same = {u: sums for u, (version, sums) in self._marks.items() if u.version == version}
-        edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.full), sums)]
+        edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.buffer.full), sums)]
         written = [p for u in same for p in u.params if p in self._writes and p._version != self._writes[p]]
         edited += [f"{segment_of(p).name} (written in place, which enable_sanity_checks forbids)" for p in written]
         for param in self._params:
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
-            values, inside = local_of(param), unit.view(unit.full, segment)
+            values, inside = local_of(param), unit.view(unit.buffer.full, segment)
             shape = segment.whole_shape if param in self._whole else segment.shape
             if tuple(values.shape) != shape:
                 return UsageError(
@@ -205,7 +203,7 @@ class GatheredParameters:
         unit, position, segment = param._ds_unit, param._ds_position, segment_of(param)  # type: ignore[attr-defined]
         assert self._modifier is not None
         with torch.no_grad():
-            values, inside = local_of(param), unit.view(unit.full, segment)
+            values, inside = local_of(param), unit.view(unit.buffer.full, segment)
             world, tp = unit.mesh.zero, unit.mesh.tp
             sharers = unit.mesh.sharers(self._modifier)
             if tp.size > 1:
@@ -223,11 +221,6 @@ class GatheredParameters:
             if not local_of(param).is_set_to(inside):
                 point(param, inside)
             unit.absorb(position)
-
-
-def _settle(units: list[Unit]) -> None:
-    for unit in units:
-        unit.settle(stepping=True)
 
 
 def segment_of(param: torch.Tensor) -> Segment:
@@ -326,8 +319,7 @@ def leave_device(
 ) -> bool:
     """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
 
-    Parameters that are whole on every rank stay. Whether parameters were among them. Raises UsageError while the model
-    is in use.
+    Parameters that are whole on every rank stay. Whether parameters moved. Raises UsageError while the model is in use.
     """
     if any(not unit.idle for unit in units):
         raise UsageError("offload_states() inside a forward, backward or GatheredParameters; call it between steps")
@@ -337,14 +329,25 @@ def leave_device(
     def home(tensor: torch.Tensor) -> torch.Tensor:
         return arena.empty(tensor.shape, dtype=tensor.dtype, pin=pin).copy_(tensor)
 
+    def leave(unit: Unit, kind: StateKind) -> None:
+        store = unit.rest.get(kind)
+        if store is None or store.on_drive or store.tensor.device.type == "cpu":
+            return
+        if kind is StateKind.GRAD and not unit.window.filled:
+            unit.drop_rest(kind)  # only memory; the next reduction makes it again
+            return
+        device = store.tensor.device
+        move_state(unit, kind, home(store.tensor))
+        back.callback(lambda: move_state(unit, kind, unit.rest[kind].tensor.to(device)) if kind in unit.rest else None)
+
     for unit in units:
         master = State.hp_params in wanted
         if unit.movable and (State.lp_params in wanted or (unit.master_is_param and master)):
-            unit.leave_device(StateKind.PARAM, home, back)
+            leave(unit, StateKind.PARAM)
         if master and not unit.master_is_param:
-            unit.leave_device(StateKind.OPTIM, home, back)
+            leave(unit, StateKind.OPTIM)
         if wanted & {State.lp_grads, State.contiguous_grad_buffer}:
-            unit.leave_device(StateKind.GRAD, home, back)
+            leave(unit, StateKind.GRAD)
         states = optimizer.state if State.optim_states in wanted and optimizer is not None else {}
         for view in unit.views:
             for value in states.get(view.param, {}).values():

@@ -22,9 +22,8 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.tier.transfer import ARRIVED
 from deepspeed.zero.client.mapped import FilePart, identity_of, parts_of, read_segment
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, UnitState
 
 _LOADER = "_load_state_dict_into_zero3_model"  # of transformers.modeling_utils
 
@@ -98,7 +97,7 @@ class Incoming:
         """Pin ``unit``, whose values will be written, without gathering them."""
         if unit.state is UnitState.ABSENT and len(unit.params) == 1 and unit.params[0] in self._plain:
             unit.fetch(lambda _: ARRIVED)
-            unit.arrive()
+            unit.wait(StateKind.PARAM)
             self._open[unit] = unit.params[0]._version
         unit.pin()
 
@@ -135,7 +134,7 @@ class Incoming:
         unit: Unit = param._ds_unit  # type: ignore[attr-defined]
         if unit in self._noted:
             return self._noted[unit]
-        same = param.data_ptr() == unit.full.data_ptr() and self._open.get(unit) == param._version
+        same = param.data_ptr() == unit.buffer.full.data_ptr() and self._open.get(unit) == param._version
         return "kept" if same else "sent"
 
     def _read(self, unit: Unit, part: FilePart) -> None:

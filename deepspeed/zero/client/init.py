@@ -28,15 +28,16 @@ from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
+from deepspeed.zero.attributes import mark_zero_parameter
 from deepspeed.zero.build import memory_of_ranks
 from deepspeed.zero.client.incoming import Incoming, follow_transformers
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import castable, is_composed, mark_zero_parameter
-from deepspeed.zero.partition import UnitFacts, UnitState, statistics_dtypes
+from deepspeed.zero.param import castable, is_composed
+from deepspeed.zero.partition import UnitFacts, statistics_dtypes
 from deepspeed.zero.plan import TIERS, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, UnitState
 
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "arange", "eye")
 _LEAST_AWAY = 1 << 14
@@ -221,7 +222,7 @@ class Init:
 
     def cut_copy(self, param: nn.Parameter, unit: Unit) -> nn.Parameter:
         """``param``, a whole copy of the one of ``unit``, as this rank's shard of it."""
-        self._cut(param, unit.name, unit.full.dtype)
+        self._cut(param, unit.name, unit.dtype)
         return param
 
     def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
@@ -262,7 +263,7 @@ class Init:
             unit.drop_user()
             if unit.params and unit.idle and unit.state is UnitState.READY:
                 with torch.no_grad():
-                    collectives.broadcast(unit.full, self.mesh.zero)
+                    collectives.broadcast(unit.buffer.full, self.mesh.zero)
                     unit.absorb(0)
                 unit.release()
 

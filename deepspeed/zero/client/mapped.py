@@ -255,7 +255,7 @@ def values_from_files(
     for param in unit.params:
         if hasattr(param, "tp_place"):
             param.tp_was_whole = param.tp_place  # type: ignore[attr-defined]
-        expose(param, torch.empty(0, dtype=param.dtype, device=device))
+        expose([param], [torch.empty(0, dtype=param.dtype, device=device)])
         param.grad = None
     return values
 

@@ -16,7 +16,6 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.zero.client.gathered import runtime_of
-from deepspeed.zero.failures import settle_together
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import part_of, whole_of
 from deepspeed.zero.plan import Spread, StateKind
@@ -63,10 +62,9 @@ def _opened(
             yield None
             return
         segment, kind, factor = unit.layout.segments[param._ds_position], StateKind.OPTIM, 1.0  # type: ignore[attr-defined]
-        if together and runtime is not None and runtime.worker is not None and unit.trainable:
+        if together and runtime is not None and unit.trainable:
             groups = (unit.mesh.zero,) if segment.place is None else (unit.mesh.zero, unit.mesh.tp)
-            asked = (runtime.steps, "states", *(group.ranks for group in groups))
-            settle_together(runtime.worker, runtime.settle, unit.mesh, groups=groups, once=asked)
+            runtime.update.wait_together(groups=groups, once=("states", *(group.ranks for group in groups)))
         if what not in (_GRAD, _MASTER):
             with ExitStack() as attached:
                 yield _slots(unit, segment, str(what), attached, write=write)
@@ -75,7 +73,7 @@ def _opened(
             runtime.gradients.settle()
             kind = StateKind.GRAD
             memory = write and unit.grad is not None and not unit.on_drive(kind)  # may be written to while empty
-            if not (unit.grad_filled or memory):
+            if not (unit.window.filled or memory):
                 yield None
                 return
             # What makes of a rest gradient the averaged, unscaled one.
@@ -153,8 +151,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
             if lo < hi:
                 piece = value.reshape(-1)[lo - segment.offset : hi - segment.offset]
                 unit.part(StateKind.PARAM, segment, resting).copy_(piece)
-        if unit.full.untyped_storage().nbytes():
-            unit.view(unit.full, segment).copy_(value)
+        if unit.buffer.full.untyped_storage().nbytes():
+            unit.view(unit.buffer.full, segment).copy_(value)
             unit.new_version(shown=True)
 
 
@@ -196,13 +194,11 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
         if master is None:
             return None
         runtime, values = runtime_of(master.unit), master.pieces[0][1]
-        return values if runtime is None or runtime.early is None else values.clone()
+        return values if runtime is None or not runtime.update.swaps_memory else values.clone()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the averaged, unscaled gradient, or None outside backward..step. With ``normalize`` it is not
-    divided by the tokens yet, whose number one rank does not know.
-    """
+    """This rank's part of the averaged, unscaled gradient (not yet divided by tokens); None outside backward..step."""
     with _opened(param, _GRAD) as grad:
         return None if grad is None else grad.pieces[0][1] * grad.factor
 
@@ -226,7 +222,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         return
     unit, ((start, part),) = master.unit, master.pieces
     # In memory fp32 parameters are their own master; where they are two, both change.
-    if part.numel() and unit.full.dtype == part.dtype and not unit.master_is_param:
+    if part.numel() and unit.dtype == part.dtype and not unit.master_is_param:
         unit.publish_part(master.segment.offset + start, value.reshape(-1)).wait()  # the caller may change it now
 
 

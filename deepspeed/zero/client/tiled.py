@@ -13,8 +13,7 @@ from deepspeed.zero.client.gathered import GatheredParameters
 
 
 class TiledLinear(nn.Module):
-    """``torch.nn.Linear`` as ``in_splits`` x ``out_splits`` layers of ``linear_cls`` over slices of the features, which
-    differ in size by one at most.
+    """``torch.nn.Linear`` as ``in_splits`` x ``out_splits`` layers of ``linear_cls`` over slices of the features.
 
     x: (..., in_features), or with ``input_is_already_split`` its slices along the last dim -> (..., out_features), or
     without ``combine_out_splits`` a list of slices. ``init_linear``: a layer whose values are taken over. Further

@@ -37,12 +37,12 @@ class ModuleTree:
         self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = [(part, (*part.values(),)) for part in parts]
 
     def check(self) -> None:
-        """UsageError for a trained parameter that is new, and for one that is another than it was. A warning, once, for
-        new ones that are frozen, and for what is gone.
-        """
-        if any(len(part) != len(was) or not all(map(is_, part.values(), was)) for part, was in self._seen):
-            self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
-            self._look()
+        """UsageError for a trained parameter that is new or another; a warning for new frozen ones and what is gone."""
+        for part, was in self._seen:
+            if len(part) != len(was) or not all(map(is_, part.values(), was)):
+                self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
+                self._look()
+                break
         for name, param in self._added.items():
             if param.requires_grad:
                 raise UsageError(
@@ -94,7 +94,7 @@ class ModuleTree:
                 continue
             now, before = [p._version for p in unit.params], self._versions[unit]
             self._versions[unit] = now
-            counted = unit.check_views() or now != before
+            counted = (unit.whole and unit.buffer.bring_back()) or now != before
             looked = unit in self._through_data or (sampled and not unit.on_drive(StateKind.PARAM))
             written = _written(unit) if counted or looked else []
             names = [unit.layout.segments[position].name for position in written]
@@ -105,8 +105,8 @@ class ModuleTree:
                         "so earlier values may be lost: use param.copy_(...) under torch.no_grad(), without .data"
                     )
                 self._through_data.add(unit)
-            if names and self._runtime.delayed is not None and unit.master is not None:
-                raise UsageError(_refused_when_delayed(names[0]))
+            if names and self._runtime.update.refuses_writes and unit.master is not None:
+                raise UsageError(_refused(names[0]))
             for position in written:
                 unit.absorb(position)
 
@@ -125,9 +125,9 @@ class ModuleTree:
             # masters that somebody has written to are ahead of what is shown, until the update
             if (alone := first and self._untrained.get(unit) == _version_of(unit)) or unseen:
                 edited = [*range(len(unit.params))]
-            if edited and self._runtime.delayed is not None and not first:
+            if edited and self._runtime.update.refuses_writes and not first:
                 self._versions[unit] = now  # refused once: what is said to use works then
-                raise UsageError(_refused_when_delayed(unit.layout.segments[edited[0]].name))
+                raise UsageError(_refused(unit.layout.segments[edited[0]].name))
             for position in edited:
                 unit.absorb(position)
             self._versions[unit] = now
@@ -135,7 +135,7 @@ class ModuleTree:
                 self._untrained[unit] = _version_of(unit)
 
 
-def _refused_when_delayed(name: str) -> str:
+def _refused(name: str) -> str:
     return (
         f"parameter {name!r} was written in place under delayed_update or zenflow, whose masters are ahead of it: use "
         "engine.load_module_state_dict or safe_set_full_fp32_param"
@@ -144,7 +144,7 @@ def _refused_when_delayed(name: str) -> str:
 
 def _written(unit: Unit) -> list[int]:
     """Positions of the parameters of which this rank's part, bit by bit, is not as it is at rest."""
-    shown = unit.full[slice(*unit.range_of(StateKind.PARAM))]
+    shown = unit.buffer.full[slice(*unit.range_of(StateKind.PARAM))]
     with unit.values(StateKind.PARAM) as resting:
         both = [[unit.part(StateKind.PARAM, s, flat) for flat in (shown, resting)] for s in unit.layout.segments]
         bits = [(a.view(torch.uint8), b.to(a.device).view(torch.uint8)) for a, b in both]

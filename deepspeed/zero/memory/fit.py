@@ -23,17 +23,15 @@ _SPARE = 8  # of the memory there is, one part in so many is left to activations
 
 @dataclass(frozen=True)
 class UnitSize:
-    """One unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold. Where the
-    device updates ``chosen`` elements of ``columns`` columns, which were compared with others: ``compared`` in all.
+    """One unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold;
+    ``shapes``: offset and shape of its parameters.
     """
 
     numel: int
     width: int
     row: UnitPlan
     largest: int = 0
-    chosen: int = 0
-    columns: int = 0
-    compared: int = 0
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def memory_plan(
 ) -> MemoryPlan:  # fmt: skip
     """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead."""
     table: Counter[tuple[str, Tier]] = Counter()
-    host_left, pages, visits = offload.host_param_numel, 0, 0
+    host_left, pages, loaded = offload.host_param_numel, 0, 0
 
     def add(what: str, tier: Tier, nbytes: int) -> None:
         nonlocal pages
@@ -115,43 +113,53 @@ def memory_plan(
         add("parameters", tier, numel * unit.width)
         grad, optim = unit.row.grad, unit.row.optim
         if grad is not None and optim is not None:
-            columns = offload.columns if optim.away else None
-            late = (offload.delayed_from or (columns is not None and columns.overlap)) and optim.away
-            for _ in range(2 if late else 1):  # the last ones while new ones come
+            for _ in range(offload.update.gradient_copies if optim.away else 1):  # the last ones while new ones come
                 add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
             # An fp32 parameter that rests on the device is its own master.
-            same = unit.width >= 4 and not (offload.apart and optim.away)
+            same = unit.width >= 4 and not (offload.update.masters_apart and optim.away)
             same = same and (Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE)
             numel = _share(unit.numel, optim, ways)
             add("optimizer state", optim.tier, 0 if same else 4 * numel)
-            for _ in range(1 + columns.overlap if columns is not None else 0):
-                add("sums of gradients of a window", optim.tier, 4 * numel)
-            table.update(_chosen_columns(unit, numel, widths, shared=shared) if columns is not None else {})
-            if unit.row.visits and not shared:  # the slots are in the arena, too
+            parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
+            needed = offload.update.memory_of(unit.shapes, numel, parts=parts, slots=widths.slots, shared=shared)
+            for what, tier, nbytes, paged in needed if optim.away else ():
+                if paged:
+                    add(what, tier, nbytes)
+                else:
+                    table[what, tier] += nbytes
+            if unit.row.loads_states and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)
-                visits = max(visits, (4 + widths.slots) * numel)
+                loaded = max(loaded, (4 + widths.slots) * numel)
             else:
                 table["optimizer state", optim.tier] += widths.slots * numel
         if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
             each = 4 + widths.slots if optim is not None else unit.width
             table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
     table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch)
-    # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
-    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
-    together = InFlight.REDUCTIONS + 1
-    waiting = sum(u.numel * widths.accumulate for u, _ in trained if widths.window and not u.row.reduce_each_backward)
-    largest = max((u.numel * (widths.wire or u.width) for u, _ in trained), default=0)
-    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
-    cast = max((u.numel * w for u, _ in trained if (w := widths.wire or u.width) != widths.accumulate), default=0)
-    travelling = (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
-    table["gradients on their way", Tier.DEVICE] = travelling
-    table["optimizer state on a visit", Tier.DEVICE] = InFlight.VISITS * visits
-    table["new optimizer state", Tier.HOST] = offload.early and (4 + widths.slots) * _beside(units, ways)
+    table["gradients on their way", Tier.DEVICE] = _sent_gradients(units, ways, widths, shared=shared)
+    table["optimizer state on a visit", Tier.DEVICE] = InFlight.LOADED * loaded
+    hosted = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim is not None and u.row.optim.away]
+    for what, tier, nbytes, _ in offload.update.memory_beside(hosted, slots=widths.slots):
+        table[what, tier] += nbytes
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     table[f"communicators: {communicators}, assumed", Tier.DEVICE] = communicators * _COMMUNICATOR
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
+
+
+def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
+    """Bytes of local sums before they are reduced, of a few units or all that wait for the window; and of reduced ones
+    on their way to where they rest.
+    """
+    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
+    together = InFlight.REDUCTIONS + 1
+    waiting = sum(u.numel * widths.accumulate for u, _ in trained if widths.window and not u.row.reduce_each_backward)
+    sent = [(u.numel, widths.wire or u.width) for u, _ in trained]
+    largest = max((numel * width for numel, width in sent), default=0)
+    cast = max((numel * width for numel, width in sent if width != widths.accumulate), default=0)
+    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
+    return (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
 
 
 def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> int:
@@ -163,23 +171,6 @@ def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> 
     after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
     ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
     return moving[0].numel * moving[0].width + ahead
-
-
-def _chosen_columns(unit: UnitSize, numel: int, widths: Widths, *, shared: bool) -> dict[tuple[str, Tier], int]:
-    """Their weights, slots and gradient; their numbers, on both sides, and the squares of all columns; and a byte for
-    each of ``numel`` elements, which says what is chosen while somebody looks at the states.
-    """
-    return {
-        ("states of chosen columns", Tier.DEVICE): unit.chosen * (8 + widths.slots),
-        ("choice of columns", Tier.DEVICE): 8 * unit.columns + 4 * unit.compared,
-        ("choice of columns", Tier.HOST): numel + (0 if shared else 8 * unit.columns),
-    }
-
-
-def _beside(units: Sequence[UnitSize], ways: Sequence[int]) -> int:
-    """Elements that have a place for new states beside the old ones."""
-    sizes = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim is not None and u.row.optim.away]
-    return max([sum(sizes) // InFlight.EARLY, *sizes], default=0)
 
 
 def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:
@@ -294,8 +285,7 @@ def fit(
     """The rows of ``units``, with gradients on the drive where host memory has no room for them.
 
     Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as
-    have to. Raises DeepSpeedConfigError, with the table and the first settings that would fit, when the limits cannot
-    be kept.
+    have to. Raises DeepSpeedConfigError, with the table and settings that would fit, where the limits cannot be kept.
     """
 
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:

@@ -41,7 +41,7 @@ class Tiers:
                 return Stored(drive, numel, dtype)
             self._host_param_left -= numel
         # a master that is updated while its parameter is in use is not the parameter
-        alone = kind is StateKind.OPTIM and self.plan.apart
+        alone = kind is StateKind.OPTIM and self.plan.update.masters_apart
         if tier is Tier.DEVICE or (self.device.type == "cpu" and not alone):
             return None
         pin = self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim
@@ -97,18 +97,8 @@ class Tiers:
         for kind, nbytes, note in (("host", plan.host_limit, ""), ("device", plan.device_limit, effect)):
             if nbytes:
                 clauses.append(f"memory.{kind}_limit {nbytes / 2**20:,.0f} MiB{note}")
-        if (columns := plan.columns) is not None:
-            when = f"every {columns.select} steps" if columns.select else "every 4th window"
-            rest = f"in windows of {columns.window}" if columns.window else "in windows of 4 to 16"
-            if not columns.window:
-                rest += f", longer while they have less than {1 - columns.auto_ratio:.0%} of the squares"
-            beside = f", beside the next on {columns.cores:.0%} of the cores" if columns.overlap else ""
-            begin = f", after {columns.warm_up} steps of everything" if columns.warm_up else ""
-            clauses.append(
-                f"{columns.ratio:.0%} of the columns on the device, chosen {when}; others {rest}{beside}{begin}"
-            )
-        if plan.early:
-            clauses.append(f"updates begin beside the backward, on {plan.host_cores:.0%} of the cores")
+        if policy := plan.update.describe():
+            clauses.append(policy)
         pinned = [what for what, pin in (("parameters", plan.pin_param), ("optimizer state", plan.pin_optim)) if pin]
         return [*clauses, f"page-locked memory for {' and '.join(pinned) or 'nothing'}{effect}"]
 

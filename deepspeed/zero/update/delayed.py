@@ -5,180 +5,90 @@ With w_t the weights of forward t and m_t the masters: g_t = gradient at w_t; m_
 Whoever reads a state waits for the update; ``publish`` makes the weights those of the masters before their time.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deepspeed.errors import UsageError
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import OptimizerConfigError
 from deepspeed.optim.base import GroupStep
-from deepspeed.tier.store import TierStore
-from deepspeed.tier.transfer import ARRIVED, Several, Transfer
-from deepspeed.zero.failures import settle_together
-from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_view import OptimView, captured_groups, run_step
-from deepspeed.zero.publish import Publication
-from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.standing import frozen_later
-
-if TYPE_CHECKING:
-    from deepspeed.zero.runtime import Runtime
+from deepspeed.tier.transfer import Several
+from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import StateKind, UpdateSettings
+from deepspeed.zero.update.apply import captured_groups, frozen_since
+from deepspeed.zero.update.late import Begun, LateUpdate
+from deepspeed.zero.update.policy import Step, UpdateHost
 
 
-@dataclass
-class Begun:
-    """The update of one unit, its gradient in ``store``. ``rounded``: whose rounded weights are there behind it, each
-    with the version of the master that they are of.
-    """
+@dataclass(frozen=True)
+class DelayedSettings(UpdateSettings):
+    """``offload_optimizer.delayed_update``, from update number ``first`` (from 1) on."""
 
-    unit: Unit
-    store: TierStore
-    rounded: list[tuple[OptimView, int]]
-    turn: Transfer = ARRIVED
+    first: int
 
     @property
-    def written(self) -> list[OptimView]:
-        """Those whose master nobody has written to since."""
-        return [view for view, version in self.rounded if view.param._version == version]
+    def masters_apart(self) -> bool:
+        return True
+
+    @property
+    def gradient_copies(self) -> int:
+        return 2
+
+    def check(self, optimizer: Any, mesh: Any) -> None:
+        if not isinstance(optimizer, GroupStep):
+            raise OptimizerConfigError(
+                "zero_optimization.offload_optimizer.delayed_update needs an optimizer of this package (AdamW, Lion, "
+                f"Adagrad, Lamb by name in the configuration), not {type(optimizer).__name__}; remove it, or use one "
+                "of these"
+            )
 
 
-class Delayed:
-    """Of one engine, from its update number ``first`` (from 1) on."""
+def settings_of(config: DeepSpeedConfig) -> DelayedSettings | None:
+    """The settings, where the configuration asks for them."""
+    optim = config.zero.offload_optimizer
+    if optim is None or not optim.delayed_update:
+        return None
+    return DelayedSettings(first=1 + int(optim.delayed_update_warm_up))
 
-    def __init__(self, runtime: "Runtime", optimizer: GroupStep, *, first: int) -> None:
-        self._runtime, self._optimizer, self._first = runtime, optimizer, first
-        runtime.catch_up = self.publish
-        self._begun: list[Begun] = []
-        self._pending = False  # an update has begun on some rank: one with few elements may have no view of its own
-        self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
-    def applies(self) -> bool:
-        """Whether the update that begins is delayed: not the first ones of a training. The same answer on all ranks."""
-        return bool(self._runtime.client().global_steps + 1 >= self._first)
+def policy_of(host: UpdateHost, optimizer: Any, settings: DelayedSettings, tiers: Tiers) -> "DelayedUpdate":
+    """The policy of an engine with these settings."""
+    return DelayedUpdate(host, optimizer, first=settings.first)
 
-    def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
-        """Publish what the last call has begun, and begin the update of ``views`` by their gradients times ``factor``;
-        after a ``failure`` raise that, when the other ranks have what they wait for. Code of the user's that watches
-        the optimizer, on this rank alone maybe, gets one call with all gradients, for which the program waits.
+
+class DelayedUpdate(LateUpdate):
+    """Of one engine, from its update number ``first`` (from 1) on; those before are ordinary ones."""
+
+    def __init__(self, host: UpdateHost, optimizer: GroupStep, *, first: int) -> None:
+        super().__init__(host, optimizer)
+        self._first = first
+
+    def apply(self, step: Step) -> None:
+        """Publish what the last call has begun, and begin this update. Code of the user's that watches the optimizer,
+        on this rank alone maybe, gets one call with all gradients, for which the program waits.
         """
-        gradients = {view.unit: view.unit.landed for view in views}
+        if self.host.updates_done() < self._first:
+            super().apply(step)
+            return
+        landing = {view.unit: view.unit.pending.until(StateKind.GRAD) for view in step.views}
         self._publish()
-        if failure is not None:
-            raise failure
-        undisturbed, groups = self._optimizer.undisturbed(), captured_groups(self._optimizer)
-        if undisturbed:
-            self._optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
-        calls, self._pending = [], True
-        for unit, those in itertools.groupby(views, lambda view: view.unit):
+        if step.failure is not None:
+            raise step.failure
+        undisturbed, groups = self.optimizer.undisturbed(), captured_groups(self.optimizer)
+        self._unpublished = True
+        units: list[tuple[Begun, list[OptimView]]] = []
+        for unit, those in itertools.groupby(step.views, lambda view: view.unit):
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
-            self._begun.append(begun := Begun(unit, store, []))
-            # behind the gradient masters that are published: in fp32 the device copies these
-            first, mine = unit.landed.wait, list(those)
-            calls.append(self._turn_of(begun, mine, groups, factor, first=first, frozen=frozen_later(mine)))
-        worker = self._runtime.worker
+            after = Several([landing[unit], unit.pending.until(StateKind.OPTIM, write=True)])
+            units.append((Begun(unit, store, after), list(those)))
+        self._begun += [begun for begun, _ in units]
         if not undisturbed:
-            Several([unit.landed for unit in gradients]).wait()
-            self._update(self._begun, views, self._optimizer.step, factor)
-        for begun, call in zip(self._begun, calls, strict=True) if undisturbed else ():
-            if worker is not None:
-                begun.turn = worker.hand_over(call, place=begun.unit.index, after=gradients[begun.unit])
-                begun.unit.delay_update(begun.turn)
-            else:
-                call()
-        if any(unit.movable and unit.pins for unit in self._runtime.units):
-            self.publish()  # into a context of the user's, whose edits would else be made to what is old
-
-    def _update(
-        self,
-        begun: Sequence[Begun],
-        views: Sequence[OptimView],
-        step: Callable[[], object],
-        factor: float,
-        *,
-        frozen: dict[Unit, list[Segment]] | None = None,
-    ) -> None:
-        apart = {each.unit: each.store for each in begun}
-        written = run_step(self._optimizer, [*views], step, factor, frozen=frozen, apart=apart)
-        for each in begun:
-            each.rounded += [(view, view.param._version) for view in written if view.unit is each.unit]
-
-    def _turn_of(
-        self,
-        begun: Begun,
-        views: list[OptimView],
-        groups: list[dict[str, Any]],
-        factor: float,
-        *,
-        first: Callable[[], object],
-        frozen: dict[Unit, list[Segment]],
-    ) -> Callable[[], Transfer]:
-        """The update of one unit with the settings ``groups``, after a call of ``first``."""
-        mine = [group | {"params": [v.param for v in views if v.group == i]} for i, group in enumerate(groups)]
-        step = functools.partial(self._optimizer.update, mine)
-
-        def turn() -> Transfer:
-            first()
-            self._update([begun], views, step, factor, frozen=frozen)
-            return ARRIVED
-
-        return turn
-
-    def settle(self) -> None:
-        """Until the masters and slots are there."""
-        Several([begun.turn for begun in self._begun]).wait()
-
-    def publish(self) -> None:
-        """The weights become those of the masters. Collective if an update has begun; UsageError if it failed."""
-        runtime = self._runtime
-        if not self._pending:
-            return
-        try:
-            settle_together(runtime.worker, self.settle, runtime.mesh)
-        except UsageError:  # no rank can go on
-            self._begun.clear()
-            self._pending = False
-            raise
-        self._publish()
-
-    def _publish(self) -> None:
-        self.settle()
-        begun, self._begun = self._begun, []
-        if not self._pending:
-            return
-        self._pending = False
-        # what is rounded lies in its memory
-        kept = [(each, each.unit.exchange_gradient_store(each.store)) for each in begun]
-        try:
-            self._publication().finish([view for each in begun for view in each.written])
-        finally:
-            for each, store in kept:
-                each.unit.exchange_gradient_store(store)
-                self._take_back(each)
-
-    def _publication(self) -> Publication:
-        return self._runtime.publication([unit for unit in self._runtime.units if unit.trainable])
-
-    def _take_back(self, begun: Begun) -> None:
-        """The memory of one that is published."""
-        self._spare[begun.unit] = begun.store
-
-    def come_home(self) -> None:
-        """Let all masters and slots be where they rest."""
-        self._runtime.settle()
-
-    def left_out(self) -> None:
-        """A step that changes nothing: collective."""
-        self.publish()
-
-    def restart(self) -> None:
-        """All states are about to be others. Collective."""
-        self.come_home()
-
-    def forget(self) -> None:
-        """What has begun, and ended, is overwritten."""
-        for each in self._begun:
-            self._take_back(each)
-        self._begun.clear()
-        self._pending = False
+            self._update_watched(step, step.factor)
+        else:
+            self.optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+            for begun, views in units:
+                turn = self._turn_of(begun, views, groups, step.factor, frozen=frozen_since(views))
+                self._start(begun, turn, after=landing[begun.unit])
+        self._publish_into_contexts()

@@ -1,4 +1,4 @@
-"""What an engine answers about its configuration and place, what it measures and what it says of itself.
+"""What an engine knows of its updates, what it measures and what it says of itself.
 
 Switched off, the measurements synchronise and time nothing.
 """
@@ -13,30 +13,25 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import WARNING
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from deepspeed.attrs import answers
 from deepspeed.comm.collectives import gather_objects
-from deepspeed.comm.group_getters import GETTERS
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
-from deepspeed.device import DTYPES
-from deepspeed.errors import UsageError, pending_function, raise_not_yet
-from deepspeed.observe.log import log_dist
+from deepspeed.engine.facts import EngineFacts
+from deepspeed.errors import UsageError, counted
+from deepspeed.observe import hostmem
+from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, profiled, see_memory_usage
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
-from deepspeed.zero.optim_view import captured_groups
 from deepspeed.zero.plan import StatePlan
-from deepspeed.zero.step import StepResult
 from deepspeed.zero.unit import Unit
-
-if TYPE_CHECKING:
-    from deepspeed.engine import DeepSpeedEngine
+from deepspeed.zero.update.apply import captured_groups
+from deepspeed.zero.update.result import StepResult
 
 PHASES = ("forward", "backward", "step")
 
@@ -106,129 +101,8 @@ def _tell_at_end(calls: dict[str, Any]) -> None:
         log_dist(f"{calls['outside']} micro-batches, and engine.step() was never called: {_ADVICE}", level=WARNING)
 
 
-class EngineReports:
-    """Mixin with the read-only part of the client interface and the engine's clocks.
-
-    ``_config``, ``mesh`` and the like come from the engine; one reader of each ``zero_*`` key from its ``__getattr__``.
-    """
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    # -- configuration and place ----------------------------------------------------------------------------------
-    config = property(attrgetter("_config.source"))  # the very dict the caller passed (or the parsed file)
-    global_rank = property(lambda self: self.mesh.job.ranks[self.mesh.job.index])
-    world_size = property(attrgetter("mesh.job.size"))
-    dp_world_size = property(attrgetter("mesh.data.size"))
-    mp_world_size = property(attrgetter("mesh.tp.size"))
-    data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"))
-
-    managed_gradient_accumulation = property(attrgetter("_managed"))
-    pipeline_parallelism = False
-    mpu: Any = None  # the client's; in a pipeline the grid
-    _is_gradient_accumulation_boundary = property(attrgetter("_forced_boundary"))  # None: nobody has forced it
-
-    train_micro_batch_size_per_gpu = answers("_micro")
-    gradient_accumulation_steps = answers("_gas")
-    zero_optimization_stage = answers("_config.zero_stage")  # client-facing name
-    fp16_auto_cast = answers("_config.fp16.auto_cast")
-    torch_autocast_enabled = answers("_config.torch_autocast.enabled")
-    gradient_clipping = answers("_config.gradient_clipping")
-    steps_per_print = answers("_config.steps_per_print")
-    wall_clock_breakdown = answers("_config.wall_clock_breakdown")
-    memory_breakdown = answers("_config.memory_breakdown")
-    dump_state = answers("_config.dump_state")
-    log_level = answers("_config.log_level")
-    autotp_size = answers("_config.tensor_parallel.autotp_size")
-    was_step_applied = answers(lambda self: self._updated and not self.overflowed)
-
-    def gradient_divisor(self, *, together: bool) -> float:
-        """What the mean of gradients at rest has still to be divided by: the loss scale and, which takes all ranks
-        ``together``, the weight of the tokens of the window so far.
-        """
-        tokens = self._tokens.mean(self.mesh.job) if together and self._tokens is not None else 0.0
-        return float(self.current_loss_scale()) * (tokens if tokens > 0 else 1.0)
-
-    loss_scale = current_loss_scale = answers("_scaler.loss_scale")
-    dynamic_loss_scale = answers("_scaler.dynamic")
-    get_data_parallel_rank = answers("mesh.data.index")
-    get_wall_clock_timers = answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
-    memory_plan = answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
-    # of the last update before clipping, unscaled; inf after a skipped one
-    get_global_grad_norm = answers(lambda self: self._hear()._result.norm)
-    places = property(attrgetter("_parts.tiers.describe"))  # where offloaded states rest, in words
-    attached = property(attrgetter("runtime.attached"))  # a context with optimizer state that rests on a drive
-    loss_scaler = property(attrgetter("_scaler"))
-    scaler_state = property(attrgetter("_scaler.state_dict"))
-    load_scaler_state = property(attrgetter("_scaler.load_state_dict"))
-    train_batch_size = answers(lambda self: self._micro * self._gas * self.mesh.data.size)
-    get_batch_info = answers(
-        attrgetter("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    zero_optimization = answers(lambda self: self._config.zero_stage > 0)
-    zero_optimization_partition_gradients = answers(lambda self: self._config.zero_stage >= 2)
-    zero_optimization_partition_weights = answers(lambda self: self._config.zero_stage >= 3)
-    zero_cpu_offload = answers(lambda self: self._config.zero.offload_optimizer is not None)
-    fp16_enabled = answers(lambda self: self._config.compute_dtype == "fp16")
-    bfloat16_enabled = answers(lambda self: self._config.compute_dtype == "bf16")
-    torch_autocast_dtype = answers(lambda self: DTYPES[self._config.torch_autocast.dtype])
-    model_dtype = answers(lambda self: DTYPES[self._config.compute_dtype])
-    accumulation_dtype = answers(lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"])
-    get_data_types = answers(lambda self: (self.model_dtype(), self.accumulation_dtype()))
-    optimizer_params = answers(lambda self: getattr(self._config.optimizer, "params", None))
-    scheduler_name = answers(lambda self: getattr(self._config.scheduler, "type", None))
-    scheduler_params = answers(lambda self: getattr(self._config.scheduler, "params", None))
-    get_model_parallel_rank = get_tensor_parallel_rank = answers("mesh.tp.index")
-    seq_parallel_group = property(  # None where each rank has whole sequences
-        lambda self: (
-            GETTERS["get_sequence_parallel_group"]() if GETTERS["get_sequence_parallel_world_size"]() > 1 else None
-        )
-    )
-    get_sequence_parallel_group = answers("seq_parallel_group")
-    _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
-    get_lr = answers(lambda self: [group["lr"] for group in self._hear()._groups()])
-    get_type = answers(lambda self: [group.get("type") for group in self._groups()])
-    get_mom = answers(lambda self: [group.get("betas", group.get("momentum")) for group in self._hear()._groups()])
-
-    def optimizer_name(self) -> str | None:
-        if self._config.optimizer is not None:
-            return self._config.optimizer.type
-        return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
-
-    # of features that are not in this release
-    set_data_post_process_func = pending_function(
-        "engine.set_data_post_process_func", "Process samples in the dataset, or in its collate_fn."
-    )
-    set_custom_curriculum_learning_schedule = pending_function(
-        "engine.set_custom_curriculum_learning_schedule", "A data_sampler of your own decides which samples come when."
-    )
-    register_compile_pass = pending_function(
-        "engine.register_compile_pass", "engine.compile(backend=...) takes every backend of torch.compile."
-    )
-    get_compile_time = pending_function("engine.get_compile_time", "torch._dynamo.utils.compile_times() has them.")
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """Dtype of gradients between ranks."""
-        return DTYPES[self._config.communication_data_type or self._config.compute_dtype]
-
-    @communication_data_type.setter
-    def communication_data_type(self, value: torch.dtype) -> None:
-        """Raises UsageError where it is another one."""
-        if value != self.communication_data_type:
-            raise UsageError(
-                f"communication_data_type is {self.communication_data_type}, and buffers are made for it: set it in "
-                "the configuration, before deepspeed.initialize"
-            )
-
-    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""
-        raise_not_yet("engine.train_batch of a model that is no PipelineModule")
-
-    def eval_batch(self, data_iter: Any, *_: Any, **__: Any) -> Any:
-        """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""
-        raise_not_yet("engine.eval_batch of a model that is no PipelineModule")
+class EngineReports(EngineFacts):
+    """Mixin with what updates came to, and the engine's clocks."""
 
     # -- what updates came to -------------------------------------------------------------------------------------
     def _start_hearing(self) -> None:
@@ -290,6 +164,7 @@ class EngineReports:
         self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._spent_ms: dict[str, float] = {}  # by phase, since the last update
         self._phases: list[str] = []
+        self._over_limit = False  # of host memory, and the log says so
         self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
         if config.wall_clock_breakdown:
             self.runtime.flush = functools.partial(self._timed_flush, self.runtime.flush)
@@ -308,6 +183,19 @@ class EngineReports:
             self.step_profile = kind(self.module, config, self.mesh.job)
             self.flops_profiler = self.step_profile.profiler
             self._lasting.callback(self.step_profile.close)
+
+    def _watch_memory(self) -> None:
+        """Say once when this rank holds more than ``memory.host_limit``, and that it is not states."""
+        limit = self._config.memory.host_limit
+        if limit is None or self._over_limit or (resident := hostmem.rss_bytes()) <= limit:
+            return
+        self._over_limit = True
+        logger.warning(
+            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at "
+            "%d MiB, so the rest is activations, data or other objects: use smaller batches, activation checkpointing "
+            "or fewer loader workers",
+            *(self.global_rank, resident >> 20, limit >> 20, self.memory_plan().host >> 20),
+        )
 
     @contextlib.contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -358,13 +246,13 @@ def _numel(units: list[Unit]) -> int:
     return sum(segment.numel for unit in units for segment in unit.layout.segments)
 
 
-def state_dump(engine: "DeepSpeedEngine") -> str:
+def state_dump(engine: EngineReports) -> str:
     """Every resolved key with its origin, the units with their rest places, and the optimizer's groups, by lines."""
     secret = {field.path for field in declared_fields(DeepSpeedConfig) if not field.info.repr}
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {_numel([unit]):,} elements in {len(unit.params)} parameters, {unit.full.dtype}, "
+        f"  {unit.name}: {_numel([unit]):,} elements in {counted(len(unit.params), 'parameter')}, {unit.dtype}, "
         f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]
@@ -375,14 +263,14 @@ def state_dump(engine: "DeepSpeedEngine") -> str:
     return "\n".join(lines)
 
 
-def report_start(engine: "DeepSpeedEngine") -> None:
+def report_start(engine: EngineReports) -> None:
     """Log one line about ``engine``, and what ``dump_state`` and ``memory_breakdown`` ask for."""
     units, offload = engine.runtime.units, engine.runtime.plan.offload
     log_dist(
-        f"DeepSpeed info: version={__version__}, {_numel(units):,} parameters in {len(units)} units "
-        f"({sum(u.movable for u in units)} sharded), {engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
-        f"batch {engine.train_batch_size()} = {engine._micro} x {engine._gas} x {engine.mesh.data.size}; the engine "
-        "alone divides by accumulation steps and ranks"
+        f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')} "
+        f"({sum(u.movable for u in units)} sharded), {counted(engine.mesh.job.size, 'rank')}, "
+        f"{engine._config.compute_dtype}, batch {engine.train_batch_size()} = micro-batch {engine._micro} x "
+        f"accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )
     away = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
     if away or offload.host_limit or offload.device_limit:

@@ -8,7 +8,7 @@ from torch import nn
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.columns import Band, bands_of
+from deepspeed.zero.update.selective.columns import Band, bands_of
 
 
 class WindowSum(TierStore):

@@ -16,15 +16,13 @@ from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.step import StepResult
-
-if TYPE_CHECKING:
-    from deepspeed.engine_elastic import SaveKeeper
+from deepspeed.zero.update.result import StepResult
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -53,7 +51,7 @@ class EngineCheckpoint:
         # A launcher that has started the script anew after it had saved says so.
         self._must_load = os.environ.get("DS_ELASTIC_SAVED", "")
 
-    def keep_with(self, keeper: "SaveKeeper") -> None:
+    def keep_with(self, keeper: SaveKeeper) -> None:
         """``keeper`` decides after each update what is saved, until the engine ends (``elasticity.take_part``)."""
         if self._keeper is not None:
             self._keeper.close()
@@ -107,10 +105,10 @@ class EngineCheckpoint:
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         self._check_between_passes("save_checkpoint")
         config = self._config.checkpoint
-        self._settle_together()
+        self._wait_together()
         name, state = self._common_tag(tag), client_state or {}
         gradients = self.runtime.gradients
-        self.runtime.catch_up()
+        self.runtime.update.publish()
         self._parts.hooks.take_edits()
         shown = gradients.showing
         gradients.withdraw()
@@ -169,7 +167,7 @@ class EngineCheckpoint:
 
     def _states(self) -> States:
         units, optimizer = self.runtime.units, self.basic_optimizer
-        return States(self.module, self.mesh, units, self._views, optimizer, self._group_names, self.tiles)
+        return States(self.module, self.mesh, units, self._views, optimizer, self._group_names, self.runtime.update)
 
     def _facts(self, client_state: dict[str, Any], tag: str, tokens: dict[str, float] | None = None) -> dict[str, Any]:
         """What ``content_of`` is given."""
@@ -251,10 +249,9 @@ class EngineCheckpoint:
 
     def _begin_load(self, path: Path, *, optimizer: bool) -> None:
         """From here on the engine changes, and is of no use until all of it has."""
-        if self.runtime.delayed is not None:
-            if not optimizer and not self._torn:  # its states stay, also those that are on the device
-                self.runtime.delayed.restart()
-            self.runtime.delayed.forget()
+        if not optimizer and not self._torn:  # its states stay, also those that are on the device
+            self.runtime.update.restart()
+        self.runtime.update.forget()
         self.zero_grad()
         self._torn = f"loading {path} failed half way"
 

@@ -8,29 +8,64 @@ looks at a state before the step sees the old one, and no bit of any result depe
 """
 
 import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from deepspeed.errors import UsageError
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import OptimizerConfigError, UsageError
+from deepspeed.optim.host import Scalar
 from deepspeed.optim.rules import AdamBase
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_view import OptimView, captured_groups
+from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.optim_view import OptimView, move_state
 from deepspeed.zero.param import point
-from deepspeed.zero.plan import InFlight, StateKind
+from deepspeed.zero.plan import Bytes, StateKind, Tier, UpdateSettings
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.standing import frozen_later
-from deepspeed.zero.update.turns import same
+from deepspeed.zero.update.apply import Frozen, Groups, captured_groups, frozen_since
+from deepspeed.zero.update.inline import BackgroundUpdate
+from deepspeed.zero.update.partial import same
+from deepspeed.zero.update.policy import UpdateHost
 
-if TYPE_CHECKING:
-    from deepspeed.zero.runtime import Runtime
-
+_SHARE = 3  # of the elements that the host updates, one in so many has a place for new states beside the old ones
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-Numbers = list[dict[str, Any]]  # the settings of the groups
+
+
+@dataclass(frozen=True)
+class SpeculativeSettings(UpdateSettings):
+    """``offload_optimizer.super_offload``, on the share ``cores`` of the cores."""
+
+    cores: float
+
+    def check(self, optimizer: Any, mesh: Any) -> None:
+        if not isinstance(optimizer, AdamBase):
+            raise OptimizerConfigError(
+                "zero_optimization.offload_optimizer.super_offload needs this package's AdamW or Adam, not "
+                f"{type(optimizer).__name__}; remove it, or use one of these by name in the configuration"
+            )
+
+    def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Bytes]:
+        """See ``UpdateSettings``: new states beside the old ones."""
+        most = max([sum(numels) // _SHARE, *numels], default=0)
+        return [Bytes("new optimizer state", Tier.HOST, (4 + slots) * most)]
+
+    def describe(self) -> str:
+        return f"updates begin beside the backward, on {self.cores:.0%} of the cores"
+
+
+def settings_of(config: DeepSpeedConfig) -> SpeculativeSettings | None:
+    """The settings, where the configuration asks for them."""
+    optim = config.zero.offload_optimizer
+    return SpeculativeSettings(float(optim.cpuadam_cores_perc)) if optim is not None and optim.super_offload else None
+
+
+def policy_of(host: UpdateHost, optimizer: Any, settings: SpeculativeSettings, tiers: Tiers) -> "SpeculativeUpdate":
+    """The policy of an engine with these settings."""
+    return SpeculativeUpdate(host, optimizer, cores=settings.cores)
 
 
 @dataclass
@@ -42,14 +77,14 @@ class _Place:
 
 
 @dataclass
-class EarlyUpdate:
+class EarlyUpdate(Transfer):
     """What becomes of ``unit`` by its gradient times ``factor`` with the settings ``groups``, in one of the ``spare``
-    places, if there is one.
+    places, if there is one. Who writes to what it reads waits for it, which forgets it.
     """
 
     unit: Unit
     optimizer: AdamBase
-    groups: Numbers
+    groups: Groups
     factor: float
     spare: list[_Place]
     written: list[OptimView] = field(default_factory=list)  # rounded, on their way to the device
@@ -58,7 +93,13 @@ class EarlyUpdate:
     _place: _Place | None = None  # with the new states
 
     def __post_init__(self) -> None:
-        self._read, self._landed = self._reads(), self.unit.landed
+        self._read, self._landed = self._reads(), self.unit.pending.until(StateKind.GRAD)
+
+    def wait(self) -> None:
+        self.forget()
+
+    def done(self) -> bool:
+        return not self._wanted and self.turn.done()
 
     def _reads(self) -> list[tuple[Any, Any]]:
         """What it is made of, and the versions: a client may hold the optimizer's dicts, and put or write there."""
@@ -100,8 +141,9 @@ class EarlyUpdate:
         self.written += [] if out is None else [view]
 
     def forget(self) -> None:
-        """Nobody computes it any more, and it is not taken."""
-        if (place := self._result()) is not None:
+        """Let it not be taken, nor computed any more."""
+        place, self._place = self._result(), None
+        if place is not None:
             self.spare.append(place)
 
     def _result(self) -> _Place | None:
@@ -111,13 +153,13 @@ class EarlyUpdate:
             self.turn.wait()
         return self._place
 
-    def fits(self, groups: Numbers, factor: float, frozen: dict[Unit, list[Segment]]) -> bool:
+    def fits(self, groups: Groups, factor: Scalar, frozen: Frozen) -> bool:
         """Whether the step's update would be this one, but for what is written until then."""
-        return factor == self.factor and not frozen and same(groups, self.groups)
+        return bool(factor == self.factor) and not frozen and same(groups, self.groups)
 
     def finish(self, ordinary: Callable[[], list[OptimView]]) -> list[OptimView]:
         """Let masters and moments be the new ones, or call ``ordinary`` where they are not there; the views rounded."""
-        new = self._result()
+        new, self._place = self._result(), None
         if new is None or not self._untouched():
             self.spare += [new] if new is not None else []
             return ordinary()
@@ -125,7 +167,7 @@ class EarlyUpdate:
         assert masters is not None
         # by ``data``, which counts versions for itself
         self.spare.append(_Place(masters.data, [[state[name].data for name in _MOMENTS] for state in states]))
-        self.unit.rest_in(StateKind.OPTIM, lambda _: new.masters)
+        move_state(self.unit, StateKind.OPTIM, new.masters)
         for state, moments in zip(states, new.moments, strict=True):
             for name, moment in zip(_MOMENTS, moments, strict=True):
                 point(state[name], moment)
@@ -133,33 +175,76 @@ class EarlyUpdate:
         return self.written
 
 
-class Early:
-    """Of one engine."""
+class SpeculativeUpdate(BackgroundUpdate):
+    """Of one engine, on the share ``cores`` of the cores."""
 
-    def __init__(self, runtime: "Runtime", optimizer: AdamBase) -> None:
-        self.factor = 1.0  # what the step multiplies gradients by, unless it clips
-        self._runtime, self._optimizer = runtime, optimizer
+    swaps_memory = True
+
+    def __init__(self, host: UpdateHost, optimizer: AdamBase, *, cores: float) -> None:
+        super().__init__(host, optimizer)
+        optimizer.host_cores = cores
+        self._factor = 1.0  # what the step multiplies gradients by, unless it clips
+        self._begun: dict[Unit, EarlyUpdate] = {}
         self._spare = defaultdict[Any, list[_Place]](list)
-        sizes = [unit.master.numel() for unit in runtime.units if unit.master is not None]
-        self._left = max([sum(sizes) // InFlight.EARLY, *sizes])  # elements that have no place yet
+        sizes = [unit.master.numel() for unit in host.units if unit.master is not None]
+        self._left = max([sum(sizes) // _SHARE, *sizes], default=0)  # elements that have no place yet
 
-    def begin(self, unit: Unit) -> None:
-        """The last gradient of a window is on its way to where it rests."""
-        runtime, optimizer = self._runtime, self._optimizer
-        if runtime.worker is None or not self._can(unit) or not (spare := self._places_of(unit)):
+    def begin_backward(self, loss_scale: float) -> None:
+        self._factor = 1.0 / loss_scale
+
+    def gradient_ready(self, unit: Unit) -> None:
+        """Begin the update of ``unit``."""
+        worker, optimizer = self.host.worker, self.optimizer
+        if worker is None or not self._can(unit):
+            return
+        spare = self._places_of(unit)
+        if not spare:
             return
         if unit.device.type == "cpu":  # where nothing follows by itself
-            runtime.gradients.land(unit)
-        update = EarlyUpdate(unit, optimizer, captured_groups(optimizer), self.factor, spare)
-        update.turn = runtime.worker.hand_over(update.compute, place=unit.index, after=unit.landed)
-        unit.exchange_early(update)
+            self.host.land(unit)
+        update = EarlyUpdate(unit, optimizer, captured_groups(optimizer), self._factor, spare)
+        update.turn = worker.hand_over(update.compute, place=unit.index, after=unit.pending.until(StateKind.GRAD))
+        unit.note_pending(update, reads=(StateKind.GRAD, StateKind.OPTIM))
+        self._begun[unit] = update
+        self.pending = True
+
+    def left_out(self) -> None:
+        self._forget_begun()
+
+    def forget(self) -> None:
+        self._forget_begun()
+        super().forget()
+
+    def close(self) -> None:
+        self._forget_begun()
+        vars(self.optimizer).pop("host_cores", None)  # its kernels take all of them again
+        super().close()
+
+    def _forget_begun(self) -> None:
+        while self._begun:
+            self._begun.popitem()[1].forget()
+
+    def _update_all(self, views: Sequence[OptimView], factor: Scalar, skip: torch.Tensor | None) -> list[OptimView]:
+        self._forget_begun()  # somebody watches the step
+        return super()._update_all(views, factor, skip)
+
+    def _part_update(self, views: list[OptimView], groups: Groups, factor: Scalar) -> Callable[[], list[OptimView]]:
+        """The ordinary update, or the same one begun before the step."""
+        ordinary = super()._part_update(views, groups, factor)
+        early = self._begun.pop(views[0].unit, None)
+        if early is None:
+            return ordinary
+        if early.fits(groups, factor, frozen_since(views)):
+            return functools.partial(early.finish, ordinary)
+        early.forget()
+        return ordinary
 
     def _can(self, unit: Unit) -> bool:
         """Whether the host's kernel updates it, from memory, and nobody's code sees that."""
-        plan, optimizer = unit.plan, self._optimizer
-        if plan.optim is None or not plan.optim.away or plan.visits or unit.tiled or unit.drives:
+        plan, optimizer = unit.plan, self.optimizer
+        if plan.optim is None or not plan.optim.away or plan.loads_states or unit.tiled or unit.drives:
             return False
-        if unit.master_is_param or not unit.views or not optimizer.scales_on_host() or frozen_later(unit.views):
+        if unit.master_is_param or not unit.views or not optimizer.scales_on_host() or frozen_since(unit.views):
             return False
         for view in unit.views:
             state, group = view.kept_by(optimizer), optimizer.param_groups[view.group]

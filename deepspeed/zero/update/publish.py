@@ -7,13 +7,12 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, SideStream
-from deepspeed.tier.behind import Worker
+from deepspeed.tier.behind import Turn, Worker
 from deepspeed.tier.store import Landing, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.plan import Spread, StateKind
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, UnitState
 
 
 class Publication:
@@ -46,7 +45,7 @@ class Publication:
         while unit in self._waiting:
             self._start(spent=True)
 
-    def spare(self, unit: Unit) -> bool:
+    def leave_out(self, unit: Unit) -> bool:
         """Leave ``unit`` out, where no other rank takes part in it, nor anything but memory, and nobody has the old
         values in a context; whether that is so. It is for ``leave_to``.
         """
@@ -56,7 +55,7 @@ class Publication:
         self._waiting.remove(unit)
         return True
 
-    def leave_to(self, worker: Worker, unit: Unit, update: Callable[[], Sequence[OptimView]]) -> None:
+    def leave_to(self, worker: Worker, unit: Unit, update: Callable[[], Sequence[OptimView]]) -> Turn:
         """Let ``worker`` call ``update``, which does what ``through`` wants, and publish ``unit``."""
 
         def turn() -> Transfer:
@@ -65,7 +64,9 @@ class Publication:
             same = unit.master is None or piece.data_ptr() == unit.master.data_ptr()
             return ARRIVED if same else publish_rest(unit, piece, written, up=self._up, spent=True)
 
-        unit.update_behind(worker.hand_over(turn, place=unit.index, after=unit.landed))
+        begun = worker.hand_over(turn, place=unit.index, after=unit.pending.until(StateKind.GRAD))
+        unit.note_pending(begun, reads=(StateKind.GRAD,), writes=(StateKind.OPTIM, StateKind.PARAM))
+        return begun
 
     def finish(self, written: Sequence[OptimView] | None = None) -> None:
         """All that is left, also after an error, to its end on the compute stream; ``written``: of the last unit."""
@@ -159,5 +160,5 @@ def publish_rest(
 
 def _climb(unit: Unit, source: torch.Tensor, piece: torch.Tensor) -> Transfer:
     transfer = TierStore(source).get(piece)
-    unit.note_landing(Landing(piece.nbytes))
+    unit.pending.note(Landing(piece.nbytes), reads=(StateKind.OPTIM, StateKind.GRAD), copy=True)
     return transfer

@@ -17,28 +17,20 @@ from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator, map_tensors
-from deepspeed.engine_checkpoint import EngineCheckpoint
-from deepspeed.engine_reports import PHASES, EngineReports, StepCalls
-from deepspeed.engine_weights import EngineWeights
+from deepspeed.engine.checkpoint import EngineCheckpoint
+from deepspeed.engine.reports import PHASES, EngineReports, StepCalls
+from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.optim.base import GroupStep
-from deepspeed.optim.rules import AdamBase
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.failures import serving, settle_together
 from deepspeed.zero.hooks import inside_backward
-from deepspeed.zero.optim_view import OptimTiles, OptimView
-from deepspeed.zero.plan import StateKind
-from deepspeed.zero.step import take_step
-from deepspeed.zero.update.early import Early
-from deepspeed.zero.update.visits import Visits
-from deepspeed.zero.update.zenflow import late_update
+from deepspeed.zero.step import StepOptions, take_step
+from deepspeed.zero.sync.failures import serving
 
 
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module):
@@ -57,14 +49,13 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         mesh: Mesh,
         parts: ZeroParts,
         optimizer: torch.optim.Optimizer | None,
-        views: list[OptimView],
         monitor: MonitorMaster,
         lasting: contextlib.ExitStack,
     ) -> None:
-        """``views`` are what ``optimizer`` sees; ``lasting`` is closed when the engine ends."""
+        """``lasting`` is closed when the engine ends."""
         super().__init__()
         self.module, self.mesh, self.basic_optimizer, self.monitor = module, mesh, optimizer, monitor
-        self._config, self._parts, self._views, self._lasting = config, parts, views, lasting
+        self._config, self._parts, self._views, self._lasting = config, parts, parts.views, lasting
         self._scaler = build_loss_scaler(config)
         self.runtime, self.device = parts.runtime, get_accelerator().torch_device()
         self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device)
@@ -75,28 +66,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._managed = config.managed_gradient_accumulation
         self._offload = DeepSpeedZeRoOffload(module, parts.hooks)
         self.optimizer: Any = self._offload if self.runtime.plan.regular.param.sharded else None
-        self.tiles: OptimTiles | None = None
         if optimizer is not None:
-            # also where no element of theirs is this rank's: the ranks tell each other how their tiles went
-            if any(unit.on_drive(StateKind.OPTIM) for unit in self.runtime.units):
-                self.tiles = OptimTiles([v for v in views if v.on_drive], optimizer, parts.tiers.optim_drive().staging)
-            if (
-                isinstance(optimizer, GroupStep)
-                and any(v.unit.plan.visits for v in views)
-                and self.device.type != "cpu"
-            ):
-                self.runtime.visits = Visits(optimizer, parts.tiers, up=self.runtime.up)
-            self.runtime.delayed = late_update(self.runtime, optimizer)
-            if isinstance(optimizer, AdamBase) and self.runtime.plan.offload.early:
-                self.runtime.early = Early(self.runtime, optimizer)
-                optimizer.host_cores = self.runtime.plan.offload.host_cores
-            self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
+            self.optimizer = wrap_optimizer(optimizer, self, self._views, offload=self._offload)
         self._start_hearing()
         self._step_calls = StepCalls()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
-        self._destroyed = self._over_limit = self.is_compiled = False
+        self._destroyed = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
@@ -105,10 +82,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
-        self.runtime.optimizer, self.runtime.tiles = optimizer, self.tiles
-        if isinstance(optimizer, GroupStep):
-            settle = weakref.WeakMethod(getattr(self.runtime.delayed, "come_home", self.runtime.settle))
-            optimizer.before_looking = lambda: (now := settle()) and now()
 
     def give_way(self, params: set[nn.Parameter]) -> bool:
         """Another engine wants ``params``: an inference engine over no others is destroyed, unless the new one only
@@ -227,11 +200,13 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             result = take_step(
                 self.runtime,
                 self._views,
-                clip=config.gradient_clipping,
-                need_norm=config.zero.compute_grad_norm,
-                skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
-                loss_scale=self._scaler.loss_scale,
-                at_once=self._scaler.dynamic or not undoes,
+                StepOptions(
+                    clip=config.gradient_clipping,
+                    need_norm=config.zero.compute_grad_norm,
+                    skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
+                    loss_scale=self._scaler.loss_scale,
+                    at_once=self._scaler.dynamic or not undoes,
+                ),
                 weight=None if self._tokens is None else self._tokens.total,
             )
         except BaseException as error:
@@ -251,19 +226,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._scaler.update(self._scaler.dynamic and result.overflow)
         self._watch_memory()
 
-    def _watch_memory(self) -> None:
-        """Say once when this rank holds more than ``memory.host_limit``, and that it is not states."""
-        limit = self._config.memory.host_limit
-        if limit is None or self._over_limit or (resident := hostmem.rss_bytes()) <= limit:
-            return
-        self._over_limit = True
-        logger.warning(
-            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at "
-            "%d MiB, so the rest is activations, data or other objects: use smaller batches, activation checkpointing "
-            "or fewer loader workers",
-            *(self.global_rank, resident >> 20, limit >> 20, self.memory_plan().host >> 20),
-        )
-
     def _before_backward(self) -> None:
         """A backward has begun, through the engine or not; the latter is scaled here."""
         self._check_here()
@@ -272,8 +234,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._step_calls.backward(self._gas, local=self._syncing_off)
         gradients = self.runtime.gradients
         gradients.scale = 1.0
-        if self.runtime.early is not None:
-            self.runtime.early.factor = 1.0 / self._scaler.loss_scale
+        self.runtime.update.begin_backward(self._scaler.loss_scale)
         if self._in_engine_backward:
             return
         if self._scaler.loss_scale != 1.0 and not self._scaled_by_user:
@@ -367,7 +328,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
         """Set the mode of the module. Collective with ``delayed_update``: evaluations see what the last update made."""
         if not mode:
-            self.runtime.catch_up()
+            self.runtime.update.publish()
         self.training = mode
         self.module.train(mode)
         return self
@@ -447,7 +408,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def whole_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the client's optimizer may save and load its state, drive or not."""
-        return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
+        return self.runtime.update.whole_state()
 
     # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
@@ -456,7 +417,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             worker.announced = worker.failure is not None
         self._parts.hooks.disarm()
         with serving(worker):
-            after = self.runtime.fail(error, in_forward=in_forward)
+            after = self.runtime.failures.handle(error, in_forward=in_forward)
         if after.torn:
             self._torn = f"a step failed on some ranks and not on others ({after.torn})"
         if not after.window:
@@ -503,33 +464,24 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     def _check_alive(self, *, alone: bool = True, params: bool = True) -> None:
         """UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks hear of
-        (``_settle_together``). Without ``params`` parameters may be away.
+        (``_wait_together``). Without ``params`` parameters may be away.
         """
         self._check_destroyed()
         interrupts.at_door()
         self._end_flow()
-        self.runtime.rejoin()
-        if self.runtime.broken:
-            raise UsageError(
-                f"this rank failed alone ({self.runtime.broken}) and the others may be waiting for it: it cannot go on "
-                "with them. Start the job again; under zero_optimization.divergence 'assume_none' ranks that skip a "
-                "batch must all skip it, at the same place, or use 'tolerate'"
-            )
+        self.runtime.failures.check()
         if self._torn:
             raise UsageError(f"{self._torn}, so the engine holds parts of two states; load a checkpoint that is whole")
         if params and self._params_lent:
             self._check_here()
-        if self.tiles is not None:
-            self.tiles.check_whole()
-        if self.runtime.worker is not None and alone:
-            self.runtime.worker.check()
+        self.runtime.update.check(alone=alone)
 
-    def _settle_together(self) -> None:
+    def _wait_together(self) -> None:
         """Begin a call of the client that is collective: all raise what has become of an update on one of them."""
         try:
-            settle_together(self.runtime.worker, self.runtime.settle, self.mesh)
+            self.runtime.update.wait_together()
         except RuntimeError as error:  # a rank that is gone, or in another call, may have said why
-            if not self.runtime.broken and is_of_backend(error):
+            if not self.runtime.failures.broken and is_of_backend(error):
                 self._recover(error)
             raise
 
@@ -537,11 +489,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """Wait for an update under way where all states are given up, and bring back what is away; its failure."""
         self.reload_states()
         try:
-            self.runtime.settle()
+            self.runtime.update.wait()
         except UsageError as error:
             return error
         finally:
-            self.runtime.forget_updates()
+            self.runtime.update.end_updates()
         return None
 
     def collect_python_gc(self) -> int:
@@ -561,13 +513,13 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise UsageError("destroy() was called inside unsharded(); leave the context first")
         self._end_flow()
         whole = not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
-        collective = self._saver.running or self.mesh.tp.size > 1 or whole or self.runtime.delayed is not None
-        together = not collective or meet_at_end(self.mesh, comes=not self.runtime.broken)
+        collective = self._saver.running or self.mesh.tp.size > 1 or whole or self.runtime.update.collective()
+        together = not collective or meet_at_end(self.mesh, comes=not self.runtime.failures.broken)
         announced = self.runtime.worker is not None and self.runtime.worker.announced
         torn: Exception | None = None
         try:
             if together and not self._torn:
-                self.runtime.catch_up()
+                self.runtime.update.publish()
         except UsageError as error:
             torn = error
         torn = self._end_update() or torn
@@ -582,13 +534,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         for view in self._views:
             view.param.grad = None
         self._views.clear()
-        if self.tiles is not None:
-            self.tiles.close()
+        self.runtime.update.close()
         dismantle(self._parts, together=together)
         if self.basic_optimizer is not None:
-            if isinstance(self.basic_optimizer, GroupStep):
-                self.basic_optimizer.before_looking = None
-                vars(self.basic_optimizer).pop("host_cores", None)  # its kernels take all of them again
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
                 group["params"] = []

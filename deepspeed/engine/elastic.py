@@ -13,15 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from deepspeed.comm.collectives import merge
 from deepspeed.errors import PreemptedExit, UsageError
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.process_settings import Borrowed
-
-if TYPE_CHECKING:
-    from deepspeed.engine import DeepSpeedEngine
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LAUNCHER_KILLS = "DS_SIGNAL_GRACE_S"  # when a launcher kills its ranks after a signal; it says so in this variable
@@ -30,14 +28,27 @@ _STATE = "take_part"  # the key of the client state
 _CLOSED = 0  # the number of no signal, which the interpreter never writes
 
 
-def take_part(engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, every: int = 0) -> dict[str, Any]:
+class SavedEngine(Protocol):
+    """What is asked of an engine here."""
+
+    global_steps: int
+    mesh: Mesh
+    _may_begin: bool
+
+    def emergency_deadline(self) -> float | None: ...
+    def keep_with(self, keeper: "SaveKeeper") -> None: ...
+    def load_checkpoint(self, load_dir: Any) -> tuple[str | None, Any]: ...
+    def save_checkpoint(self, save_dir: Any, *, client_state: Any) -> Any: ...
+    def wait_for_checkpoint(self) -> Any: ...
+
+
+def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int = 0) -> dict[str, Any]:
     """Go on from the newest complete checkpoint in ``folder``, if there is one, and keep ``engine`` saved there.
 
     From then on ``engine.step()`` saves every ``every`` updates (0: only when asked), and SIGTERM and SIGUSR1 on any
     rank make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
     ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first; what is in it is saved with
-    every checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``, and what
-    ``load_checkpoint`` raises.
+    every checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``.
     """
     if not str(folder):
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
@@ -141,7 +152,7 @@ class SaveKeeper:
     """Saves one engine to one folder: every so many updates, and when a signal says that the job is to end."""
 
     def __init__(
-        self, engine: "DeepSpeedEngine", folder: str | os.PathLike[str], *, every: int, state: dict[str, Any]
+        self, engine: SavedEngine, folder: str | os.PathLike[str], *, every: int, state: dict[str, Any]
     ) -> None:
         self._engine, self._folder, self._every, self._state = weakref.proxy(engine), str(folder), every, state
         self._saved = engine.global_steps  # the update that was saved, or loaded, last

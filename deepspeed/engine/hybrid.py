@@ -23,9 +23,7 @@ from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengt
 
 
 def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
-    """Raise UsageError or DeepSpeedConfigError, by name, where ``hybrid_engine`` cannot be what is asked for, of a
-    model for ``ranks`` ranks that are cut in ``ways``. Nothing has changed.
-    """
+    """Raise UsageError or DeepSpeedConfigError where ``hybrid_engine`` cannot be had of these ranks and this model."""
     options = config.hybrid_engine
     if not options.enabled:
         return
@@ -69,9 +67,8 @@ def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """An engine whose ``generate`` is the module's own, with weights that are whole meanwhile, or dealt out to ranks
-    that generate together; from ``initialize`` where ``hybrid_engine.enabled``. ``engine.module.generate`` comes here,
-    too. Training is that of every engine.
+    """An engine whose ``generate`` is the module's own, with weights that are whole, or dealt out to ranks that
+    generate; from ``initialize`` where ``hybrid_engine.enabled``. ``engine.module.generate`` comes here, too.
     """
 
     def __init__(self, module: nn.Module, config: DeepSpeedConfig, **parts: Any) -> None:
@@ -96,8 +93,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         layer is gathered when it computes, and ranks that have ended serve the others. With ``inference_tp_size`` above
         1 so many ranks share the layers and generate for the prompts of all of them, in one batch or in turn; each
         returns its own. An error on one rank is one on all: RankFailedError names it. Raises UsageError on all ranks
-        for a prompt that with the new tokens exceeds ``hybrid_engine.max_out_tokens``, and inside a forward or
-        backward.
+        for more tokens than ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
         """
         self._check_alive(alone=False)
         fault = self._too_long(args, kwargs)
@@ -106,7 +102,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 raise fault
             return self._speak(args, kwargs)
         self._check_between_passes("generate")
-        self._settle_together()
+        self._wait_together()
         if self._in_parts is not None:
             call = GenerateCall(args, kwargs)
             try:
@@ -116,7 +112,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                     self._in_parts.drop()
         else:
             self._agree(fault)
-            self.runtime.catch_up()
+            self.runtime.update.publish()
             output = self._layer_by_layer(args, kwargs) if self._gathers_layers else self._whole(args, kwargs)
         if self._options.release_inference_cache:
             get_accelerator().empty_cache()
@@ -133,12 +129,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._agree(fault)
         return output
 
-    # -- with ranks that share layers -----------------------------------------------------------------------------
     @torch.inference_mode(mode=False)  # what is made here lasts, and is written to again
     def _prepared(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> bytes:
         """Let the parts have the weights as they are now; ``call`` as it goes to other ranks."""
         packed, marks = b"", None
-        self.runtime.catch_up()
+        self.runtime.update.publish()
         try:
             parts.check(self.module)
             marks, packed = parts.marks(self.module), call.packed()
@@ -195,7 +190,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             raise
         return output
 
-    # -- layer by layer -------------------------------------------------------------------------------------------
     def _layer_by_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         control = self.mesh.control
         try:
@@ -254,9 +248,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._speaking = outer
 
     def _agree(self, fault: Exception | None, *, depth: int = 0, wants: bool = False) -> bool:
-        """Raise on all ranks where one has a fault: its own there. Of faults that follow from others (``depth``) only
-        where there are no others. Else whether a rank ``wants`` something.
-        """
+        """Raise on all ranks where one has a fault, of the least ``depth``. Else whether a rank ``wants`` something."""
         text = None if fault is None else describe(fault)
         answers = gather_objects((depth, text, wants), self.mesh.talk)
         least = min((theirs for theirs, cause, _ in answers if cause is not None), default=0)

@@ -1,8 +1,9 @@
 """One order of collectives on every rank, also when ranks take different branches.
 
 [Note: agreement] A rank *asks* before it issues gathers or reductions, and all execute the same *decisions* (ZeRO
-invariant I7): *by message*, of requests that differ the smallest one, which others serve as guests, or *by habit*, an
-interval that all foretell from the common past. docs/architecture.md, section 6, has the rules.
+invariant I7). They come *by message*: of requests that differ the smallest one is decided, and ranks that did not ask
+for it are dummy participants. Or they come *by prediction*: all ranks predict the same interval between two sync points
+from the past that they share. docs/architecture.md, section 6, has the rules.
 
 Why no rank waits for a collective that another one never issues: a rank has executed the interval to its end before it
 takes part in a message, so what is decided between two messages is one list everywhere, in one order. In it a rank
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects, merge
 from deepspeed.errors import DivergenceError
-from deepspeed.zero.schedule import Habits
+from deepspeed.zero.schedule import IntervalPredictor
 
 
 class Kind(IntEnum):
@@ -69,7 +71,7 @@ class Decision:
     units: tuple[int, ...]
     reduces: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def reduced(self) -> tuple[int, ...]:
         """All units whose gradients are reduced, in order."""
         units = self.units if self.kind in (Kind.REDUCE, Kind.FLUSH, Kind.STEP) else ()
@@ -86,9 +88,9 @@ class Decision:
             return (self.units == request.units and ready) or (urgent and request.units[0] in self.units)
         return set(request.pending) <= set(self.units) if self.kind is Kind.STEP else self.units == request.units
 
-    @property
+    @cached_property
     def closes(self) -> bool:
-        """Whether it ends an interval: an error, the end of a backward, a forward's that nothing follows by habit."""
+        """Whether it is a sync point, which ends an interval: an error, the end of a backward or of a forward alone."""
         return self.kind in (Kind.FAILED, Kind.FLUSH) or (self.kind is Kind.LEAVE and not self.units)
 
 
@@ -121,17 +123,17 @@ class Agreement:
         doubt: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """``where`` and ``title`` (of a rank) are words for an error. In ``doubt`` (of what it is told in words) a rank
-        sends the message that takes the place of a step foretold: the others may be in that, where none reaches them.
+        sends the message that takes the place of a predicted step: the others may be in that, where none reaches them.
         """
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None
         self._names = unit_names
         self._where, self._title, self._doubt = where, title, doubt
         self._words = max(1, -(-len(unit_names) // _WORD))
-        self._habits = Habits()
-        self._rest: list[Decision] = []  # of the interval that is foretold, last one first
+        self._predictor = IntervalPredictor()
+        self._rest: list[Decision] = []  # of the interval that is predicted, last one first
         self._done: list[Decision] = []
-        self._foretold = self._strayed = self._left_out = False
-        self._steps = 0  # executed, by message or by habit
+        self._predicted = self._strayed = self._left_out = False
+        self._steps = 0  # executed, by message or by prediction
         self.apart = False  # some ranks have taken a step that others have not, so none can serve another
         self.strict = mode == "error"  # ranks must take the same path
         self.agreed = True  # the last message found all ranks equal
@@ -146,7 +148,7 @@ class Agreement:
     def ask(self, request: Request, *, urgent: bool = True) -> Iterator[Decision]:
         """What all ranks execute now; repeat until served. Collective. Raises DivergenceError in mode "error".
 
-        Without ``urgent`` only what comes next by habit: there may be nothing, and the request is dropped.
+        Without ``urgent`` only what comes next by prediction: there may be nothing, and the request is dropped.
         """
         if self._group is None:
             yield request.whole
@@ -162,7 +164,7 @@ class Agreement:
             yield decision
 
     def _reach(self, request: Request, *, urgent: bool) -> int | None:
-        """How many decisions to execute by habit for ``request``; None where a message has to be sent."""
+        """How many decisions to execute by prediction for ``request``; None where a message has to be sent."""
         if not self._rest:
             return None
         if not urgent:
@@ -171,7 +173,7 @@ class Agreement:
         for decision in reversed(self._rest):
             if decision.serves(request, urgent=True):
                 return count + 1
-            if decision.kind is Kind.STEP:  # no guest can take it, nor who has gradients that it does not reduce
+            if decision.kind is Kind.STEP:  # no dummy can take it, nor who has gradients that it does not reduce
                 break
             count += 1
         if request.kind is Kind.REDUCE:
@@ -233,7 +235,7 @@ class Agreement:
         return _ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "the next units")
 
     def _part(self, request: Request) -> None:
-        """Raise on all ranks: some have taken a step by habit in whose place others have done something else."""
+        """Raise on all ranks: some have taken a step by prediction in whose place others have done something else."""
         assert self._group is not None
         self.apart = True
         everyone = gather_objects((self._steps, *request.head), self._group)
@@ -244,10 +246,10 @@ class Agreement:
         raise DivergenceError(f"the ranks have taken different numbers of steps ({self._where()}): {ranks}. {_ALIKE}")
 
     def _close(self) -> None:
-        """End the interval; foretell the next one."""
-        self._habits.close(None if self._strayed else tuple(self._done), foretold=self._foretold)
-        self._rest = list(self._habits.forecast()[:-1])[::-1]
-        self._foretold, self._strayed = bool(self._rest), False
+        """End the interval; predict the next one."""
+        self._predictor.close(None if self._strayed else tuple(self._done), predicted=self._predicted)
+        self._rest = list(self._predictor.forecast()[:-1])[::-1]
+        self._predicted, self._strayed = bool(self._rest), False
         self._done.clear()
 
     def _refuse(self, request: Request) -> None:

@@ -114,9 +114,7 @@ def bands_of(segments: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: 
 def most_chosen(
     segments: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, ratio: float
 ) -> tuple[int, int]:
-    """The most elements of chosen columns, and the most of these columns, that one of ``parts`` equal ranges of
-    ``numel`` elements has.
-    """
+    """The most elements of chosen columns, and the most columns, in one of ``parts`` equal ranges of ``numel``."""
     elements, columns = 0, 0
     for part in range(parts):
         bands = bands_of(segments, part * numel // parts, (part + 1) * numel // parts)

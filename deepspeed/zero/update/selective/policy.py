@@ -12,37 +12,32 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepspeed.comm import collectives
-from deepspeed.optim.base import GroupStep
 from deepspeed.optim.rules import AdamBase, FusedAdam
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
-from deepspeed.zero.failures import settle_together
-from deepspeed.zero.optim_view import OptimView, captured_groups
+from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import requiring
-from deepspeed.zero.plan import ColumnsPlan, StateKind
-from deepspeed.zero.publish import Publication
+from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.chosen import Chosen, WindowSum, chosen_in, shapes_of
-from deepspeed.zero.update.columns import bands_of, chosen_of, width_of
-from deepspeed.zero.update.delayed import Begun, Delayed
-from deepspeed.zero.update.standing import frozen_later
-from deepspeed.zero.update.turns import step_over
-
-if TYPE_CHECKING:
-    from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
+from deepspeed.zero.update.late import Begun, LateUpdate
+from deepspeed.zero.update.partial import step_over
+from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
+from deepspeed.zero.update.selective.chosen import Chosen, WindowSum, chosen_in, shapes_of
+from deepspeed.zero.update.selective.columns import bands_of, chosen_of, width_of
+from deepspeed.zero.update.selective.settings import ColumnsPlan
 
 SLOT = "zenflow_"  # what the names of the further slots begin with
 SUM, CHOSEN = f"{SLOT}sum", f"{SLOT}chosen"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WINDOWS = (4, 16)  # the shortest and the longest window of "auto"; columns are chosen again every so many, too
 _PIECE = 1 << 20  # elements whose sums fit a cache
-Groups = list[dict[str, Any]]  # the settings of the optimizer's groups
 
 
 @dataclass
@@ -62,80 +57,97 @@ class Counts:
         return {f"{SLOT}{name}": value for name, value in asdict(self).items()}
 
 
-class ZenFlow(Delayed):
+class _Home(Transfer):
+    """Masters and slots of ``policy`` that are on the device: who asks for them on the host brings them there."""
+
+    def __init__(self, policy: "SelectiveUpdate") -> None:
+        self._policy = policy
+
+    def wait(self) -> None:
+        self._policy.come_home()
+
+    def done(self) -> bool:
+        return not self._policy.states_out
+
+
+class SelectiveUpdate(LateUpdate):
     """Of one engine. With ``plan.overlap`` what a window's end makes is published at the end of the next window, as the
     delayed update does step by step; else at once.
     """
 
-    def __init__(self, runtime: "Runtime", optimizer: AdamBase, plan: ColumnsPlan) -> None:
-        super().__init__(runtime, optimizer, first=0)
+    further_slots = SLOT
+
+    def __init__(self, host: UpdateHost, optimizer: AdamBase, plan: ColumnsPlan) -> None:
+        super().__init__(host, optimizer)
         self._plan, self._counts, self._forgot = plan, Counts(), False
-        self._views = [view for unit in runtime.units for view in unit.views]
+        self._views = [view for unit in host.units for view in unit.views]
         self._chosen: dict[nn.Parameter, Chosen] = {}  # by what the optimizer sees of a view
         self._on_device: AdamBase | None = None  # while the states of the chosen are out
-        self._out = self._busy = False
+        self.states_out = False
+        self._busy = False  # whoever asks for states is this
+        self._home = _Home(self)
         self._sums: dict[Unit, list[torch.Tensor]] = {}  # that of the window first, then spare ones
         self._adding: dict[Unit, Transfer] = {}
         self._trained: dict[Unit, set[int]] = {}  # positions that have had a gradient in the open window
         # Versions of gradients on the host whose chosen columns, and whose columns' squares, are on the device.
         self._taken: dict[Unit, int] = {}
         self._squared: dict[Unit, int] = {}
-        self._squares = {unit: _room(unit) for unit in runtime.units if unit.trainable}
+        self._squares = {unit: _room(unit) for unit in host.units if unit.trainable}
         optimizer.host_cores = plan.cores
-        runtime.gradients.before, runtime.gradients.seen = self._until_added, self._see
-        for unit in runtime.units:
-            unit.delay_update(home=self.come_home)
-
-    def applies(self) -> bool:
-        return True
 
     # -- a step --------------------------------------------------------------------------------------------------------
-    def step(self, views: Sequence[OptimView], factor: float, *, failure: Exception | None) -> None:
-        """Update what is chosen, by gradients times ``factor``, and add the others to the sums; at the end of a window
-        update these, too. After a ``failure`` raise that, when the other ranks have what they wait for; so is whatever
-        fails here, as they know nothing of it.
+    def begin_step(self) -> None:
+        """See ``UpdatePolicy``: a window's update goes on beside further steps."""
+        UpdatePolicy.begin_step(self)
+
+    def apply(self, step: Step) -> None:
+        """Update what is chosen, and add the others to the sums; at the end of a window update these, too. A failure,
+        of before or in here, is raised when the other ranks, which know nothing of it, have what they wait for.
         """
-        failed = [] if failure is None else [failure]
+        failed = [] if step.failure is None else [step.failure]
+        factor = float(step.factor)  # the host waits for the norm
         with self._alone():
             self._go_out(failed)
             counts, plan = self._counts, self._plan
             warm = counts.steps < plan.warm_up
             if self._due():
                 self._choose(failed)
-            groups, undisturbed = captured_groups(self._optimizer), self._optimizer.undisturbed()
+            groups, undisturbed = captured_groups(self.optimizer), self.optimizer.undisturbed()
             ends = warm or counts.window + 1 >= counts.length
             self._note_trained(begins=counts.window == 0)
             if undisturbed or not ends:
                 # for whoever counts steps, as schedules do; without parameters, whose gradients may be the thread's
-                _attempt(failed, lambda: step_over(self._optimizer, [[] for _ in groups]))
+                _attempt(failed, lambda: step_over(self.optimizer, [[] for _ in groups]))
             _attempt(failed, lambda: self._update_chosen(groups, factor))
             if not ends:
                 _attempt(failed, lambda: self._add_all(factor, begins=counts.window == 0))
             else:
-                _attempt(failed, self._until_ended)
+                _attempt(failed, self._until_all_ended)
             if failed:
                 self._serve()
                 raise failed[0]
             count = counts.window + 1
-            counts.steps, counts.window = counts.steps + 1, 0 if ends else count
+            counts.steps += 1
+            counts.window = 0 if ends else count
             counts.since += counts.since >= 0
             beside = plan.overlap and not warm
-            if ends and self._pending:
+            if ends and self._unpublished:
                 self._publish()
             elif not ends or beside:
                 self._publication(masters=False).finish()
             if ends:
-                self._pending = True
+                self._unpublished = True
                 try:
-                    self._end_window(views, groups if undisturbed else None, factor, count, beside=beside)
+                    self._end_window(step, groups if undisturbed else None, count, beside=beside)
                 except Exception:
                     if not beside:  # the other ranks, which know nothing of it, wait for this one
                         self._serve()
                     raise
                 if not beside:
                     self._publish()
-        if self._pending and any(unit.movable and unit.pins for unit in self._runtime.units):
-            self.publish()  # into a context of the user's, whose edits would else be made to what is old
+        self.pending = True
+        if self._unpublished:
+            self._publish_into_contexts()
 
     def _serve(self) -> None:
         with contextlib.suppress(Exception):
@@ -146,10 +158,10 @@ class ZenFlow(Delayed):
         if begins:
             self._trained.clear()
         for unit in self._units():
-            self._trained.setdefault(unit, set()).update(unit.trained, requiring(unit.params))
+            self._trained.setdefault(unit, set()).update(unit.window.trained, requiring(unit.params))
 
     def _units(self) -> list[Unit]:
-        return [unit for unit in self._runtime.units if unit.views]
+        return [unit for unit in self.host.units if unit.views]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -160,34 +172,32 @@ class ZenFlow(Delayed):
         finally:
             self._busy = False
 
-    def _end_window(
-        self, views: Sequence[OptimView], groups: Groups | None, factor: float, count: int, *, beside: bool
-    ) -> None:
+    def _end_window(self, step: Step, groups: Groups | None, count: int, *, beside: bool) -> None:
         """Begin the host's update by the mean over ``count`` steps. ``groups``: the settings, where nobody watches."""
-        worker, calls = self._runtime.worker if beside else None, []
-        for unit, those in itertools.groupby(views, lambda view: view.unit):
+        calls, factor = [], float(step.factor)
+        for unit, those in itertools.groupby(step.views, lambda view: view.unit):
             self._until_added(unit)
-            landed, sums = unit.landed, self._sums_of(unit)
+            landed, sums = unit.pending.until(StateKind.GRAD), self._sums_of(unit)
             store = unit.exchange_gradient_store(self._spare.pop(unit, None)) if beside else unit.rest[StateKind.GRAD]
             assert store is not None, "a step comes with gradients"
-            begun = Begun(unit, WindowSum(sums.pop(0), store), [])
+            begun = Begun(unit, WindowSum(sums.pop(0), store), unit.pending.until(StateKind.OPTIM, write=True))
             self._begun.append(begun)
             add = functools.partial(_add, begun.store.tensor, store, factor, landed, begins=count == 1)
-            mine = list(those)
-            calls.append((begun, add, mine, landed, frozen_later(mine, self._trained)))
+            views = list(those)
+            calls.append((begun, add, views, landed, frozen_since(views, self._trained)))
         if groups is None:
             for _, add, *_ in calls:
                 add()
-            still = frozen_later(views, self._trained)
+            still = frozen_since(step.views, self._trained)
             self._put_home()  # for whoever looks, before the kernels and behind them, which go over everything
-            with self._optimizer.behind_kernels(self._put_home):
-                self._update(self._begun, views, self._optimizer.step, 1 / count, frozen=still)
+            with self.optimizer.behind_kernels(self._put_home):
+                self._update_watched(step, 1 / count, still)
             self._bring_out()  # with what has been written
             return
-        for begun, add, mine, landed, frozen in calls:
-            turn = self._turn_of(begun, mine, groups, 1 / count, first=add, frozen=frozen)
-            if worker is not None:
-                begun.turn = worker.hand_over(turn, place=begun.unit.index, after=landed)
+        for begun, add, views, landed, frozen in calls:
+            turn = self._turn_of(begun, views, groups, 1 / count, first=add, frozen=frozen)
+            if beside:
+                self._start(begun, turn, after=landed)
             else:
                 turn()
 
@@ -199,8 +209,8 @@ class ZenFlow(Delayed):
             self._spare[begun.unit] = store.gradient
 
     def _publication(self, *, masters: bool = True) -> Publication:
-        units = [unit for unit in self._runtime.units if unit.trainable]
-        return self._runtime.publication(units, over=self._write_chosen if self._out else None, masters=masters)
+        units = [unit for unit in self.host.units if unit.trainable]
+        return self.host.publication(units, over=self._write_chosen if self.states_out else None, masters=masters)
 
     def _write_chosen(self, unit: Unit, piece: torch.Tensor, masters: Transfer) -> None:
         """Into ``piece``, PARAM over the range of OPTIM, behind the ``masters`` of the rest."""
@@ -220,29 +230,29 @@ class ZenFlow(Delayed):
         return places
 
     def _add_all(self, factor: float, *, begins: bool) -> None:
-        worker = self._runtime.worker
+        worker = self.host.worker
         for unit in self._units():
             self._until_added(unit)
-            total, store = self._sums_of(unit)[0], unit.rest[StateKind.GRAD]
-            call = functools.partial(_add, total, store, factor, unit.landed, begins=begins)
+            total, store, landed = self._sums_of(unit)[0], unit.rest[StateKind.GRAD], unit.pending.until(StateKind.GRAD)
+            call = functools.partial(_add, total, store, factor, landed, begins=begins)
             if worker is None:
                 call()
             else:  # the last one first: the backward needs its memory first
-                self._adding[unit] = worker.hand_over(call, place=-unit.index, after=unit.landed)
+                self._adding[unit] = turn = worker.hand_over(call, place=-unit.index, after=landed)
+                unit.note_pending(turn, reads=(StateKind.GRAD,))
 
-    def _until_ended(self) -> None:
-        """What this rank has begun in earlier steps, which may have failed."""
+    def _until_all_ended(self) -> None:
+        """Wait for what this rank has begun in earlier steps, which may have failed."""
         Several([*(begun.turn for begun in self._begun), *self._adding.values()]).wait()
 
     def _until_added(self, unit: Unit) -> None:
         self._adding.pop(unit, ARRIVED).wait()
 
     # -- the device's part -----------------------------------------------------------------------------------------
-    def _see(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The whole gradient of ``unit`` is on its way to the host; this runs on its stream."""
+    def gradient_sent(self, unit: Unit, grad: torch.Tensor) -> None:
         assert unit.grad is not None
         version = unit.grad._version
-        if self._out:
+        if self.states_out:
             for view in unit.views:
                 if view.param in self._chosen:
                     self._chosen[view.param].take(view.within(StateKind.GRAD, grad), self._chosen[view.param].grad)
@@ -262,12 +272,12 @@ class ZenFlow(Delayed):
         self._counts.updates += self._counts.since >= 0  # also where nothing of it is this rank's
         if (optimizer := self._on_device) is None:
             return
-        frozen, still = frozen_later(self._views), []
+        frozen, still = frozen_since(self._views), []
         for chosen in self._chosen.values():
             view, unit, param = chosen.view, chosen.view.unit, chosen.param
             assert unit.grad is not None and param is not None
             if self._taken.get(unit) != unit.grad._version:
-                unit.landed.wait()
+                unit.wait(StateKind.GRAD)
                 chosen.grad.copy_(chosen.compact(view.within(StateKind.GRAD, unit.grad)))
             param.grad = chosen.grad.mul_(factor * unit.facts.after)
             names, state = {segment.name for segment in frozen.get(unit, ())}, optimizer.state[param]
@@ -300,7 +310,7 @@ class ZenFlow(Delayed):
 
     def _choose(self, failed: list[Exception]) -> None:
         """Choose columns anew, by the gradient of this step. Collective, also where something has ``failed``."""
-        units = [unit for unit in self._runtime.units if unit.trainable]
+        units = [unit for unit in self.host.units if unit.trainable]
         _attempt(failed, lambda: self._come_home(leave=False))
         _attempt(failed, lambda: self._square_all(units))
         meshes: dict[tuple[int, ...], list[Unit]] = {}
@@ -314,14 +324,14 @@ class ZenFlow(Delayed):
             sizes = [self._squares[unit].numel() for unit in those]
             for unit, squares in zip(those, together.split(sizes), strict=True):
                 self._squares[unit].copy_(squares)
-        shares, counts = torch.zeros(2, dtype=torch.float64, device=self._runtime.device), self._counts
+        shares, counts = torch.zeros(2, dtype=torch.float64, device=self.host.device), self._counts
         _attempt(failed, lambda: self._take_largest(units, shares))
         if self._plan.window == 0:
-            rest, whole = collectives.sum_in_place(shares, self._runtime.mesh.job).tolist()
+            rest, whole = collectives.sum_in_place(shares, self.host.mesh.job).tolist()
             longer = rest < (1 - self._plan.auto_ratio) * whole
             counts.length = min(_WINDOWS[1], 2 * counts.length) if longer else max(_WINDOWS[0], counts.length // 2)
         if counts.since < 0:
-            counts.updates = max(collectives.gather_objects(self._host_updates(), self._runtime.mesh.job))
+            counts.updates = max(collectives.gather_objects(self._host_updates(), self.host.mesh.job))
         counts.since = 0
         self._squared.clear()
         _attempt(failed, self._bring_out)
@@ -329,7 +339,7 @@ class ZenFlow(Delayed):
     def _square_all(self, units: Sequence[Unit]) -> None:
         for unit in units:
             if unit.grad is None or self._squared.get(unit) != unit.grad._version:
-                unit.landed.wait()
+                unit.wait(StateKind.GRAD)
                 assert unit.grad is not None
                 self._square(unit, unit.grad.to(unit.device))
 
@@ -358,36 +368,30 @@ class ZenFlow(Delayed):
 
     # -- here and there --------------------------------------------------------------------------------------------
     def _host_updates(self) -> int:
-        return max([0, *(int(view.kept_by(self._optimizer).get("step", 0)) for view in self._views)])
+        return max([0, *(int(view.kept_by(self.optimizer).get("step", 0)) for view in self._views)])
 
     def come_home(self) -> None:
         """Everything that is known goes to where the masters and moments rest. Local."""
-        worker = self._runtime.worker
-        if self._out and not self._busy and not (worker is not None and worker.inside()):
+        worker = self.host.worker
+        if self.states_out and not self._busy and not (worker is not None and worker.inside()):
             with self._alone(), torch.no_grad():
                 self._come_home(leave=True)
 
-    def settle(self) -> None:
-        super().settle()
-        if not self._busy:
-            for unit in [*self._adding]:
-                self._until_added(unit)
-
     def _come_home(self, *, leave: bool) -> None:
         """``leave``: with what the next step, or a checkpoint, goes on from."""
-        self._until_ended()
+        self._until_all_ended()
         self._put_home()
         counts = self._counts
         for chosen in self._chosen.values():
             chosen.param = None
         for view in self._views if leave else ():
-            state = self._optimizer._state_of(view.param, self._optimizer.param_groups[view.group])
+            state = self.optimizer._state_of(view.param, self.optimizer.param_groups[view.group])
             if counts.since >= 0:  # on all ranks, also where nothing of a parameter is chosen
                 state[CHOSEN] = self._mask_of(view)
             if counts.window:
                 state[SUM] = view.within(StateKind.GRAD, self._sums_of(view.unit)[0])
             state |= counts.numbers()
-        self._on_device, self._out = None, False
+        self._on_device, self.states_out = None, False
 
     def _put_home(self) -> None:
         """What there is on the device, to where it rests."""
@@ -396,7 +400,8 @@ class ZenFlow(Delayed):
         for chosen in self._chosen.values():
             view, param = chosen.view, chosen.param
             assert param is not None
-            state = self._optimizer._state_of(view.param, self._optimizer.param_groups[view.group])
+            view.unit.wait(StateKind.OPTIM, write=True)  # copies read it; what this policy itself waits for is done
+            state = self.optimizer._state_of(view.param, self.optimizer.param_groups[view.group])
             chosen.put(view.param.detach(), param.detach().cpu())
             for name in _MOMENTS:
                 chosen.put(state[name], optimizer.state[param][name].cpu())
@@ -411,17 +416,17 @@ class ZenFlow(Delayed):
 
     def _go_out(self, failed: list[Exception]) -> None:
         """Take everything from where it rests; after a load the ranks agree on the counts."""
-        if self._out:
+        if self.states_out:
             return
         numbers: dict[str, int] = {}
         _attempt(failed, lambda: numbers.update(self._take_states()))
         if self._forgot:
             summed = [*self._frozen_sums()] if numbers.get(f"{SLOT}window") else []
             mine = (numbers, self._host_updates(), summed)
-            everyone = collectives.gather_objects(mine, self._runtime.mesh.job)
+            everyone = collectives.gather_objects(mine, self.host.mesh.job)
             numbers = next((known for known, *_ in everyone if known), {f"{SLOT}steps": max(n for _, n, _ in everyone)})
             for index, position in itertools.chain.from_iterable(those for *_, those in everyone):
-                self._trained.setdefault(self._runtime.units[index], set()).add(position)
+                self._trained.setdefault(self.host.units[index], set()).add(position)
         if numbers:
             self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
         self._counts.length = self._plan.window or self._counts.length or _WINDOWS[0]
@@ -432,7 +437,7 @@ class ZenFlow(Delayed):
         """What is chosen and the sums, from the optimizer's state; the counts that are there, too."""
         numbers: dict[str, int] = {}
         for view in self._views:
-            state = view.kept_by(self._optimizer)
+            state = view.kept_by(self.optimizer)
             mask, total = state.pop(CHOSEN, None), state.pop(SUM, None)
             counts = {name: int(state.pop(name)) for name in Counts().numbers() if name in state}
             numbers = counts or numbers
@@ -457,7 +462,9 @@ class ZenFlow(Delayed):
 
     def _bring_out(self) -> None:
         """The states of what is chosen come to the device."""
-        self._out, self._on_device = True, None
+        self.states_out, self._on_device = True, None
+        for unit in self.host.units:
+            unit.note_pending(self._home, writes=(StateKind.OPTIM,))
         self._taken.clear()
         if not self._chosen:
             return
@@ -466,7 +473,7 @@ class ZenFlow(Delayed):
         params = [chosen.param for chosen in self._chosen.values()]
         optimizer = self._on_device = FusedAdam([param for param in params if param is not None])
         for chosen in self._chosen.values():
-            state, group = chosen.view.kept_by(self._optimizer), self._optimizer.param_groups[chosen.view.group]
+            state, group = chosen.view.kept_by(self.optimizer), self.optimizer.param_groups[chosen.view.group]
             fused = group.get("fused") or group.get("capturable")
             where = chosen.grad.device if fused else torch.device("cpu")
             moments = {name: chosen.compact(state.get(name)) for name in _MOMENTS}
@@ -474,37 +481,30 @@ class ZenFlow(Delayed):
             optimizer.state[chosen.param] = {"step": step, **moments}
 
     def left_out(self) -> None:
-        """The window goes on with the next step."""
+        """See ``UpdatePolicy``: the window goes on with the next step."""
 
     def publish(self) -> None:
-        """As for a delayed update; and everything comes home."""
+        """See ``UpdatePolicy``: as of a delayed update; and everything comes home."""
         super().publish()
-        if self._runtime.worker is None:
+        if self.host.worker is None:
             self.come_home()
         else:
-            settle_together(self._runtime.worker, self.come_home, self._runtime.mesh)
+            self.wait_together()
 
     def restart(self) -> None:
         self.come_home()
         self.forget()
 
     def forget(self) -> None:
-        """Everything is overwritten."""
         super().forget()
         self._adding.clear()
         self._trained.clear()
         self._chosen.clear()
-        self._on_device, self._out, self._forgot = None, False, True
+        self._on_device, self.states_out, self._forgot = None, False, True
 
-
-def late_update(runtime: "Runtime", optimizer: torch.optim.Optimizer) -> Delayed | None:
-    """The policy of an engine whose plan wants updates beside later steps."""
-    offload = runtime.plan.offload
-    if isinstance(optimizer, AdamBase) and offload.columns is not None:
-        return ZenFlow(runtime, optimizer, offload.columns)
-    if isinstance(optimizer, GroupStep) and offload.delayed_from:
-        return Delayed(runtime, optimizer, first=offload.delayed_from)
-    return None
+    def close(self) -> None:
+        vars(self.optimizer).pop("host_cores", None)  # its kernels take all of them again
+        super().close()
 
 
 def _attempt(failed: list[Exception], call: Callable[[], object]) -> None:

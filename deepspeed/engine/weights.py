@@ -21,8 +21,8 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, log_dist_once, logger
 from deepspeed.zero.client.gathered import GatheredParameters, leave_device, state_names
-from deepspeed.zero.partition import UnitState
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import UnitState
 
 _BUCKET = "512MB"
 
@@ -84,22 +84,21 @@ class EngineWeights:
         return self._flow(tensors, limit, target=target, parcels=parcels)
 
     def settle_weights(self, call: str) -> None:
-        """Wait until the weights at rest are those of the last step and nobody writes them. On this rank alone: the
-        caller lets all ranks hear what is raised.
+        """Wait until the weights at rest are those of the last step and nobody writes them; on this rank alone.
 
         ``call``: what for. Raises UsageError inside a forward or backward, and where an update has failed.
         """
         self._check_alive()
         self._check_between_passes(call)
-        self.runtime.settle()
-        self.runtime.catch_up()
+        self.runtime.update.wait()
+        self.runtime.update.publish()
 
     def _flow(
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:
         self._check_alive(alone=False)
-        self._settle_together()
-        self.runtime.catch_up()
+        self._wait_together()
+        self.runtime.update.publish()
         options: Any = {"max_bytes": limit, "device": self.device, "target": target, "parcels": parcels}
         flow = WeightFlow(self.mesh, tensors, **options)
         self._open_flow = weakref.ref(flow)
@@ -116,8 +115,7 @@ class EngineWeights:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The module with every parameter gathered once and without ZeRO's hooks, for generation. Collective at both
-        ends.
+        """The module with every parameter gathered, without ZeRO's hooks, for generation. Collective at both ends.
 
         Inside, ranks may run different numbers of forward passes (under tensor parallelism those that share a layer
         the same). Edits are refused at the end, on all ranks. The log says once how much memory that takes. Raises
@@ -130,10 +128,10 @@ class EngineWeights:
         if self._generating:  # the outer one has gathered, and gives the hooks back
             yield self.module
             return
-        self._settle_together()
-        self.runtime.catch_up()
+        self._wait_together()
+        self.runtime.update.publish()
         missing = [u for u in self.runtime.units if u.movable and u.state is UnitState.ABSENT]
-        nbytes = sum(u.layout.numel * u.full.element_size() for u in missing)
+        nbytes = sum(u.layout.numel * u.buffer.full.element_size() for u in missing)
         device = get_accelerator()
         kept = device.memory_reserved() - device.memory_allocated()  # by the allocator, for what comes
         free = device.available_memory() and device.available_memory() + max(0, kept)
@@ -157,7 +155,6 @@ class EngineWeights:
             finally:
                 self._generating = False
 
-    # -- states that leave the device --------------------------------------------------------------------------------
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
@@ -175,9 +172,7 @@ class EngineWeights:
             return
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
-        self.runtime.settle()
-        if self.runtime.delayed is not None:
-            self.runtime.delayed.come_home()
+        self.runtime.update.wait()
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
         self.runtime.before_update()  # what leaves the device may still be copied for a save
@@ -199,7 +194,6 @@ class EngineWeights:
         if self._lent:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
-    # -- files ----------------------------------------------------------------------------------------------------
     def save_pretrained(self, save_directory: Any, max_shard_size: int | str = "5GB", **options: Any) -> None:
         """Write ``model.safetensors`` (several with an index beyond ``max_shard_size``) in the dtype of the module,
         and what the module's own ``save_pretrained`` writes beside. Collective; the first rank holds a bucket.
@@ -291,8 +285,8 @@ class EngineWeights:
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
         if self.runtime.worker is not None:
-            self._settle_together()
-        self.runtime.catch_up()
+            self._wait_together()
+        self.runtime.update.publish()
         with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint, dst=self.module)

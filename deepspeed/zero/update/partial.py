@@ -1,16 +1,13 @@
 """One step of an optimizer in several turns, each over some of its tensors."""
 
-import copy
 import itertools
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepspeed.errors import UsageError
-
-if TYPE_CHECKING:
-    from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, copied
 
 _TORCHS = re.compile("params|state|defaults|param_groups|_optimizer.*")  # what torch keeps in groups and optimizers
 
@@ -29,7 +26,7 @@ class Turns:
         self._before = {"its state": {}, **{name: _numbers(holder) for name, holder in self._holders().items()}}
         self._after: dict[str, dict[Any, Any]] = {}
 
-    def take(self, views: "list[OptimView]") -> None:
+    def take(self, views: list[OptimView]) -> None:
         """One call of ``step`` that sees the parameters of ``views`` only; what it leaves must be what others left."""
         lists = [[v.param for v in views if v.group == i] for i in range(len(self._optimizer.param_groups))]
         self._restore(self._before)
@@ -106,11 +103,6 @@ def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1
             now.detach().copy_(value)
         else:
             holder[key] = copied(value)
-
-
-def copied(value: Any) -> Any:
-    """A copy of a number, a tensor or what a group holds."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def same(a: Any, b: Any) -> bool:

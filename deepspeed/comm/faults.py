@@ -1,0 +1,69 @@
+"""How a script ends by an error of its configuration or its calls: said once, by the first rank, and without the frames
+of this package. With the log at DEBUG it ends as any other does, on every rank and with every frame.
+"""
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import sys
+import time
+import zlib
+from types import TracebackType
+
+import torch.distributed as dist
+
+from deepspeed.comm.hang.stacks import origin
+from deepspeed.comm.hang.watch import own_store
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, NotYetError, ReleasedParameterError, UsageError
+from deepspeed.observe.log import logger
+
+_PLAIN = (DeepSpeedConfigError, UsageError, NotYetError, ReleasedParameterError, CheckpointError)
+_FIRST_S = 2.0  # how long others wait for the first rank to say the same
+
+
+def _of_users(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without what is neither the user's nor of a library that the user calls."""
+    if trace is None:
+        return None
+    rest = _of_users(trace.tb_next)
+    if origin(trace.tb_frame.f_code.co_filename) != "user":
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _speaks(text: str) -> bool:
+    """Whether this rank says ``text``: the first does, others where the first does not end with the same."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return True
+    key, end = str(zlib.crc32(text.encode())), time.monotonic() + _FIRST_S
+    with contextlib.suppress(RuntimeError, ValueError):  # the store went with the first rank, which has spoken then
+        store = own_store("deepspeed/said")
+        if dist.get_rank() == 0:
+            store.set(key, "")
+            return True
+        while not store.check([key]):
+            if time.monotonic() > end:
+                return True
+            time.sleep(0.02)
+    return False
+
+
+@functools.cache
+def show_plainly() -> None:
+    """Let uncaught errors of this kind end the script so; once in a process."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, _PLAIN) or logger.isEnabledFor(logging.DEBUG):
+            previous(kind, error, trace)
+            return
+        error.__cause__, error.__suppress_context__ = None, True
+        error.with_traceback(_of_users(trace))
+        # The launcher need not say it again, unless what ranks write goes to files.
+        error.is_shown = "DS_RANK_LOG" not in os.environ
+        with contextlib.nullcontext() if _speaks(str(error)) else contextlib.redirect_stderr(io.StringIO()):
+            previous(kind, error, error.__traceback__)
+
+    sys.excepthook = hook

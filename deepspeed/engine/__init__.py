@@ -1,0 +1,3 @@
+"""The engine: one object that clients train by, and what it is made of."""
+
+from deepspeed.engine.engine import DeepSpeedEngine as DeepSpeedEngine

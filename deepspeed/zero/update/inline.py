@@ -1,0 +1,125 @@
+"""The update within the step: everything at once, or, where states rest on the host, unit by unit; and the update in
+the background, where the last of these are left to a thread.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from deepspeed.optim.base import GroupStep
+from deepspeed.optim.host import Scalar
+from deepspeed.tier.behind import Turn
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.apply import Groups, apply_rule, apply_to_part, captured_groups, frozen_since
+from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
+
+Part = tuple[Unit | None, list[OptimView]]  # the views of a unit on the host, or those of several on the device
+
+
+class InlineUpdate(UpdatePolicy):
+    """Over what rests on the host unit by unit, in the order of the forward: what is new travels, to the device and to
+    other ranks, beside the update of the next unit.
+    """
+
+    def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(host, optimizer)
+        rows = [unit.plan.optim for unit in host.units if unit.plan.optim is not None]
+        away = host.device.type == "cpu" or any(row.away for row in rows)
+        self._leads = not away and getattr(type(optimizer), "heeds_skip", False)
+
+    def launches_ahead(self) -> bool:
+        """What one rank's views or hooks are does not count, as the ranks meet elsewhere otherwise."""
+        return self._leads
+
+    def apply(self, step: Step) -> None:
+        """Update and publish; on an error the other ranks, which know nothing of it, get the publication."""
+        publication = self.host.publication(step.units)
+        try:
+            if step.failure is not None:
+                raise step.failure
+            written = self._update(step, publication)
+        except Exception:
+            with contextlib.suppress(Exception):
+                publication.finish()
+            raise
+        publication.finish(written)
+        self.pending = self.host.worker is not None  # masters are copied to the device: who writes to them waits
+
+    def _update(self, step: Step, publication: Publication) -> list[OptimView]:
+        """Apply the rule to all views; those whose PARAM is written and that ``publication`` does not know of."""
+        skip = step.skip
+        if skip is not None and not self.optimizer.skips_alone():  # a hook of the user's
+            if skip.item():
+                return []
+            skip = None
+        parts = self._parts(step.views)
+        if not parts:
+            return self._update_all(step.views, step.factor, skip)
+        groups = captured_groups(self.optimizer)
+        self.optimizer.step()  # without gradients: whoever counts steps, as schedules do, sees one
+        self._update_parts(parts, groups, step.factor, publication)
+        return []
+
+    def _parts(self, views: Sequence[OptimView]) -> list[Part]:
+        """What is updated one after the other: nothing where all is on the device, or somebody watches the step."""
+        homes = [view.unit if view.unit.plan.of(StateKind.OPTIM).away else None for view in views]
+        if not any(homes) or not isinstance(self.optimizer, GroupStep) or not self.optimizer.undisturbed():
+            return []
+        pairs = zip(homes, views, strict=True)
+        return [(home, [view for _, view in those]) for home, those in itertools.groupby(pairs, lambda pair: pair[0])]
+
+    def _update_all(self, views: Sequence[OptimView], factor: Scalar, skip: torch.Tensor | None) -> list[OptimView]:
+        return apply_rule(self.optimizer, views, self.optimizer.step, factor, skip=skip)
+
+    def _update_parts(self, parts: list[Part], groups: Groups, factor: Scalar, publication: Publication) -> None:
+        for unit, views in parts:
+            with self._states_of(views):
+                written = self._part_update(views, groups, factor)()
+            publication.through(unit, written)
+
+    def _part_update(self, views: list[OptimView], groups: Groups, factor: Scalar) -> Callable[[], list[OptimView]]:
+        """The update of ``views`` with the settings and the frozen parameters of now, whenever it is called."""
+        frozen = frozen_since(views)
+        return functools.partial(apply_to_part, self.optimizer, views, groups, factor, frozen=frozen)
+
+    @contextlib.contextmanager
+    def _states_of(self, views: Sequence[OptimView]) -> Iterator[None]:
+        """Inside, the states of ``views`` are where they are updated."""
+        yield
+
+
+class BackgroundUpdate(InlineUpdate):
+    """Units whose PARAM only this rank publishes are updated by the worker, each as soon as its gradient is there; the
+    others, which other ranks wait for, within the step before.
+    """
+
+    def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(host, optimizer)
+        self._turns: list[Turn] = []
+
+    def begin_step(self) -> None:
+        """Wait for the last update, whose masters this one begins with."""
+        for turn in self._turns:
+            turn.wait()
+        self._turns.clear()
+        super().begin_step()
+
+    def _update_parts(self, parts: list[Part], groups: Groups, factor: Scalar, publication: Publication) -> None:
+        worker = self.host.worker
+        if worker is None or not self.optimizer.scales_on_host():
+            super()._update_parts(parts, groups, factor, publication)
+            return
+        within: list[Part] = []
+        later: list[Part] = []
+        for part in parts:
+            (later if part[0] is not None and publication.leave_out(part[0]) else within).append(part)
+        super()._update_parts(within, groups, factor, publication)
+        for unit, views in later:
+            assert unit is not None
+            self._turns.append(publication.leave_to(worker, unit, self._part_update(views, groups, factor)))

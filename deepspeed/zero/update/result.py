@@ -1,0 +1,124 @@
+"""What an update has come to: its norm, and whether it was left out, which the device may not have said yet."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.device import get_accelerator
+from deepspeed.observe.log import logger
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit
+
+
+class StepResult:
+    """What an update has come to. ``norm``: unscaled, before clipping, inf on overflow, None if not computed;
+    ``overflow``: nothing was updated. Both wait for the device where it has not said so yet: see ``known``.
+    ``weight``: of the micro-batches of all ranks, where they have one. ``culprit``: a parameter that has caused the
+    overflow, as far as this rank knows.
+    """
+
+    culprit = ""
+    undo: Callable[[], None] | None = None  # what was done as if this update was not left out
+
+    def __init__(self, norm: float | None = None, *, overflow: bool = False, weight: float = 0.0) -> None:
+        self._norm, self._overflow, self.weight = norm, overflow, weight
+
+    norm = property(lambda self: self._norm)
+    overflow = property(lambda self: self._overflow)
+    left_out = property(lambda self: self._overflow, doc="Whether the program has found an overflow already.")
+
+    def known(self) -> bool:
+        """Whether it can be read without waiting."""
+        return True
+
+
+class LateResult(StepResult):
+    """Of an update for whose norm the program has not waited. ``skips``: it was left out if that is not finite, and
+    ``report`` is called when this is found; ``sums`` and ``factor`` as for ``norm_of``.
+    """
+
+    def __init__(self, sums: torch.Tensor, factor: float, *, skips: bool, report: Callable[[], str]) -> None:
+        super().__init__()
+        self._factor, self._skips, self._report = factor, skips, report
+        self._sums = torch.empty_like(sums, device="cpu", pin_memory=sums.device.type != "cpu")
+        self._sums.copy_(sums, non_blocking=True)
+        self._event = get_accelerator().awaited_event()
+        self._event.record()
+
+    def _read(self) -> None:
+        if self._norm is None:
+            if not self._event.query():
+                self._event.synchronize()
+            self._norm = norm_of(self._sums)[0] * self._factor
+            self._overflow = self._skips and not math.isfinite(self._norm)
+            if self._overflow:
+                self._norm = math.inf
+                self.culprit = self._report()
+
+    @property
+    def norm(self) -> float | None:
+        self._read()
+        return self._norm
+
+    @property
+    def overflow(self) -> bool:
+        if self._skips:
+            self._read()
+        return self._overflow
+
+    def known(self) -> bool:
+        return not self._skips or self._norm is not None or bool(self._event.query())
+
+
+def norm_of(sums: torch.Tensor) -> tuple[float, bool, float]:
+    """Global norm, whether a rank has failed, and the weight (or 0), from ``summed_squares``; waits for the device."""
+    whole, bad, failed, *weight = sums.tolist()
+    return math.inf if bad else math.sqrt(whole), failed > 0, sum(weight)
+
+
+def late_report(runtime: Runtime) -> Callable[[], str]:
+    """Logs, when it is called, that this update was left out: a rank whose own backward was the cause says of what
+    parameter, and returns that. Local, as ranks may hear of it at different times.
+    """
+    step, mesh, culprits = runtime.steps, runtime.mesh, runtime.gradients.evidence()
+
+    def report() -> str:
+        names = culprits()
+        if names:
+            text = "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %d"
+            logger.warning(text, step, names[0], mesh.job.ranks[mesh.job.index])
+        elif mesh.first:
+            text = "step %d skipped: its gradients are not finite; %s"
+            logger.warning(text, step, "the ranks they came from name them, unless only the sum over ranks overflowed")
+        return names[0] if names else ""
+
+    return report
+
+
+def report_nonfinite(runtime: Runtime, units: list[Unit]) -> str:
+    """Log, and return, the first parameter with a non-finite gradient; and the ranks whose backward produced it.
+    Collective.
+    """
+    first = (len(runtime.units), 0, "", "")
+    for unit in units:
+        with unit.values(StateKind.GRAD) as grad:
+            parts = ((s, unit.part(StateKind.GRAD, s, grad)) for s in unit.layout.segments)
+            bad = next((s for s, part in parts if not torch.isfinite(part).all().item()), None)
+        if bad is not None:
+            first = (unit.index, bad.offset, bad.name, unit.name)
+            break
+    everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
+    _, _, name, where = min(seen for seen, _ in everyone)
+    ranks = zip(runtime.mesh.job.ranks, everyone, strict=True)
+    culprits = [runtime.mesh.title(rank).removeprefix("rank ") for rank, (_, names) in ranks if where in names]
+    if runtime.mesh.first:
+        logger.warning(
+            "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %s",
+            runtime.steps,
+            name or "an unknown parameter",
+            ", ".join(culprits) or "none alone (the sum over ranks overflowed)",
+        )
+    return name

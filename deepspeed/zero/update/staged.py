@@ -1,0 +1,236 @@
+"""Optimizer states that rest in page-locked host memory and are staged on the device for their update.
+
+The gradients of these units stay on the device. Their states come on the stream of what goes up, one unit ahead, and
+go home behind the update, while the host updates other units (Deep Optimizer States, Maurya et al. 2024).
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.device import get_accelerator
+from deepspeed.errors import OptimizerConfigError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import log_dist
+from deepspeed.optim import host as host_kernels
+from deepspeed.optim.base import GroupStep, slot_bytes
+from deepspeed.optim.host import Scalar
+from deepspeed.tier.arena import Arena
+from deepspeed.tier.store import Landing
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.param import point
+from deepspeed.zero.plan import InFlight, StateKind, UnitPlan, UpdateSettings
+from deepspeed.zero.update.apply import Groups
+from deepspeed.zero.update.inline import InlineUpdate, Part
+from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy
+from deepspeed.zero.update.publish import Publication
+from deepspeed.zero.update.shares import Rates, slowest
+
+_NUMEL = 1 << 22  # of a measurement
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class StagedSettings(UpdateSettings):
+    """``offload_optimizer.device_states`` "travel"; ``measured``: the device's share is not stated."""
+
+    measured: bool
+
+    def check(self, optimizer: Any, mesh: Any) -> None:
+        if not isinstance(optimizer, GroupStep):
+            raise OptimizerConfigError(
+                'zero_optimization.offload_optimizer.device_states "travel" needs an optimizer of this package (AdamW, '
+                f"Lion, Adagrad, Lamb by name in the configuration), not {type(optimizer).__name__}; remove it, or use "
+                "one of these"
+            )
+
+    def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
+        if not self.measured:
+            return stated
+        share = measured_share(optimizer, mesh, device)
+        log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
+        return share
+
+    def row(self, row: UnitPlan) -> UnitPlan:
+        return row.updated_on_device(loads=True)
+
+
+def settings_of(config: DeepSpeedConfig) -> StagedSettings | None:
+    """The settings, where the configuration asks for them."""
+    optim = config.zero.offload_optimizer
+    if optim is None or optim.device_states != "travel":
+        return None
+    return StagedSettings(measured="ratio" not in optim.model_fields_set)
+
+
+def policy_of(host: UpdateHost, optimizer: Any, settings: StagedSettings, tiers: Tiers) -> UpdatePolicy:
+    """The policy of an engine with these settings."""
+    return StagedUpdate(host, optimizer, tiers) if host.device.type != "cpu" else InlineUpdate(host, optimizer)
+
+
+class _Visit:
+    """The views of one unit: what the optimizer sees of them, where it rests and, for a while, its copy here."""
+
+    def __init__(self, views: Sequence[OptimView]) -> None:
+        self.views = list(views)
+        self.copies: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # shown, at rest, on the device
+        self.coming: Transfer = ARRIVED
+
+
+class StagedUpdate(InlineUpdate):
+    """Of one engine. Everything is launched by the program, which waits only for the last states to be home."""
+
+    def __init__(self, host: UpdateHost, optimizer: GroupStep, tiers: Tiers) -> None:
+        super().__init__(host, optimizer)
+        self._tiers, self._up = tiers, host.up
+        self._homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._waiting, self._coming = deque[_Visit](), deque[_Visit]()
+        self._home_again: Transfer = ARRIVED
+
+    def _update_all(self, views: Sequence[OptimView], factor: Scalar, skip: torch.Tensor | None) -> list[OptimView]:
+        staged = [view for view in views if view.unit.plan.loads_states]
+        with self._expected([staged] if staged else []), self._states_of(staged):
+            return super()._update_all(views, factor, skip)
+
+    def _update_parts(self, parts: list[Part], groups: Groups, factor: Scalar, publication: Publication) -> None:
+        with self._expected([views for _, views in parts]):
+            super()._update_parts(parts, groups, factor, publication)
+
+    @contextlib.contextmanager
+    def _expected(self, turns: Sequence[Sequence[OptimView]]) -> Iterator[None]:
+        """Those of ``turns`` (each of one unit, or of several that do not visit) that visit will in this order. At the
+        end all have come home: the only wait.
+        """
+        self._waiting = deque(_Visit(views) for views in turns if views[0].unit.plan.loads_states)
+        self._coming.clear()
+        self._send_for(InFlight.LOADED - 1)
+        try:
+            yield
+        finally:
+            self._waiting.clear()
+            self._coming.clear()
+            self._home_again.wait()
+
+    @contextlib.contextmanager
+    def _states_of(self, views: Sequence[OptimView]) -> Iterator[None]:
+        """Inside, what the optimizer knows of ``views``, the next that are staged, is on the device."""
+        if not views or not views[0].unit.plan.loads_states:
+            yield
+            return
+        visit = self._coming.popleft()
+        visit.coming.wait()
+        for shown, _, copy in visit.copies:
+            point(shown, copy)
+        try:
+            yield
+        finally:
+            self._send_for(InFlight.LOADED - 1)  # ahead of what goes home, which they need not wait for
+            self._go_home(visit)
+
+    def _send_for(self, most: int) -> None:
+        """Let the next ones come, up to so many."""
+        while self._waiting and len(self._coming) < most:
+            visit = self._waiting.popleft()
+            for view in visit.views:
+                state = self.optimizer.state.get(view.param, {})
+                slots = [(v, self._home(view, key, v)) for key, v in state.items() if _travels(v, view.param)]
+                for shown, home in [(view.param, view.param.detach()), *slots]:
+                    visit.copies.append((shown, home, torch.empty_like(home, device=view.unit.device)))
+                for key, value in state.items():  # a count of steps stays where it was counted, but for a loaded one
+                    if self._counts_there(view, value):
+                        state[key] = value.to(view.unit.device)
+            visit.coming = self._up.run(lambda visit=visit: _copies(visit))  # type: ignore[misc]
+            self._coming.append(visit)
+
+    def _counts_there(self, view: OptimView, value: object) -> bool:
+        fused = self.optimizer.param_groups[view.group].get("fused")
+        return bool(fused) and isinstance(value, torch.Tensor) and not value.dim() and value.device != view.unit.device
+
+    def _home(self, view: OptimView, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Where that slot rests; values that somebody has put in its place, or that are new, go there."""
+        home = self._homes.get((view.param, key))
+        if home is None or home.shape != value.shape or home.dtype is not value.dtype:
+            home = self._tiers.arena.empty(tuple(value.shape), dtype=value.dtype, pin=self._tiers.plan.pin_optim)
+            self._homes[view.param, key] = home
+        if value.device.type == "cpu" and value.data_ptr() != home.data_ptr():
+            home.copy_(value)
+            point(value, home)
+        return home
+
+    def _go_home(self, visit: _Visit) -> None:
+        for shown, home, copy in visit.copies:
+            home.copy_(copy, non_blocking=True)
+            point(shown, home)
+        known = {id(shown) for shown, _, _ in visit.copies}
+        for view in visit.views:  # slots that the optimizer has made now
+            for key, value in self.optimizer.state.get(view.param, {}).items():
+                if id(value) not in known and _travels(value, view.param):
+                    home = self._home(view, key, value)
+                    home.copy_(value, non_blocking=True)
+                    point(value, home)
+        visit.copies.clear()
+        self._home_again = Landing(0)
+        for unit in {view.unit for view in visit.views}:
+            unit.pending.note(self._home_again, writes=(StateKind.OPTIM,), copy=True)
+
+
+def _travels(value: object, param: torch.Tensor) -> bool:
+    """Whether ``value`` of an optimizer's state is a slot as large as ``param``."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == param.numel()
+
+
+def _copies(visit: _Visit) -> Transfer:
+    for _, home, copy in visit.copies:
+        copy.copy_(home, non_blocking=True)
+    return Several([])
+
+
+def measured_share(base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> float:
+    """Of the update the share for which the device's part, whose states travel, takes as long as the host's: measured
+    here, with the slowest rank's rates. 0 where the device is the host. Collective.
+    """
+    if device.type == "cpu":
+        return 0.0
+    rates = collectives.gather_objects(_measure(slot_bytes(base) + 4, device), mesh.job)
+    return slowest(rates).device_share()
+
+
+def _measure(nbytes: int, device: torch.device) -> Rates:
+    """With ``nbytes`` of weight and slots an element."""
+    numel, arena = _NUMEL, Arena(pins=True, keep=False)
+    pinned = arena.empty(numel * 4, pin=True)
+    abroad = torch.empty_like(pinned, device=device)
+    floats = [torch.zeros(numel, device="cpu") for _ in range(nbytes // 4)]
+    grad, out = torch.zeros(numel, device="cpu"), torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
+
+    def update() -> None:
+        """About what any rule reads and writes."""
+        if len(floats) == 3 and host_kernels.usable(host_kernels.CPU_ADAM, *floats):
+            host_kernels.adam_step(
+                floats[0], grad, *floats[1:], step=1, lr=0.0, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0, out=out
+            )
+            return
+        for tensor in floats:
+            tensor.add_(grad)
+        out.copy_(floats[0])
+
+    times = []
+    for action in (update, lambda: abroad.copy_(pinned), lambda: pinned.copy_(abroad)):
+        best = float("inf")
+        for _ in range(_ROUNDS):
+            get_accelerator().synchronize()
+            begin = time.perf_counter()
+            action()
+            get_accelerator().synchronize()
+            best = min(best, time.perf_counter() - begin)
+        times.append(best / numel)
+    return Rates(times[0], times[1] * nbytes / 4, times[2] * nbytes / 4)

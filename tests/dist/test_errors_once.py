@@ -1,0 +1,97 @@
+"""An error of the configuration or of a call ends a job with one text, by the first rank, without frames of ours; an
+ordinary error ends it as ever.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed.comm.init import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import sys
+import torch
+import deepspeed
+
+def main(fault):
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    if fault == "key":
+        config["zero_optimisation"] = {"stage": 2}
+    if fault == "package":
+        config["comet"] = {"enabled": True}
+    model = torch.nn.Linear(4, 4)
+    if fault == "nothing":
+        deepspeed.initialize(model=model)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    if fault == "alone" and engine.global_rank == 1:
+        engine.step()
+    if fault == "order":
+        engine.step()
+    if fault == "ordinary":
+        raise ValueError("of the user's")
+    engine.backward(engine(torch.ones(1, 4)).sum())
+
+main(sys.argv[-1])
+"""
+
+
+def _ended(folder: Path, fault: str, *, torchrun: bool = False, **variables: str) -> str:
+    """Standard error of two ranks that end by ``fault``."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
+    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    if torchrun:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+        command += [str(free_port())]
+    done = subprocess.run(
+        [*command, str(script), fault], cwd=folder, env=env, text=True, capture_output=True, timeout=200
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+FAULTS = {
+    "key": "zero_optimisation: unknown key, did you mean 'zero_optimization'?",
+    "package": "comet.enabled needs the package comet_ml, which cannot be imported here. Install it with: pip install",
+    "nothing": "no configuration was given: pass config=",
+    "order": "step() was called before backward()",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_all_ranks_is_said_once_by_the_first(tmp_path: Path, fault: str) -> None:
+    err = _ended(tmp_path, fault)
+    assert err.count(FAULTS[fault]) == 1 and "[rank1]" not in err, err
+    files = re.findall(r'File "([^"]+)"', err)
+    assert files == [str(tmp_path / "train.py")] * 2, "frames of the user's alone"
+    assert "deepspeed: rank 0 (pid" in err.splitlines()[-1], "and the launcher's last line says no more"
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_fault_of_another_rank_is_said_by_that_one(tmp_path: Path, torchrun: bool) -> None:
+    err = _ended(tmp_path, "alone", torchrun=torchrun)
+    assert err.count("step() was called before backward()") == 1 and "[rank1]: Traceback" in err, err
+
+
+def test_under_torchrun_it_is_said_once_too(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "key", torchrun=True)
+    assert err.count(FAULTS["key"]) == 1 and "[rank0]: Traceback" in err, err
+
+
+def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "key", DS_LOG_LEVEL="DEBUG")
+    assert err.count(FAULTS["key"]) >= 3 and "api.py" in err, "each rank, and the launcher"
+
+
+def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "ordinary")
+    assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err

@@ -1,0 +1,109 @@
+"""By default a job that stands still is told where its ranks wait, once, and goes on; no collective costs more."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.comm.hang import watch as hang
+from deepspeed.comm.hang.stacks import WATCHERS
+from tests.harness.patience import slowdown
+from tests.harness.pool import RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(300)
+
+ALONE = """
+import os, time
+import torch
+import deepspeed
+
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+config["zero_optimization"] = {"stage": 3}
+engine = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+engine.backward(engine(torch.randn(2, 4)).sum())
+engine.step()
+if engine.global_rank == 0:
+    engine.save_checkpoint("ckpt")
+else:
+    while not os.path.exists("told"):
+        time.sleep(0.05)
+    engine.save_checkpoint("ckpt")
+engine.destroy()
+"""
+
+
+def test_a_rank_alone_in_save_checkpoint_is_told_that_every_rank_must_call_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
+    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env["DS_HANG_NOTICE"] = f"{1.5 * min(slowdown(), 5):.1f}"
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stderr=subprocess.PIPE)
+    lines: list[str] = []
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            if "must call" in line:
+                (tmp_path / "told").touch()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert process.wait(timeout=200) == 0, lines
+    finally:
+        process.kill()
+        reader.join()
+        assert process.stderr is not None
+        process.stderr.close()
+    (start,) = [i for i, line in enumerate(lines) if "stands still" in line]
+    assert "nothing is ended" in lines[start], lines
+    assert lines[start + 1] == "  every rank must call save_checkpoint(): rank 0 did, rank 1 did not"
+    told = "\n".join(lines[start + 2 : start + 4])
+    assert re.search(r"rank 1 \(pid \d+ on .*\) runs code outside collectives \(train.py:1[56]\), step 1", told), lines
+    assert re.search(r"rank 0 \(pid \d+ on .*\) waits in \w+ \(train.py:12\), step 1", told), lines
+    assert (tmp_path / "ckpt" / "latest").is_file()
+
+
+def _by_default() -> tuple[list[str], int, list[bool]]:
+    """Names of the watch's threads, how many listen to the engine's groups, and whether a watch ends the job."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
+    engine.backward(engine(torch.randn(2, 4)).sum())
+    engine.step()
+    names = sorted(t.name for t in threading.enumerate() if t.name.startswith(WATCHERS))
+    listeners = sum(len(group.ledger) for group in (engine.mesh.job, engine.mesh.zero, *engine.mesh.groups))
+    living = [each.ends for each in hang._WATCHES if not each.ended]
+    engine.destroy()
+    return names, listeners, living
+
+
+def test_by_default_a_watch_looks_and_listens_to_no_collective(pool2: RankPool) -> None:
+    for names, listeners, living in pool2.run(_by_default):
+        assert names == [f"{WATCHERS}-look", f"{WATCHERS}-talk"] and listeners == 0 and living == [False]
+
+
+def _with_a_limit() -> tuple[list[bool], list[bool]]:
+    """Which watches live while an engine has a limit, and which of its groups are listened to."""
+    config = {"train_micro_batch_size_per_gpu": 2, "hang_timeout": 600}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
+    living = [each.ends for each in hang._WATCHES if not each.ended]
+    listened = [bool(engine.mesh.job.ledger)]
+    engine.destroy()
+    return living, listened
+
+
+def test_a_limit_replaces_the_watch_that_only_tells(pool2: RankPool) -> None:
+    assert pool2.run(_with_a_limit) == [([True], [True])] * 2

@@ -1,0 +1,43 @@
+"""Every example says how long it takes, and one whose clients are missing says so once."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = [p for p in [*EXAMPLES.glob("*.py"), EXAMPLES / "elastic" / "train.py"] if "__main__" in p.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_says_how_long_it_takes(script: Path) -> None:
+    text = ast.get_docstring(ast.parse(script.read_text())) or ""
+    assert any(word in text for word in ("minute", "seconds")), script.name
+
+
+def test_the_extra_has_what_the_examples_need() -> None:
+    written = re.search(r"^examples = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert written, "pyproject.toml has no extra named examples"
+    extra = re.findall(r'"([^"]+)"', written[1])
+    calls = [
+        node
+        for script in SCRIPTS
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "need"
+    ]
+    needed = {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
+    assert needed and needed <= set(extra)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_missing_client_is_named_by_the_first_rank_alone(rank: str) -> None:
+    code = "import sys; sys.path.insert(0, 'examples'); from shared import need; need('no_such_client', 'torch')"
+    env = {**os.environ, "RANK": rank, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert done.stderr.count("this example needs no_such_client") == (rank == "0") and "torch" not in done.stderr
