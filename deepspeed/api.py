@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pydoc import ErrorDuringImport, locate
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import Dataset
 
 from deepspeed.comm import trace
 from deepspeed.comm.collectives import failures
@@ -50,6 +51,7 @@ from deepspeed.zero.plan import ZeroPlan, make_plan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.update.registry import settings_of
 
+ConfigLike = dict[str, Any] | str | os.PathLike[str]
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
@@ -57,25 +59,32 @@ def initialize(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: OptimizerLike | None = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
     mpu: Any = None,
     dist_init_required: bool | None = None,
-    collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigLike | None = None,
+    mesh_param: Sequence[int] | None = None,
+    config_params: ConfigLike | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Wrap ``model`` for training (or, without an optimizer, for inference). Collective over all ranks.
+    """Wrap ``model`` for training or, without an optimizer, for inference. Collective over all ranks.
 
-    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, a path (comments allowed) or base64 of the
-    JSON. ``optimizer``: a torch optimizer, a callable(parameters), or None for the config's. ``lr_scheduler``: an
-    object, a callable(optimizer), or None for the config's. Returns (engine, optimizer, dataloader or None, scheduler
-    or None). Raises DeepSpeedConfigError (a ValueError) for a bad configuration, OptimizerConfigError for optimizer
-    trouble, UsageError for wrong arguments, DivergenceError when ranks hold different models; nothing of the model has
-    changed then.
+    Returns (engine, optimizer, loader or None, schedule or None). Raises DeepSpeedConfigError, a ValueError, UsageError
+    for wrong arguments, DivergenceError when ranks hold different models; nothing of the model has changed.
+
+    Args:
+        args: A namespace or dict; ``deepspeed_config`` and ``local_rank`` of it count.
+        model: The module, whole or built under ``zero.Init``.
+        optimizer: A torch optimizer, a function of the parameters, or None for the configuration's.
+        model_parameters: Parameters, or groups of them, to be trained; None: all that require a gradient.
+        training_data: A dataset, for which a loader of this rank is made, with ``collate_fn``.
+        lr_scheduler: An object, a function of the optimizer, or None for the configuration's.
+        mpu: An object whose process groups cut the ranks, as Megatron's; or ``mesh_param``, (data, sequence) sizes.
+        dist_init_required: False: there is a process group; else ranks meet at MASTER_PORT, or ``distributed_port``.
+        config: A dict, a path (comments allowed) or base64 of the JSON; ``config_params`` is its older name.
     """
     suspended = shutdown_init_context()
     lasting = ExitStack()  # what lasts as long as the engine, which closes it
@@ -298,7 +307,7 @@ def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
     keeper = getattr(unit, "keeper", None)
     previous = keeper.client() if isinstance(keeper, Runtime) else None
     # Clients evaluate with one engine and then train the same module with another, without destroying the first.
-    if previous is None or previous.give_way(params):
+    if previous is None or previous._give_way(params):
         if not (param.requires_grad and is_read(param)):
             return None
     elif is_shared(param) and not unit.movable and not unit.trainable and unit.mesh.tp.size == 1:

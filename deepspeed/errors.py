@@ -1,6 +1,4 @@
-"""Every exception a user of this package can meet, each with the built-in base that existing client code catches; and
-documented names that this release does not contain yet: importable, and clear about it when used.
-"""
+"""Every exception that a user can meet, with the base that client code catches; and names of what comes later."""
 
 import difflib
 from collections.abc import Callable, Iterable

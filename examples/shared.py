@@ -24,10 +24,8 @@ def need(*packages: str) -> None:
     if missing and os.environ.get("RANK", "0") != "0":
         raise SystemExit(1)
     if missing:
-        names = " ".join(missing)
-        raise SystemExit(
-            f"this example needs {' and '.join(missing)}: pip install {names}, or pip install '.[examples]' for all"
-        )
+        say = f"this example needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        raise SystemExit(f"{say} (of all examples: pip install '.[examples]')")
 
 
 def command_line(description: str | None, *, steps: int, lr: float) -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ def passes(engine: Any, x: Tensor) -> None:
 
 def settle(engine: Any) -> None:
     """Until nothing of the engine is under way."""
-    engine.runtime.settle()
+    engine.runtime.update.wait()
     get_accelerator().synchronize()
 
 

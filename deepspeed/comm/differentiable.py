@@ -1,8 +1,7 @@
 """Collectives that autograd passes through, for layers whose work several ranks share (Shoeybi et al. 2019).
 
 A value is *whole* (equal on all ranks of the group), *cut* (each has its part) or *partial* (the sum over ranks is
-meant). A gradient has the kind of its value, but for a whole value from which every rank computes another part: its
-gradient is partial.
+meant). A gradient has the kind of its value, but partial for a whole value of which each rank computes a part.
 """
 
 from collections.abc import Callable, Sequence

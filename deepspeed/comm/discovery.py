@@ -158,9 +158,7 @@ def _port(env: Env, scheduler: _Scheduler | None, port: int, *, one_machine: boo
 
 
 def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) -> Rendezvous:
-    """What ``env`` says of a rank whose process group was started by others. Where LOCAL_RANK, MPI and Slurm are
-    silent, ranks are counted round those of this machine, or round its ``devices``, which are counted only then.
-    """
+    """What ``env`` says of a rank of a client's process group; where it is silent, ranks count round ``devices``."""
     speaking = _speaking(env, rank, world_size)
     local_rank = _optional(env, "LOCAL_RANK", *(row.local_rank for row in speaking))
     if world_size == 1:  # what a launcher left of other ranks is not about this process

@@ -1,6 +1,4 @@
-"""How a script ends by an error of its configuration or its calls: said once, by the first rank, and without the frames
-of this package. With the log at DEBUG it ends as any other does, on every rank and with every frame.
-"""
+"""How an error of the configuration or of a call ends a script: said once, without frames of ours, unless at DEBUG."""
 
 import contextlib
 import functools

@@ -27,9 +27,7 @@ _WHAT = ("group", "world_size", "rank")
 
 
 class _Registered:
-    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and how the latest engine cuts the ranks. The
-    getters are bare functions that clients call without any engine in hand, so the last one has to be remembered here.
-    """
+    """The mpu given to ``initialize``, and how the latest engine cuts the ranks, for getters without an engine."""
 
     mpu: Any = None
     topology: Topology | None = None

@@ -140,8 +140,8 @@ def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str
 
 def _leave_at_exit(limit_s: float = 20.0) -> None:
     """Let gloo's worker threads, which carry nccl's control messages too, end before the interpreter does: one that
-    asks for it during finalization, to drop a tensor, ends the process with SIGABRT. A backend that waits for ranks
-    that are gone is left after ``limit_s``.
+    asks for it during finalization, to drop a tensor, ends the process with SIGABRT. One that waits for ranks that are
+    gone is left after ``limit_s``.
     """
     asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
@@ -165,6 +165,16 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
     atexit.register(at_exit)
 
 
+def _adopt() -> None:
+    """Take over the process group that is there, and name its ranks in the environment as far as nobody has."""
+    ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank)
+    if dist.get_backend() != "fake":  # whose ranks are no processes
+        for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
+            os.environ[name] = os.environ.get(name) or str(value)
+    _prepare(dist.get_backend(), ranks)
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
@@ -185,20 +195,15 @@ def init_distributed(
     unset. Without MASTER_PORT and with the default ``distributed_port`` the port follows from the job's id
     (``discovery.job_port``). ``timeout`` defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. The local rank's device
     becomes the current one, unless another one is already or the backend is gloo. Where ranks are on several machines,
-    GLOO_SOCKET_IFNAME is set, unless it is, to the interface that leads to rank 0. ``config`` (dict or parsed) may hold
-    a ``comms_logger`` block.
+    GLOO_SOCKET_IFNAME is set, unless it is, to the interface that leads to rank 0. ``config`` may hold
+    ``comms_logger``.
 
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.
     """
     if config is not None:
         trace.configure(deepspeed_config=config)
     if dist.is_initialized():
-        ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
-        os.environ["LOCAL_RANK"] = str(ranks.local_rank)
-        if dist.get_backend() != "fake":  # whose ranks are no processes
-            for name, value in (("RANK", ranks.rank), ("WORLD_SIZE", ranks.world_size)):
-                os.environ[name] = os.environ.get(name) or str(value)
-        _prepare(dist.get_backend(), ranks)
+        _adopt()
         show_plainly()
         watch()
         return

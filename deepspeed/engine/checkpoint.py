@@ -51,16 +51,12 @@ class EngineCheckpoint:
         # A launcher that has started the script anew after it had saved says so.
         self._must_load = os.environ.get("DS_ELASTIC_SAVED", "")
 
-    def keep_with(self, keeper: SaveKeeper) -> None:
+    def _keep_with(self, keeper: SaveKeeper) -> None:
         """``keeper`` decides after each update what is saved, until the engine ends (``elasticity.take_part``)."""
         if self._keeper is not None:
             self._keeper.close()
         self._keeper = keeper
         self._lasting.callback(keeper.close)
-
-    def emergency_deadline(self) -> float | None:
-        """The key ``checkpoint.emergency_deadline``: seconds."""
-        return self._config.checkpoint.emergency_deadline
 
     def _after_update(self) -> None:
         """What an update that has ended brings for checkpoints. Collective."""
@@ -79,23 +75,26 @@ class EngineCheckpoint:
         """The key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
         return self._config.checkpoint.load_universal
 
-    # -- save ------------------------------------------------------------------------------------------------------
     def save_checkpoint(
         self,
-        save_dir: Any,
+        save_dir: str | os.PathLike[str],
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write all that training needs to go on into ``save_dir/tag`` (default ``global_step{N}``); True. Collective.
+        """Write all that training needs to go on into ``save_dir/tag``; True. Collective: every rank has to call it.
 
-        ``client_state``: a dict of plain values, tensors and numpy arrays that ``load_checkpoint`` gives back. The
-        checkpoint gets its name when every byte is on the disk; ``latest`` then names it if ``save_latest``. With
-        ``checkpoint.async`` the state of this moment is written while training goes on, and a failure is raised by a
-        later call. Raises CheckpointError (nothing was replaced), PlainStateError for client state that needs pickle,
-        ValueError for an empty ``save_dir``, UsageError inside a forward or backward, and on all ranks where an update
-        behind the program has failed on one.
+        The checkpoint gets its name when every byte is on the disk. With ``checkpoint.async`` the state of this moment
+        is written while training goes on, and a later call raises a failure. Raises CheckpointError (nothing was
+        replaced), and UsageError inside a forward or backward, and where a late update has failed on a rank.
+
+        Args:
+            save_dir: A folder that all ranks share.
+            tag: The checkpoint's name in it (default ``global_step{N}``).
+            client_state: Plain values, tensors and arrays that ``load_checkpoint`` gives back; else PlainStateError.
+            save_latest: Whether the file ``latest`` names it then.
+            exclude_frozen_parameters: Leave out what requires no gradient.
         """
         self._check_alive(alone=False)
         self._check_here()
@@ -133,7 +132,7 @@ class EngineCheckpoint:
             gradients.show()
         return True
 
-    def follow_data(self) -> None:
+    def _follow_data(self) -> None:
         """See ``optimizer.refresh_fp32_params``."""
         self._check_alive()
         self._check_between_passes("refresh_fp32_params")
@@ -189,10 +188,9 @@ class EngineCheckpoint:
             "client_state": client_state,
         }
 
-    # -- load ------------------------------------------------------------------------------------------------------
     def load_checkpoint(
         self,
-        load_dir: Any,
+        load_dir: str | os.PathLike[str],
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -200,14 +198,18 @@ class EngineCheckpoint:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore ``load_dir/tag`` (default: what ``latest`` names) under any ranks and configuration. Collective.
+        """Restore ``load_dir/tag`` under any number of ranks and any configuration. Collective.
 
-        Returns (path, client state); (None, None) with a warning when there is no checkpoint. Complete or refused: a
-        missing, extra or mis-shaped tensor is a CheckpointError that lists names, before anything has changed;
-        ``load_module_strict`` False takes what fits and says what was skipped. ``load_module_only`` leaves optimizer,
-        schedule and counters alone, which is refused where an update has failed half way. ``custom_load_fn(src, dst)``
-        puts a whole state dict into the module instead.
-        Checkpoints of DeepSpeed 0.19 are read too.
+        Returns (path, client state); (None, None) with a warning when there is no checkpoint. A missing, extra or
+        mis-shaped tensor is a CheckpointError that lists names, before anything has changed. DeepSpeed 0.19's are read.
+
+        Args:
+            load_dir: The folder that was saved to; ``tag``: the name in it (default: what ``latest`` names).
+            load_module_strict: False takes what fits, and the log says what was skipped.
+            load_optimizer_states: Whether masters and slots are taken, and random states with them.
+            load_lr_scheduler_states: Whether the schedule is.
+            load_module_only: Weights alone, without counters; refused where an update has failed half way.
+            custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._check_destroyed()
         self._must_load = ""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from deepspeed.comm.collectives import merge
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import PreemptedExit, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
@@ -34,9 +35,9 @@ class SavedEngine(Protocol):
     global_steps: int
     mesh: Mesh
     _may_begin: bool
+    _config: DeepSpeedConfig
 
-    def emergency_deadline(self) -> float | None: ...
-    def keep_with(self, keeper: "SaveKeeper") -> None: ...
+    def _keep_with(self, keeper: "SaveKeeper") -> None: ...
     def load_checkpoint(self, load_dir: Any) -> tuple[str | None, Any]: ...
     def save_checkpoint(self, save_dir: Any, *, client_state: Any) -> Any: ...
     def wait_for_checkpoint(self) -> Any: ...
@@ -57,7 +58,7 @@ def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int
     engine._may_begin = True
     loaded = engine.load_checkpoint(folder)[1] or {}
     state: dict[str, Any] = loaded.get(_STATE, {})
-    engine.keep_with(SaveKeeper(engine, folder, every=every, state=state))
+    engine._keep_with(SaveKeeper(engine, folder, every=every, state=state))
     return state
 
 
@@ -157,7 +158,7 @@ class SaveKeeper:
         self._engine, self._folder, self._every, self._state = weakref.proxy(engine), str(folder), every, state
         self._saved = engine.global_steps  # the update that was saved, or loaded, last
         self._alarm: Alarm | None = None
-        deadline_s = engine.emergency_deadline()
+        deadline_s = engine._config.checkpoint.emergency_deadline
         if deadline_s is not None:
             grace = os.environ.get(_LAUNCHER_KILLS)
             if grace is not None and float(grace) < deadline_s + _FOR_ENDING_S:

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,7 +82,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
 
-    def give_way(self, params: set[nn.Parameter]) -> bool:
+    def _give_way(self, params: set[nn.Parameter]) -> bool:
         """Another engine wants ``params``: an inference engine over no others is destroyed, unless the new one only
         adds to what is frozen and whole, which both can have. Whether it was.
         """
@@ -97,7 +96,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.destroy()
         return True
 
-    # -- forward, backward, step ----------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. After an error inside it, the engine and the window's gradients are as before.
 
@@ -127,10 +125,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns it.
+        """Back-propagate ``loss``; returns it, divided as it was. After an error the accumulation window starts anew.
 
-        With ``"normalize": "tokens"`` it is weighed by its tokens instead, and returned as it is. After an error inside
-        it the accumulation window starts anew.
+        Args:
+            loss: A scalar, the mean of the micro-batch. With ``"normalize": "tokens"`` it is weighed by its tokens.
+            retain_graph: As torch's.
+            scale_wrt_gas: Whether it is divided by the accumulation steps.
         """
         self._make_ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -169,7 +169,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._step_calls.step(self._gas)
         if boundary := self.is_gradient_accumulation_boundary():
             with self._clock("step"):
-                self.update()
+                self._update()
             if self.lr_scheduler is not None:
                 self._step_schedule(lr_kwargs or {})
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
@@ -185,7 +185,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._window_begin = self.micro_steps  # first, as what follows an update may save
             self._after_update()
 
-    def update(self) -> None:
+    def _update(self) -> None:
         """One optimizer update from the gradients at hand, or none on overflow. Collective."""
         self._check_here()
         if self._backwards == 0 and not self.runtime.gradients.collect():
@@ -307,7 +307,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._forget_window()
         self.runtime.gradients.clear()
 
-    # -- state the client reads and writes ------------------------------------------------------------------------
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps so that the global batch is ``train_batch_size`` samples.
 
@@ -323,6 +322,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._gas, self._window_begin = self._next_gas, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Let a micro-batch count as so many samples."""
         self._micro = micro_batch_size
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
@@ -354,7 +354,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over ``dataset`` for this rank; ``batch_size`` samples, default the micro batch."""
+        """A loader over ``dataset`` for this rank, which checkpoints know.
+
+        Args:
+            dataset: Of torch, sized or iterable.
+            batch_size: Samples of a batch on this rank (default: the micro-batch).
+            route: Not used; ``data_sampler``, ``collate_fn`` and ``pin_memory`` are torch's.
+            num_local_io_workers: Worker processes (default: none).
+        """
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro,
@@ -375,12 +382,15 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile in place, by ``torch.compile(..., backend=backend, **compile_kwargs)``, at the next forward.
+        """Compile in place at the next forward; a second call replaces the first.
 
-        Where no parameter is sharded that is the module's forward as a whole, else the forward of each block that the
-        model repeats and of other modules that hold parameters; gathers stay outside. A second call replaces the first.
-        Raises UsageError inside a forward or backward, for CUDA graphs over sharded parameters, whose addresses change,
-        and for ``schedule`` and ``compiled_autograd_enabled``, which are not in this release.
+        Where no parameter is sharded that is the module's forward as a whole, else the forward of each block that
+        repeats and of other modules with parameters; gathers stay outside. Raises UsageError inside a forward or
+        backward, and for CUDA graphs over sharded parameters, whose addresses change.
+
+        Args:
+            backend: Of ``torch.compile``; ``compile_kwargs`` are its other keywords.
+            schedule: Has to be None, and ``compiled_autograd_enabled`` False: they are not in this release.
         """
         self._check_alive()
         options = dict(compile_kwargs or {})
@@ -401,16 +411,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._compiled.callback(self._parts.hooks.compile(torch.compile(backend=backend, **options)))
         self.is_compiled = True
 
-    def empty_partition_cache(self) -> None:
-        """Release every parameter that is gathered and not in use."""
-        for unit in self.runtime.units:
-            self.runtime.backward_done(unit)
-
-    def whole_state(self) -> contextlib.AbstractContextManager[None]:
+    def _whole_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.runtime.update.whole_state()
 
-    # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
         """Drop what an error has left, on all ranks, and start the accumulation window anew if one was further."""
         if (worker := self.runtime.worker) is not None:
@@ -496,16 +500,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self.runtime.update.end_updates()
         return None
 
-    def collect_python_gc(self) -> int:
-        """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
-        return gc.collect()
-
     def destroy(self) -> None:
         """Remove every hook and give every buffer back. Collective.
 
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready
-        for another ``initialize``. So does every model when some rank, which may have raised, does not come within a
-        minute.
+        for another ``initialize``. So does every model when some rank does not come within a minute.
         """
         if self._destroyed:
             return

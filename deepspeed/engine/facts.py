@@ -21,82 +21,102 @@ class EngineFacts:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # -- configuration and place ----------------------------------------------------------------------------------
-    config = property(attrgetter("_config.source"))  # the very dict the caller passed (or the parsed file)
-    global_rank = property(lambda self: self.mesh.job.ranks[self.mesh.job.index])
-    world_size = property(attrgetter("mesh.job.size"))
-    dp_world_size = property(attrgetter("mesh.data.size"))
-    mp_world_size = property(attrgetter("mesh.tp.size"))
-    data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"))
+    config = property(attrgetter("_config.source"), doc="The dict that was given, or what the file holds.")
+    global_rank = property(lambda self: self.mesh.job.ranks[self.mesh.job.index], doc="This rank of the job.")
+    world_size = property(attrgetter("mesh.job.size"), doc="Ranks of the job.")
+    dp_world_size = property(attrgetter("mesh.data.size"), doc="Data-parallel ranks.")
+    mp_world_size = property(attrgetter("mesh.tp.size"), doc="Tensor-parallel ranks.")
+    data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"), doc="A process group.")
 
-    managed_gradient_accumulation = property(attrgetter("_managed"))
+    managed_gradient_accumulation = property(attrgetter("_managed"), doc="Whether the engine counts micro-batches.")
     pipeline_parallelism = False
     mpu: Any = None  # the client's; in a pipeline the grid
     _is_gradient_accumulation_boundary = property(attrgetter("_forced_boundary"))  # None: nobody has forced it
 
-    train_micro_batch_size_per_gpu = answers("_micro")
-    gradient_accumulation_steps = answers("_gas")
-    zero_optimization_stage = answers("_config.zero_stage")  # client-facing name
-    fp16_auto_cast = answers("_config.fp16.auto_cast")
-    torch_autocast_enabled = answers("_config.torch_autocast.enabled")
-    gradient_clipping = answers("_config.gradient_clipping")
-    steps_per_print = answers("_config.steps_per_print")
-    wall_clock_breakdown = answers("_config.wall_clock_breakdown")
-    memory_breakdown = answers("_config.memory_breakdown")
-    dump_state = answers("_config.dump_state")
-    log_level = answers("_config.log_level")
-    autotp_size = answers("_config.tensor_parallel.autotp_size")
-    was_step_applied = answers(lambda self: self._updated and not self.overflowed)
+    train_micro_batch_size_per_gpu = answers("_micro", "Samples of a micro-batch on one rank.")
+    gradient_accumulation_steps = answers("_gas", "Micro-batches of one update.")
+    zero_optimization_stage = answers("_config.zero_stage", "The ZeRO stage, 0 to 3.")  # client-facing name
+    fp16_auto_cast = answers("_config.fp16.auto_cast", "Whether inputs become fp16.")
+    torch_autocast_enabled = answers("_config.torch_autocast.enabled", "Whether forwards run under torch's autocast.")
+    gradient_clipping = answers("_config.gradient_clipping", "Largest L2 norm of all gradients; 0: no limit.")
+    steps_per_print = answers("_config.steps_per_print", "Updates from one line of the log to the next; None: none.")
+    wall_clock_breakdown = answers("_config.wall_clock_breakdown", "Whether phases are timed.")
+    memory_breakdown = answers("_config.memory_breakdown", "Whether memory is logged after each phase.")
+    dump_state = answers("_config.dump_state", "Whether the whole configuration is logged at the start.")
+    log_level = answers("_config.log_level", "The key ``log_level``.")
+    autotp_size = answers("_config.tensor_parallel.autotp_size", "Ranks that share each layer, by the configuration.")
+    was_step_applied = answers(lambda self: self._updated and not self.overflowed, "Whether the last step() updated.")
 
-    def gradient_divisor(self, *, together: bool) -> float:
+    def _gradient_divisor(self, *, together: bool) -> float:
         """What the mean of gradients at rest has still to be divided by: the loss scale and, which takes all ranks
         ``together``, the weight of the tokens of the window so far.
         """
         tokens = self._tokens.mean(self.mesh.job) if together and self._tokens is not None else 0.0
         return float(self.current_loss_scale()) * (tokens if tokens > 0 else 1.0)
 
-    loss_scale = current_loss_scale = answers("_scaler.loss_scale")
-    dynamic_loss_scale = answers("_scaler.dynamic")
-    get_data_parallel_rank = answers("mesh.data.index")
-    get_wall_clock_timers = answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
-    memory_plan = answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
-    # of the last update before clipping, unscaled; inf after a skipped one
-    get_global_grad_norm = answers(lambda self: self._hear()._result.norm)
-    places = property(attrgetter("_parts.tiers.describe"))  # where offloaded states rest, in words
-    attached = property(attrgetter("runtime.attached"))  # a context with optimizer state that rests on a drive
-    loss_scaler = property(attrgetter("_scaler"))
-    scaler_state = property(attrgetter("_scaler.state_dict"))
-    load_scaler_state = property(attrgetter("_scaler.load_state_dict"))
-    train_batch_size = answers(lambda self: self._micro * self._gas * self.mesh.data.size)
+    loss_scale = current_loss_scale = answers("_scaler.loss_scale", "What losses are multiplied by; 1 without fp16.")
+    dynamic_loss_scale = answers("_scaler.dynamic", "Whether the loss scale adapts to overflows.")
+    get_data_parallel_rank = answers("mesh.data.index", "This rank among the data-parallel ones.")
+    get_wall_clock_timers = answers("timers", "Timers by name, in ms; stand-ins unless ``wall_clock_breakdown`` is on.")
+    memory_plan = answers("_parts.memory", "What a rank's states hold per tier, in bytes, as computed beforehand.")
+    get_global_grad_norm = answers(
+        lambda self: self._hear()._result.norm,
+        "L2 norm of all gradients of the last update, before clipping and without loss scale; inf: skipped.",
+    )
+    places = answers(lambda self: self._parts.tiers.describe(), "Where offloaded states rest, in words.")
+    train_batch_size = answers(
+        lambda self: self._micro * self._gas * self.mesh.data.size, "Samples of one update, of all ranks."
+    )
     get_batch_info = answers(
-        attrgetter("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        attrgetter("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        "train_batch_size(), train_micro_batch_size_per_gpu(), gradient_accumulation_steps().",
     )
-    zero_optimization = answers(lambda self: self._config.zero_stage > 0)
-    zero_optimization_partition_gradients = answers(lambda self: self._config.zero_stage >= 2)
-    zero_optimization_partition_weights = answers(lambda self: self._config.zero_stage >= 3)
-    zero_cpu_offload = answers(lambda self: self._config.zero.offload_optimizer is not None)
-    fp16_enabled = answers(lambda self: self._config.compute_dtype == "fp16")
-    bfloat16_enabled = answers(lambda self: self._config.compute_dtype == "bf16")
-    torch_autocast_dtype = answers(lambda self: DTYPES[self._config.torch_autocast.dtype])
-    model_dtype = answers(lambda self: DTYPES[self._config.compute_dtype])
-    accumulation_dtype = answers(lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"])
-    get_data_types = answers(lambda self: (self.model_dtype(), self.accumulation_dtype()))
-    optimizer_params = answers(lambda self: getattr(self._config.optimizer, "params", None))
-    scheduler_name = answers(lambda self: getattr(self._config.scheduler, "type", None))
-    scheduler_params = answers(lambda self: getattr(self._config.scheduler, "params", None))
-    get_model_parallel_rank = get_tensor_parallel_rank = answers("mesh.tp.index")
-    seq_parallel_group = property(  # None where each rank has whole sequences
-        lambda self: (
-            GETTERS["get_sequence_parallel_group"]() if GETTERS["get_sequence_parallel_world_size"]() > 1 else None
-        )
+    zero_optimization = answers(lambda self: self._config.zero_stage > 0, "Whether anything is sharded.")
+    zero_optimization_partition_gradients = answers(
+        lambda self: self._config.zero_stage >= 2, "Whether gradients are sharded."
     )
-    get_sequence_parallel_group = answers("seq_parallel_group")
+    zero_optimization_partition_weights = answers(
+        lambda self: self._config.zero_stage >= 3, "Whether parameters are sharded."
+    )
+    zero_cpu_offload = answers(
+        lambda self: self._config.zero.offload_optimizer is not None, "Whether optimizer states leave the device."
+    )
+    fp16_enabled = answers(lambda self: self._config.compute_dtype == "fp16", "Whether the model computes in fp16.")
+    bfloat16_enabled = answers(lambda self: self._config.compute_dtype == "bf16", "Whether the model computes in bf16.")
+    torch_autocast_dtype = answers(
+        lambda self: DTYPES[self._config.torch_autocast.dtype], "The torch.dtype of autocast."
+    )
+    model_dtype = answers(lambda self: DTYPES[self._config.compute_dtype], "The torch.dtype of parameters.")
+    accumulation_dtype = answers(
+        lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"], "The torch.dtype of gradient sums."
+    )
+    get_data_types = answers(
+        lambda self: (self.model_dtype(), self.accumulation_dtype()), "model_dtype(), accumulation_dtype()."
+    )
+    optimizer_params = answers(lambda self: getattr(self._config.optimizer, "params", None), "As configured, or None.")
+    scheduler_name = answers(lambda self: getattr(self._config.scheduler, "type", None), "As configured, or None.")
+    scheduler_params = answers(lambda self: getattr(self._config.scheduler, "params", None), "As configured, or None.")
+    get_model_parallel_rank = get_tensor_parallel_rank = answers(
+        "mesh.tp.index", "This rank among the tensor-parallel ones."
+    )
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """The process group of ranks that share a sequence; None where each rank has whole sequences."""
+        shared = GETTERS["get_sequence_parallel_world_size"]() > 1
+        return GETTERS["get_sequence_parallel_group"]() if shared else None
+
+    get_sequence_parallel_group = answers("seq_parallel_group", "``seq_parallel_group``.")
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
-    get_lr = answers(lambda self: [group["lr"] for group in self._hear()._groups()])
-    get_type = answers(lambda self: [group.get("type") for group in self._groups()])
-    get_mom = answers(lambda self: [group.get("betas", group.get("momentum")) for group in self._hear()._groups()])
+    get_lr = answers(lambda self: [group["lr"] for group in self._hear()._groups()], "Learning rate of each group.")
+    get_type = answers(lambda self: [group.get("type") for group in self._groups()], "The key ``type`` of each group.")
+    get_mom = answers(
+        lambda self: [group.get("betas", group.get("momentum")) for group in self._hear()._groups()],
+        "Betas, or the momentum, of each group.",
+    )
 
     def optimizer_name(self) -> str | None:
+        """As configured, else the class of the client's; None without an optimizer."""
         if self._config.optimizer is not None:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None

@@ -36,9 +36,11 @@ from deepspeed.zero.update.result import StepResult
 PHASES = ("forward", "backward", "step")
 
 
-def _heard(name: str) -> Any:
-    """A property for what updates came to, of which all are heard first."""
-    return property(lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value))
+def _heard(name: str, text: str) -> Any:
+    """A property, with the docstring ``text``, for what updates came to, of which all are heard first."""
+    return property(
+        lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value), None, text
+    )
 
 
 _ADVICE = "call it after every backward(), or see set_gradient_accumulation_boundary()"
@@ -156,8 +158,8 @@ class EngineReports(EngineFacts):
                 "learning rate, set gradient_clipping, or check the data and the loss for inf/nan"
             )
 
-    skipped_steps = _heard("_skipped")  # updates that were left out, as a gradient was not finite
-    overflowed = _heard("_overflowed")  # whether the last one was
+    skipped_steps = _heard("_skipped", "Updates that were left out, as a gradient was not finite.")
+    overflowed = _heard("_overflowed", "Whether the last update was left out.")
 
     # -- clocks and metrics ---------------------------------------------------------------------------------------
     def _start_timing(self, config: DeepSpeedConfig) -> None:

@@ -1,6 +1,7 @@
 """The engine's whole weights: for a file, for an inference server, for generation; and states that leave the device."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,14 +60,15 @@ class EngineWeights:
     ) -> WeightFlow:
         """Whole weights and persistent buffers as buckets: lists of (name, tensor) on the device. Collective.
 
-        A bucket and what travels for it take ``max_bytes`` at most (a number, or "512MB"), unless one tensor is
-        larger. ``dst``: the one rank that gets them; the buckets of the others are empty, as many as there. Names are
-        those of ``module.state_dict()``, tied ones once; with ``merge_adapters`` those of the model without adapters,
-        which PEFT merges in, on copies (of a layer at a time, beside the bucket).
-
         An iterator and a context manager; nothing of the engine changes meanwhile. A rank may leave early: those that
         go on raise UsageError with their next bucket, as they do for an error in the loop of another where that stands
         in a ``with``. Raises UsageError inside a forward or backward, ValueError for ``max_bytes``.
+
+        Args:
+            max_bytes: Of a bucket and what travels for it (a number, or "512MB"), unless one tensor is larger.
+            dst: The one rank that gets them; the buckets of others are empty. None: all ranks.
+            merge_adapters: As the model without adapters, which PEFT merges in, on copies, a layer at a time.
+            exclude_frozen_parameters: Leave out what requires no gradient. Names are those of ``module.state_dict()``.
         """
         self._check_alive(alone=False)
         self._check_between_passes("stream_weights")
@@ -83,7 +85,7 @@ class EngineWeights:
         target = None if dst is None else self.mesh.job.ranks.index(dst)
         return self._flow(tensors, limit, target=target, parcels=parcels)
 
-    def settle_weights(self, call: str) -> None:
+    def _settle_weights(self, call: str) -> None:
         """Wait until the weights at rest are those of the last step and nobody writes them; on this rank alone.
 
         ``call``: what for. Raises UsageError inside a forward or backward, and where an update has failed.
@@ -158,12 +160,15 @@ class EngineWeights:
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move states (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
+        """Move states to host memory until ``reload_states``; what is there or on a drive stays. Further calls add.
 
-        What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank.
-        Further calls add to the first. Until then ``backward``, ``step`` and saves raise UsageError, with parameters
-        (``lp_params``; in fp32 ``hp_params`` are the same) also forwards and generation. Raises UsageError inside a
-        forward or backward, ValueError for another device than "cpu" (or "none": nothing happens).
+        Until then ``backward``, ``step`` and saves raise UsageError, with parameters forwards and generation, too.
+        Raises UsageError inside a forward or backward, ValueError for another device.
+
+        Args:
+            include: Of ``OffloadStateTypeEnum``; None: all. In fp32 ``hp_params`` are ``lp_params``.
+            device: "cpu", or "none": nothing happens.
+            pin_memory: Lock the pages, for faster copies; ``non_blocking`` has no effect.
         """
         self._check_alive(params=False)
         place = getattr(device, "value", device)
@@ -190,17 +195,29 @@ class EngineWeights:
         self._way_back.close()
         self._lent = self._params_lent = False
 
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is gathered and not in use."""
+        for unit in self.runtime.units:
+            self.runtime.backward_done(unit)
+
+    def collect_python_gc(self) -> int:
+        """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
+        return gc.collect()
+
     def _check_here(self) -> None:
         if self._lent:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
-    def save_pretrained(self, save_directory: Any, max_shard_size: int | str = "5GB", **options: Any) -> None:
-        """Write ``model.safetensors`` (several with an index beyond ``max_shard_size``) in the dtype of the module,
-        and what the module's own ``save_pretrained`` writes beside. Collective; the first rank holds a bucket.
+    def save_pretrained(self, save_directory: Path | str, max_shard_size: int | str = "5GB", **options: Any) -> None:
+        """Write ``model.safetensors``, in the module's dtype, and what its own ``save_pretrained`` writes. Collective.
 
-        Names are those that ``from_pretrained`` expects. Of a PEFT model its adapters are written, as PEFT does. With
-        other ``options`` (``state_dict`` and so on) the module's own method is called, on every rank. Raises
-        CheckpointError on every rank when a file cannot be written.
+        Names are those that ``from_pretrained`` expects; of a PEFT model its adapters are written. The first rank
+        holds a bucket at a time. Raises CheckpointError on every rank when a file cannot be written.
+
+        Args:
+            save_directory: The folder.
+            max_shard_size: Bytes of a file (a number, or "5GB"); beyond it several files with an index.
+            options: With any the module's own method is called instead, on every rank.
         """
         saver = getattr(self.module, "save_pretrained", None)
         if saver is not None and options:
@@ -225,12 +242,13 @@ class EngineWeights:
                     pass
 
     def save_16bit_model(
-        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self, save_dir: Path | str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write all weights in the compute dtype to one file for ``torch.load``, a bucket at a time. Collective.
+        """Write all weights in the compute dtype to ``save_dir/save_filename`` for ``torch.load``, a bucket at a time.
 
-        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is
-        off. Raises CheckpointError on every rank when the file cannot be written; an older one is intact then.
+        Collective. False, and nothing written, when parameters are sharded and
+        ``stage3_gather_16bit_weights_on_model_save`` is off. Raises CheckpointError on every rank when the file
+        cannot be written; an older one is intact then. ``exclude_frozen_parameters``: without what needs no gradient.
         """
         self._check_alive(alone=False)
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:

@@ -42,8 +42,7 @@ _MAX_LINE_BYTES = 1 << 16
 class FrameReader:
     """Splits one stream of a node into output, with ``prefix`` before every line, and frames.
 
-    A line ends with a newline or, as in progress bars, a carriage return; among several writers half a line is not
-    shown unless it is very long.
+    A line ends with a newline or, as in progress bars, a carriage return; half a line is shown only if it is very long.
     """
 
     def __init__(self, prefix: bytes) -> None:

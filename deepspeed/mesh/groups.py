@@ -145,8 +145,7 @@ def build_mesh(
     ``backend``: "nccl" or "gloo". ``pp`` pipeline stages, ``sp`` sequence- and ``tp`` tensor-parallel ranks; the rest
     is data parallel. ``reducing``: with a group for the sums of gradients. ``order``: the ranks as the grid has them,
     if not ascending; ``known``: groups of the caller's that are used where they fit. One rank needs no process group.
-    Raises UsageError when a group cannot be made, DeepSpeedConfigError when the sizes do not multiply to the number of
-    ranks.
+    Raises UsageError when a group cannot be made, DeepSpeedConfigError for sizes of more or fewer ranks.
     """
     plain = plain_mesh(backend, group=group)
     everyone, rank = plain.job, dist.get_rank() if dist.is_initialized() else 0
@@ -197,8 +196,7 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> boo
     """Whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
     Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would
-    disturb. So they meet in the store, where the first to decide decides for all: at once, if it is one that can not
-    (not ``comes``).
+    disturb. They meet in the store, where the first decides for all: at once, if it can not (not ``comes``).
     """
     if mesh.job.size == 1 or mesh.job.alike:
         return True

@@ -39,9 +39,7 @@ def first_error(text: str) -> str:
 
 
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
-    """Exit status and output of ``command`` within ``limit_s`` seconds; BuildError when it cannot run. It has a process
-    group of its own and writes to a file, so that nothing it starts outlives the limit or keeps a pipe open.
-    """
+    """Exit status and output of ``command``, all of which ends within ``limit_s``; BuildError when it cannot run."""
     what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
     with tempfile.TemporaryFile() as output:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}

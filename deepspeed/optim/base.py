@@ -97,8 +97,7 @@ class GroupStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; what ``closure`` returned, or None without one. Raises
-        OptimizerConfigError for a sparse gradient where it would move other rows, AssertionError where a host optimizer
-        meets a device.
+        OptimizerConfigError for a sparse gradient that would move other rows, AssertionError on a wrong device.
         """
         loss = None
         if closure is not None:
@@ -133,9 +132,7 @@ class GroupStep(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none and self.defaults.get("set_grad_none", True))
 
     def _checked_params(self, group: Group) -> list[Tensors]:
-        """Parameters with gradients, a list for each kind of device (half of a group may rest in host memory) and each
-        scale of gradients: a kernel takes one.
-        """
+        """Parameters with gradients, a list for each kind of device and each scale of gradients: a kernel takes one."""
         name, kinds = type(self).__name__, dict[tuple[str, int], Tensors]()
         for param in (p for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and not (self.sparse and group["eps"] and not group["weight_decay"]):

@@ -146,6 +146,18 @@ def _submit(
     return on_device["ratios"]
 
 
+def _check_row(row: "_Row") -> None:
+    """Raise ValueError for tensors of one parameter that no kernel takes together."""
+    param, *others = row
+    tensors = [param, *(tensor for tensor in others if tensor is not None)]
+    moments = [moment for moment in others[1:3] if moment is not None]
+    host.check("CUDA", tensors, moments, on_cuda)
+    if not _compiled(param, others[0], *moments):
+        takes = "moments (and of 16-bit parameters gradients) in fp32 or the parameter's dtype"
+        fault = f"{others[0].dtype} and {moments[0].dtype} beside {param.dtype}"
+        raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
+
+
 def _update(
     op: OpSpec,
     params: Tensors,
@@ -173,14 +185,8 @@ def _update(
     """
     columns = (params, grads, exp_avgs, exp_avg_sqs, outs)
     rows: list[_Row] = list(zip(*([None] * len(params) if c is None else c for c in columns), strict=True))
-    for param, *others in rows:
-        tensors = [param, *(tensor for tensor in others if tensor is not None)]
-        moments = [moment for moment in others[1:3] if moment is not None]
-        host.check("CUDA", tensors, moments, on_cuda)
-        if not _compiled(param, others[0], *moments):
-            takes = "moments (and of 16-bit parameters gradients) in fp32 or the parameter's dtype"
-            fault = f"{others[0].dtype} and {moments[0].dtype} beside {param.dtype}"
-            raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
+    for row in rows:
+        _check_row(row)
     steps: Tensors = () if isinstance(step, int) else step
     if steps and any(
         s.dtype is not torch.float32 or s.numel() != 1 or s.device != p.device

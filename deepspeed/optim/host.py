@@ -39,9 +39,7 @@ _SIGNATURES = {
 
 @functools.cache
 def _kernel(op: OpSpec, *, beside: bool = False) -> Callable[..., int] | None:
-    """The native function, built on first use; None (after one line in the log) where that is not possible. ``beside``:
-    that of Adam which leaves weights and moments alone.
-    """
+    """The native function, built on first use, or None; ``beside``: that of Adam which leaves weights and moments."""
     library = try_load(op)
     if library is None:
         return None

@@ -211,8 +211,7 @@ def cut_model(
 
     Embeddings run before the blocks, and so do the modules named in ``first``; all others with parameters behind them.
     Batches are dicts of the model's arguments, or (inputs, labels); every stage reads them. The loss is the model's own
-    (``output.loss``) or ``loss_fn(output, labels)``. A schedule with several chunks is prepared for here. UsageError
-    without a list of blocks.
+    (``output.loss``) or ``loss_fn(output, labels)``. Schedules with several chunks are prepared for here.
     """
     if blocks is None:
         parents = [path.rpartition(".")[0] for path, _ in find_blocks(model)]

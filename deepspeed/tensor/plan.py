@@ -104,9 +104,7 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 class Planner:
-    """Makes the plan of one model, or one pipeline stage, for ``ways`` ranks, as ``wanted``, with the numbers of
-    ``rank``. ``others``: parameters of other stages, for which rules may be; None: not known. ``key``: who asks.
-    """
+    """Makes the plan of a model, or stage, for ``ways`` ranks. ``others``: parameters of other stages, if known."""
 
     def __init__(
         self,

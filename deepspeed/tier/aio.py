@@ -283,8 +283,7 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
     the environment decides for "auto". ``backend`` of the engine is the one it uses, "python" where the native code
     cannot be compiled.
 
-    Raises ValueError for an argument, TransferError when the named backend is not to be had, BuildError when it needs
-    native code.
+    Raises ValueError for an argument, TransferError or BuildError when the named backend is not to be had.
     """
 
     begun: ClassVar[int] = 0  # transfers in this process, by which a watch sees that it comes further

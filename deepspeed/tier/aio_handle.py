@@ -54,9 +54,7 @@ def _check_contents(path: str, offset: int, host: Tensor) -> None:
 def _operation(
     engine: AioEngine, buffer: Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
 ) -> Iterator[None]:
-    """One read or write: it starts up to the ``yield``, then ends, closes the file and raises what failed. ``whole``:
-    it is all of the file. Bytes of a device travel through ``host``, which else is ``buffer`` itself.
-    """
+    """One read or write: started until the ``yield``, then ended. Bytes of a device travel through ``host``."""
     host = buffer
     if buffer.device.type != "cpu":
         host = aligned_empty(buffer.shape, dtype=buffer.dtype)

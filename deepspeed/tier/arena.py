@@ -94,9 +94,7 @@ class _Slab:
         return min((r for r in self.free if r[1] - r[0] >= nbytes), key=lambda r: r[1] - r[0], default=None)
 
     def cut(self, nbytes: int, returned: deque[tuple[int, int, int]]) -> torch.Tensor:
-        """So many bytes of the smallest free range that has them, in whole pages; who has used them for the last time
-        leaves (number, start, stop) in ``returned``.
-        """
+        """So many bytes of the smallest free range, in whole pages; who is done leaves its range in ``returned``."""
         size = _paged(nbytes)
         room = self.room_for(size)
         assert room is not None, "looked at before"

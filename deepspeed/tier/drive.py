@@ -1,5 +1,4 @@
-"""One rank's space on a drive: an arena file with aligned extents, an IO engine, staging buffers, and the flat tensors
-that rest there.
+"""One rank's space on a drive: an arena file with aligned extents, an IO engine, staging buffers, flat tensors.
 
 The file has no name, so whatever ends the process, kill -9 included, gives the space back at once, and a folder that is
 removed or cleaned up under a running job does no harm.
@@ -207,8 +206,7 @@ class Stored(TierStore):
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
         """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead: of a device behind
-        the stream that asks. Host memory that lies within its page as the elements do in theirs is read into in the
-        background.
+        the stream that asks. Host memory that lies in pages as the elements do is read into in the background.
         """
         if not self._ahead and self._straight(out, start):
             self._wait_for_writes(start, start + out.numel())
@@ -280,9 +278,7 @@ class Stored(TierStore):
         self._wait_for_writes(0, self.numel)
 
     def hold(self, hurry: Callable[[], None]) -> Held:
-        """What is here now, for a reader of any thread: the next write calls ``hurry`` and waits until it is released.
-        Raises TransferError when an earlier write failed.
-        """
+        """What is here now, for any thread: the next write calls ``hurry`` and waits. Raises TransferError."""
         self.settle()
         reader = Held(self.drive, self._extent, hurry)
         left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]

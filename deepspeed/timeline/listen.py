@@ -1,8 +1,8 @@
 """What an engine tells whoever listens.
 
 Nothing of the engine knows of a listener: for as long as there is one, methods of living objects are replaced by ones
-that call them and note when (``Wraps``), and the listeners of process groups have one more. So an engine that nobody
-watches pays nothing.
+that call them and note when (``Wraps``), and the listeners of process groups have one more. Unwatched, an engine pays
+nothing.
 """
 
 import contextlib

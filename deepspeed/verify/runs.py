@@ -151,7 +151,7 @@ def _alike(engine: Any) -> dict[str, Digests]:
     if schedule is not None and hasattr(schedule, "state_dict"):
         rates["schedule"] = _text(schedule.state_dict())
     counters = {name: repr(getattr(engine, name)) for name in _COUNTERS}
-    scale = {"loss scale": _text(engine.scaler_state()), "gradient norm": _text(engine.get_global_grad_norm())}
+    scale = {"loss scale": _text(engine._scaler.state_dict()), "gradient norm": _text(engine.get_global_grad_norm())}
     return {"opt": options, "lr": rates, "scaler": counters | scale}
 
 
@@ -166,7 +166,7 @@ def _local_slots(engine: Any) -> Digests:
     """Digest this rank's part of every slot, without the padding between parameters, and what belongs to none."""
     optimizer, texts = engine.basic_optimizer, {}
     for view in engine._views if optimizer is not None else ():
-        with engine.attached(view):
+        with engine.runtime.attached(view):
             for slot, value in optimizer.state.get(view.param, {}).items():
                 if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == view.stop - view.start:
                     value = torch.cat([value[:0], *(value[begin:end] for _, begin, end in _spans(view))])

@@ -96,6 +96,16 @@ class ZeroParts:
     views: list[OptimView]  # what the optimizer sees
 
 
+def _take_over(
+    unit: Unit, spec: UnitSpec, values: torch.Tensor | None, rules: BuildRules, tiers: Tiers, *, plain: bool
+) -> None:
+    """Give ``unit`` its ``values`` (None: those of its parameters), and mark the parameters as the unit's."""
+    values = _values(unit, rules.device) if values is None else values
+    unit.adopt(values, spec.rest, keep_master=rules.keep_master, tiers=tiers)
+    for position, segment in enumerate(unit.layout.segments):
+        mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=plain)
+
+
 def build(
     model: nn.Module,
     plan: ZeroPlan,
@@ -136,11 +146,7 @@ def build(
     for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
         unit = _bare_unit(index, spec, layout, row)
         values = values_from_files(unit, rules.device, files, mesh=mesh)
-        values = _values(unit, rules.device) if values is None else values
-        unit.adopt(values, spec.rest, keep_master=rules.keep_master, tiers=tiers)
-        for position, segment in enumerate(unit.layout.segments):
-            plain = not plan.regular.param.sharded
-            mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=plain)
+        _take_over(unit, spec, values, rules, tiers, plain=not plan.regular.param.sharded)
         units.append(unit)
         if rules.device.type == "cpu":
             heap.passed(2 * unit.layout.numel * spec.dtype.itemsize)

@@ -370,9 +370,7 @@ class Gradients:
         return sorted({unit.name for unit, _, probe in self._probes if not torch.isfinite(probe).item()})
 
     def evidence(self) -> Callable[[], list[str]]:
-        """What names, when it is called, the parameters (on the CPU units) whose local gradients on this rank were not
-        finite in this window. The window's probes go there.
-        """
+        """What names, when called, the parameters whose local gradients were not finite in this window."""
         probes, self._probes = sorted(self._probes, key=lambda entry: entry[0].index), []
         return lambda: [name for _, name, probe in probes if not torch.isfinite(probe).item()]
 

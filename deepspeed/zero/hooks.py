@@ -315,6 +315,13 @@ class ModuleHooks:
 
         return before, after
 
+    def _say_kept(self, module: nn.Module) -> None:
+        """Log, once for each module, that its parameters wait for the backward."""
+        if module not in self._warned:
+            self._warned.add(module)
+            text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
+            logger.info(text, type(module).__name__)
+
     def _hooks_of(self, module: nn.Module, units: list[Unit]) -> tuple[_Hook, _Hook]:
         runtime = self._runtime
         is_root = module in self._roots
@@ -356,10 +363,8 @@ class ModuleHooks:
                 self._watch_stash(needed, modules)
             # Trained parameters, and nothing to tell when they are needed again.
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
-            if keep and module not in self._warned:
-                self._warned.add(module)
-                text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
-                logger.info(text, type(module).__name__)
+            if keep:
+                self._say_kept(module)
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:
@@ -392,9 +397,7 @@ class ModuleHooks:
             del self._frozen[name]
 
     def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False, whole: bool = False) -> bool:
-        """Hook every output that will carry a gradient; True when there was one. ``inner``: a root does, too;
-        ``whole``: these are the model's.
-        """
+        """Hook outputs that will carry a gradient, of a root if ``inner``, of the model if ``whole``; whether any."""
         if not torch.is_grad_enabled():
             return False
         origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}

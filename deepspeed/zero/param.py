@@ -100,9 +100,7 @@ def parts_refusal(what: str) -> UsageError:
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """No values here: the unit is released, or being filled. An alias never gets values of its own again. The update of
-    a unit that is never released is waited for.
-    """
+    """No values here: the unit is released or being filled. An alias never gets any; a pending update is waited for."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
             return False
@@ -379,9 +377,7 @@ def owners(grad: torch.Tensor) -> tuple[int, int, int, bool]:
 
 @functools.cache
 def usual_owners() -> tuple[int, int, int, bool]:
-    """What `owners` says where a hook has just taken a gradient away that nobody else holds; how autograd hands it over
-    is its own affair, so it is tried.
-    """
+    """What `owners` says where a hook has just taken a gradient that nobody else holds: tried, as autograd decides."""
     seen: list[tuple[int, int, int, bool]] = []
 
     def hook(parameter: torch.Tensor) -> None:

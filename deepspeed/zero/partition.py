@@ -6,7 +6,7 @@ reduction.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
@@ -167,6 +167,25 @@ def is_read(param: nn.Parameter) -> bool:
     return any(runtime.client() is not None for runtime in vars(param).get("_ds_readers", ()))
 
 
+def _touches(
+    model: nn.Module,
+    index_of: Mapping[nn.Parameter, int],
+    roots: Mapping[str, nn.Module],
+    block_of: Mapping[nn.Module, str],
+) -> tuple[dict[nn.Module, list[int]], set[nn.Module]]:
+    """The units that a call of each module needs, and the modules by which a block is entered, which need all of it."""
+    touches: dict[nn.Module, list[int]] = {}
+    for module in model.modules():
+        units = [index_of[param] for param in module.parameters(recurse=False) if param in index_of]
+        if units:
+            touches[module] = list(dict.fromkeys(units))
+    entries = {entry: path for path, block in roots.items() for entry in _entries(block)}
+    for entry, path in entries.items():
+        inside = (m for m in entry.modules() if block_of[m] == path)
+        touches[entry] = list(dict.fromkeys(i for m in inside for i in touches.get(m, ())))
+    return touches, set(entries)
+
+
 def partition(
     model: nn.Module,
     plan: ZeroPlan,
@@ -211,15 +230,8 @@ def partition(
                 specs.append(UnitSpec(label if replicated else home or "root", *kind))
             specs[index].add(name, param, numel_of(param))
             index_of[param] = index
-    touches: dict[nn.Module, list[int]] = {}
-    for module in model.modules():
-        if units := [index_of[p] for p in module.parameters(recurse=False) if p in names]:
-            touches[module] = list(dict.fromkeys(units))
-    entries = {entry: path for path, block in roots.items() for entry in _entries(block)}
-    for entry, path in entries.items():
-        inside = (m for m in entry.modules() if block_of[m] == path)
-        touches[entry] = list(dict.fromkeys(i for m in inside for i in touches.get(m, ())))
-    return Partition(specs, touches, set(entries))
+    touches, entries = _touches(model, index_of, roots, block_of)
+    return Partition(specs, touches, entries)
 
 
 def _even_numel(param: nn.Parameter, ways: int) -> int:

@@ -16,7 +16,7 @@ MOST = 24  # ways to say one sentence
 PACKAGE = Path(__file__).resolve().parents[2] / "deepspeed"
 # What to read about the sentences of a module; the longest name counts.
 PAGES = {
-    "": "index.md",
+    "": "quickstart.md",
     "activation": "config.md#activation_checkpointing",
     "bench": "tools.md",
     "checkpoint": "checkpoints.md",
@@ -212,7 +212,7 @@ def page() -> str:
         if message.module != module:
             names = [n for n in PAGES if not n or f"{message.module}.".startswith(f"{n}.")]
             where = PAGES[max(names, key=len)]
-            title = where.partition("#")[0].removesuffix(".md").replace("index", "quick start")
+            title = where.partition("#")[0].removesuffix(".md").replace("quickstart", "quick start")
             lines += ["", f"**`deepspeed.{message.module}`**, see [{title}]({where})", ""]
             module, said = message.module, set[str]()
         line = f"- `{message.kind}`: {_shown(message.text)}"

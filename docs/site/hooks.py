@@ -11,7 +11,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
-from errors import page  # noqa: E402 - this folder is no package, its files are found by the line above
+import api  # noqa: E402 - this folder is no package, its files are found by the line above
+from errors import page  # noqa: E402
 
 SCRIPTS = re.findall(r'^"?([\w.]+)"? = "(deepspeed\S+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 ALIASES = ("deepspeed.pt", "ds", "dsr")
@@ -41,9 +42,18 @@ def _help(place: str, *words: str) -> str:
     return re.sub(r"usage: \S+", lambda m: m[0].replace("__main__.py", "deepspeed"), shown.getvalue())
 
 
+def on_config(config: Any) -> Any:
+    """The version behind the site's name."""
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "deepspeed" / "version.py").read_text())
+    config["site_name"] = f"{config['site_name']} {version[1] if version else ''}".strip()
+    return config
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Generated parts in the place of their markers; files outside docs/ by their path: the site has no such page."""
-    made = {"errors": lambda: page().replace("## ", "### "), "commands": commands}
+    made = {"errors": lambda: page().replace("## ", "### "), "commands": commands, "answers": api.answers}
+    made |= {"communication": api.communication, "optimizers": api.optimizers}
+    markdown = api.expanded(markdown)
     for name, make in made.items():
         before, marker, behind = markdown.partition(f"<!-- generated: {name} -->")
         if marker:  # the paragraph behind it says what stands here

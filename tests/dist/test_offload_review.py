@@ -264,7 +264,7 @@ def _reads_fail() -> list[str]:
             drive.read = lambda *_: (_ for _ in ()).throw(OSError(5, "the drive is gone"))
             for view in engine._views[:1]:
                 try:
-                    with engine.attached(view):
+                    with engine.runtime.attached(view):
                         return ["a read that failed went unnoticed"]
                 except OSError:
                     pass

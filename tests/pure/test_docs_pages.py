@@ -46,7 +46,7 @@ def commands() -> list[tuple[str, str]]:
             line
             for language, body in blocks(text)
             if language in ("indented", "bash", "")
-            for line in body.splitlines()
+            for line in re.sub(r"\\\n\s*", " ", body).splitlines()
         ]
         lines += re.findall(r"`((?:ds_\w+|deepspeed) [^`\n]+)`", text)
         names = {line.split()[0] for line in lines if line.strip()} & set(SCRIPTS)

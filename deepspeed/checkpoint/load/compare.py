@@ -97,8 +97,7 @@ def shape_row(name: str, shape: tuple[int, ...], saved: tuple[int, ...]) -> Tens
 
 
 def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRow]:
-    """Weights and persistent buffers of a running engine against the checkpoint ``folder/tag`` (default: what
-    ``latest`` names).
+    """Weights and persistent buffers of an engine against the checkpoint ``folder/tag`` (default: the latest).
 
     One row per tensor on every rank, "equal", "different", "missing" (only in the engine) or "extra" (only in the
     checkpoint). Values are compared in the narrower dtype: those a bf16 engine computes with are bf16. Collective;

@@ -171,6 +171,15 @@ def plan_shards(
     return shards
 
 
+def _write_index(
+    path: Path, shards: Mapping[str, Sequence[Stream]], aliases: Mapping[str, str], *, nbytes: int
+) -> None:
+    """Write which file has which tensor, as Hugging Face reads it. ``shards``: the tensors by the name of a file."""
+    where = with_aliases({stream.name: name for name, shard in shards.items() for stream in shard}, aliases)
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(where.items()))}
+    write_atomically(path, (json.dumps(index, indent=2) + "\n").encode())
+
+
 def write_weights(
     streams: Sequence[Stream],
     out: Path,
@@ -217,10 +226,8 @@ def write_weights(
         path.unlink(missing_ok=True)  # several processes may write the same files at once
     written = [out / name for name in names]
     if total > 1:
-        where = with_aliases({s.name: n for n, shard in zip(names, shards, strict=True) for s in shard}, aliases)
-        index = {"metadata": {"total_size": total_bytes(streams)}, "weight_map": dict(sorted(where.items()))}
         written.append(out / f"{stem}{suffix}.index.json")
-        write_atomically(written[-1], (json.dumps(index, indent=2) + "\n").encode())
+        _write_index(written[-1], dict(zip(names, shards, strict=True)), aliases, nbytes=total_bytes(streams))
     sync(out)
     return written
 

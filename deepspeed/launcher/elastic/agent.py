@@ -287,6 +287,16 @@ def _join(job: Job, node_rank: int, *, runner: str) -> Store:
     return TCPStore(job.master_addr, job.master_port, is_master=False, wait_for_workers=False)
 
 
+def _tell(verdict: Verdict, runner: str) -> None:
+    """Tell how the job has ended: the command where one reads this, else whoever reads the terminal."""
+    if runner == "ssh":
+        tell_command({"kind": "verdict", "status": verdict.status, "text": verdict.text})
+        return
+    sys.stdout.flush()
+    sys.stderr.write(verdict.text)
+    sys.stderr.flush()
+
+
 def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     """Run one node's part of the elastic ``job`` and return the job's exit status; no process of it is left here then.
 
@@ -329,12 +339,7 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         verdict = _decided(agent)
         with contextlib.suppress(RuntimeError):
             membership.shutdown()
-        if runner == "ssh":
-            tell_command({"kind": "verdict", "status": verdict.status, "text": verdict.text})
-        else:
-            sys.stdout.flush()
-            sys.stderr.write(verdict.text)
-            sys.stderr.flush()
+        _tell(verdict, runner)
         _part(agent, membership, longest_end(job) if node_rank == 0 and runner != "ssh" else 0.0)
     return verdict.status
 

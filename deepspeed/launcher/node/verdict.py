@@ -108,8 +108,7 @@ def shell_status(exitcode: int) -> int:
 def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, show_traceback: bool) -> Verdict:
     """The verdict on failed ranks and lost hosts: whatever went wrong first is the cause, and its status the job's.
 
-    ``losses``: when each lost host was last heard, and the verdict on it. Ranks that failed after that failed because
-    of it.
+    ``losses``: when each lost host was last heard, and the verdict on it. Ranks failed later because of it.
     """
     last_heard, loss = min(losses, key=lambda loss: loss[0], default=(float("inf"), None))
     watched = next((end for end in ends if end.was_watched), None)

@@ -225,6 +225,14 @@ def write_report(text: str, output_file: str | None) -> None:
         ) from error
 
 
+def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    """Ones of ``shape``, in the dtype and on the device of the model's first floating-point parameter."""
+    if not isinstance(shape, tuple) or not shape:
+        raise UsageError(f"get_model_profile(input_shape={shape!r}): pass a tuple with the batch's size first")
+    param = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    return torch.ones(shape, dtype=param.dtype, device=param.device)
+
+
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
@@ -250,12 +258,7 @@ def get_model_profile(
     if input_shape is None and not args and not kwargs:
         raise UsageError("get_model_profile needs an input: pass input_shape=, args= or kwargs=")
     if input_shape is not None:
-        if not isinstance(input_shape, tuple) or not input_shape:
-            raise UsageError(
-                f"get_model_profile(input_shape={input_shape!r}): pass a tuple with the batch's size first"
-            )
-        param = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-        args = [torch.ones(input_shape, dtype=param.dtype, device=param.device)]
+        args = [_ones(model, input_shape)]
     call = model if mode == "forward" else getattr(model, "generate", None)
     if call is None:
         raise UsageError(f"get_model_profile(mode='generate'): {type(model).__name__} has no generate()")

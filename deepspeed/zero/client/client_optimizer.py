@@ -33,7 +33,7 @@ class DeepSpeedOptimizer:
         self._views = views
 
     loss_scale = cur_scale = property(lambda self: float(self._engine.current_loss_scale()))
-    loss_scaler = property(lambda self: self._engine.loss_scaler)
+    loss_scaler = property(lambda self: self._engine._scaler)
     dynamic_loss_scale = property(lambda self: self._engine.dynamic_loss_scale())
 
     def needs_scaler(self) -> bool:
@@ -43,7 +43,7 @@ class DeepSpeedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update with the gradients at hand (clients without the engine's ``step`` call this). Collective."""
         loss = closure() if closure is not None else None
-        self._engine.update()
+        self._engine._update()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
@@ -62,12 +62,12 @@ class DeepSpeedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
-        with self._engine.whole_state():
+        with self._engine._whole_state():
             base = self.optimizer.state_dict()
         places = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         weights = []
         for view in self._views:
-            with self._engine.attached(view) as slots:
+            with self._engine.runtime.attached(view) as slots:
                 weights.append(view.param.detach().clone())
                 if view.on_drive and slots:
                     copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in slots.items()}
@@ -75,28 +75,26 @@ class DeepSpeedOptimizer:
         return {
             "base_optimizer_state": base,
             "fp32_flat": weights,
-            "loss_scaler": self._engine.scaler_state(),
+            "loss_scaler": self._engine._scaler.state_dict(),
             "overflow": self.overflow,
         }
 
     def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Restore what ``state_dict`` gave on the same rank under the same layout. Collective: publishes parameters.
-        ValueError for another layout; UsageError, on all ranks, where an update behind the program has failed on one.
-        """
+        """Restore what ``state_dict`` gave on this rank under this layout, else ValueError. Collective."""
         engine, saved = self._engine, state["fp32_flat"]
         if [tuple(a.shape) for a in saved] != [tuple(v.param.shape) for v in self._views]:
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model)")
         engine.reload_states()
         engine.runtime.update.wait_together()
         engine.runtime.update.restart()
-        with engine.whole_state():
+        with engine._whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
         engine.runtime.update.adopt_state()
         with torch.no_grad():
             for view, value in zip(self._views, saved, strict=True):
-                with engine.attached(view, write=True, publish=True):
+                with engine.runtime.attached(view, write=True, publish=True):
                     view.param.copy_(value)
-        engine.load_scaler_state(state["loss_scaler"])
+        engine._scaler.load_state_dict(state["loss_scaler"])
         self.overflow = state["overflow"]
         engine.runtime.publish(engine.runtime.units)
 
@@ -106,7 +104,7 @@ class DeepSpeedOptimizer:
         its bits. Call it behind the edit, before ``step``; nothing is to be done where parameters are sharded or fp32.
         Raises UsageError inside a forward or backward, and under ``delayed_update``.
         """
-        self._engine.follow_data()
+        self._engine._follow_data()
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False

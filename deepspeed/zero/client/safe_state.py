@@ -77,7 +77,7 @@ def _opened(
                 yield None
                 return
             # What makes of a rest gradient the averaged, unscaled one.
-            factor = runtime.gradients.after(unit) / runtime.client().gradient_divisor(together=together)
+            factor = runtime.gradients.after(unit) / runtime.client()._gradient_divisor(together=together)
         start = max(0, unit.range_of(kind)[0] - segment.offset)
         with unit.values(kind, write=write) as flat:
             part = unit.part(kind, segment, flat.detach())

@@ -29,9 +29,7 @@ def chosen_of(shape: Sequence[int], ratio: float) -> int:
 
 @dataclass(frozen=True)
 class Band:
-    """Elements [start, start + numel) of a flat range: those of one parameter from its element ``first`` on, in rows of
-    ``width``. ``segment``: the number of the parameter.
-    """
+    """Elements [start, start + numel) of a flat range: parameter ``segment`` from ``first`` on, ``width`` a row."""
 
     segment: int
     start: int

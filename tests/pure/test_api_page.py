@@ -1,0 +1,71 @@
+"""The API page shows every public method of the engine, inherited ones too, and nothing that is internal."""
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def api() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "docs" / "site"))
+    try:
+        return importlib.import_module("api")
+    finally:
+        sys.path.pop(0)
+
+
+def _methods_on_page() -> list[str]:
+    return [name for names in re.findall(r"<!-- methods: (.*?) -->", PAGE, re.DOTALL) for name in names.split()]
+
+
+def test_every_public_name_of_the_engine_is_on_the_page(api: ModuleType) -> None:
+    public, answers = api.public_names(), api.answers()
+    in_tables = set(re.findall(r"`(\w+)(?:\(\))?`", answers))
+    prose = set(re.findall(r"`(\w+)`", PAGE))
+    missing = set(public) - set(_methods_on_page()) - in_tables - prose
+    assert not missing
+    assert "<!-- generated: answers -->" in PAGE
+    methods = {n for n, thing in public.items() if inspect.isfunction(thing)}
+    assert methods <= set(_methods_on_page()) | in_tables, "prose alone is not enough for a method"
+
+
+def test_nothing_internal_is_on_the_page(api: ModuleType) -> None:
+    public = api.public_names()
+    shown = [*_methods_on_page(), *re.findall(r"members: \[(.*?)\]", PAGE, re.DOTALL)]
+    words = [word for text in shown for word in re.findall(r"\w+", text)]
+    assert not [word for word in words if word.startswith("_")]
+    assert set(_methods_on_page()) <= set(public) and len(_methods_on_page()) == len(set(_methods_on_page()))
+    for internal in ("give_way", "follow_data", "keep_with", "settle_weights", "gradient_divisor", "whole_state"):
+        assert internal not in public
+
+
+def test_every_shown_method_and_answer_has_a_text(api: ModuleType) -> None:
+    public = api.public_names()
+    assert not [name for name in _methods_on_page() if not inspect.getdoc(public[name])]
+    rows = [line for line in api.answers().splitlines() if line.startswith("| `")]
+    assert len(rows) > 50 and not [row for row in rows if row.endswith("|  |")]
+
+
+def test_every_object_that_the_page_names_exists() -> None:
+    for path in re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE):
+        owner, _, name = path.rpartition(".")
+        home = importlib.import_module(
+            owner if not owner.rpartition(".")[2][:1].isupper() else owner.rpartition(".")[0]
+        )
+        assert hasattr(home, name) or importlib.import_module(path), path
+
+
+def test_the_tables_of_calls_and_optimizers_have_what_clients_import(api: ModuleType) -> None:
+    comm, optimizers = api.communication(), api.optimizers()
+    for name in ("all_reduce", "barrier", "get_rank", "init_distributed", "log_summary"):
+        assert f"`{name}(" in comm, name
+    for name in ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "FusedLamb", "MuonWithAuxAdam"):
+        assert f"`{name}`" in optimizers
