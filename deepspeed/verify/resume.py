@@ -136,12 +136,15 @@ def hand_over(cell: Any, folder: str, load: str | None, save: str | None, at: in
     return state, losses
 
 
-def moved(wanted: Handed, again: Handed, tolerance: float) -> RowResult:
-    """Judge whether a load under another layout gave the state that was saved, and about the same losses."""
+def moved(wanted: Handed, again: Handed, tolerance: float, least: float = 0.0) -> RowResult:
+    """Judge whether a load under another layout gave the state that was saved, and about the same losses.
+
+    An error is relative to the loss, or to ``least`` where that is larger.
+    """
     names = runs.differing(wanted[0], again[0])
     if names:
         return RowResult("", f"{len(names)} of {len(wanted[0])} names differ, first {names[0]}")
-    error = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(wanted[1], again[1], strict=True))
+    error = max(abs(a - b) / max(least, abs(a)) for a, b in zip(wanted[1], again[1], strict=True))
     text = f"state hash {runs.hash_of(again[0])} at the save and after the load; "
     text += f"losses of the next {len(again[1])} steps differ by {error:.1e}"
     return RowResult(text, "" if error <= tolerance else f"{text} ({wanted[1]} and {again[1]})")
@@ -181,7 +184,7 @@ def check_resume(driver: Driver) -> int:
             return _first(texts, f"identical: {', '.join(FIELDS)}")
         saved = first.run(hand_over, cell, folder, None, "resume", at, NEXT)
         loaded = second.run(hand_over, cell, folder, "resume", None, at, NEXT)
-        return moved(saved[0], loaded[0], TOLERANCES[cell.dtype])
+        return moved(saved[0], loaded[0], TOLERANCES[cell.dtype], least=1.0)
 
     width = max(len(cell.label) for cell in cells)
     for cell in cells:

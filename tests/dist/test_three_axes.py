@@ -100,7 +100,8 @@ def test_a_run_goes_on_at_any_other_layout(
 
 def test_a_state_that_differs_is_named() -> None:
     assert moved(({"a": "1", "b": "2"}, [1.0]), ({"a": "1"}, [1.0]), TOLERANCE)[1] == "1 of 2 names differ, first b"
-    assert "differ by 1.0e-01" in moved(({"a": "1"}, [1.0]), ({"a": "1"}, [1.1]), TOLERANCE)[1]
+    for loss in (1.0, 1e-3):  # an error is relative to the loss, also to a small one
+        assert "differ by 1.0e-01" in moved(({"a": "1"}, [loss]), ({"a": "1"}, [1.1 * loss]), TOLERANCE)[1]
 
 
 @pytest.mark.exhaustive
