@@ -40,11 +40,13 @@ class CommandLine(argparse.ArgumentParser):
             self.add_argument(f"--{name}", action="store_true", help=text)
 
 
-def docstring_of(module: str) -> str:
-    """The docstring of a module, read without importing it."""
+def docstring_of(module: str, function: str | None = None) -> str:
+    """The docstring of a module, or of a function of it, read without importing it."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return ast.get_docstring(tree if function is None else functions[0]) or ""
 
 
 def count_of(text: str, most: int = sys.maxsize, least: int = 1) -> int:

@@ -3,4 +3,5 @@
 Nothing here is imported by the engine; ``ds_verify`` and the test suite are the callers.
 """
 
-TOLERANCE, STEPS = 1e-6, 3  # largest error, and updates of a run, unless the line says otherwise
+TOLERANCE = 1e-6  # largest error, unless the command line says otherwise
+STEPS = 3  # updates of a run, too

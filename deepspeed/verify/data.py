@@ -1,13 +1,5 @@
-"""The data gate: after a resume on other ranks the rest of the epoch holds every remaining sample exactly once.
+"""The gate of an epoch that is saved on some ranks and resumed on others."""
 
-Ranks train a tiny model over numbered samples, save in the middle of an epoch and end. Other ranks load and train to
-the end of it. The samples that both have seen are counted; workers fetch ahead meanwhile, as in a real run.
-
-Every rank must get equally many samples. Where they do not divide, the last round of the epoch is filled with samples
-seen before, as torch's DistributedSampler does; these few are mentioned and not counted.
-"""
-
-import argparse
 import multiprocessing
 
 import torch
@@ -15,15 +7,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
-from deepspeed.verify.common import Finding, Printout
-from deepspeed.verify.ranks import RankPool, scratch
+from deepspeed.verify.driver import Driver, Finding
+from deepspeed.verify.ranks import scratch
 
 _SHOWN = 8
 _WIDTH = 4
 
 
 def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
-    """Train ``steps`` steps and save, or (None) load and finish the epoch; the samples seen, in order. Collective."""
+    """Train ``steps`` steps and save, or (None) load and finish the epoch; return the samples in order. Collective."""
     multiprocessing.current_process().daemon = False  # a rank of the pool is one, and may not start workers so
     multiprocessing.set_start_method(None, force=True)  # nor are they to start as ranks do
     config = {
@@ -50,13 +42,14 @@ def train(folder: str, samples: int, batch: int, workers: int, steps: int | None
 
 
 def faults(before: list[list[int]], after: list[list[int]], samples: int) -> list[str]:
-    """What is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``.
+    """Name what is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``.
 
     One list of sample numbers for each rank, in the order seen. The padding at the end of the epoch is left out.
     """
     runs = {"save": before, "load": after}
     counts = {name: sorted({len(r) for r in run}) for name, run in runs.items()}
-    if uneven := [f"{name}: ranks saw {count} samples" for name, count in counts.items() if len(count) > 1]:
+    uneven = [f"{name}: ranks saw {count} samples" for name, count in counts.items() if len(count) > 1]
+    if uneven:
         return uneven
     # in the order of the epoch, in which ranks take turns: padding is at its end
     seen = [
@@ -79,23 +72,31 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
     ]
 
 
-def run(options: argparse.Namespace, report: Printout) -> int:
-    """Run ``ds_verify data``. Raises ValueError (bad input) before any rank is started, Finding, RankFailure."""
-    samples, batch, saving, loading = options.samples, options.batch, options.save_n, options.load_n
-    steps = -(-samples // (saving * batch))
-    if options.at is not None and options.at > steps:
-        raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {saving} x {batch}")
-    at = max(1, steps // 3) if options.at is None else options.at
+def check_data(driver: Driver) -> int:
+    """Check that an epoch resumed on another number of ranks has every remaining sample exactly once.
+
+    Ranks train a tiny model over numbered samples and save in the middle of an epoch; others load and finish it, while
+    workers fetch ahead. Every rank must get equally many samples. Where they do not divide, the last round is filled
+    with samples seen before, as torch's DistributedSampler does; these few are mentioned and not counted.
+    """
+    options = driver.options
+    samples, workers = options.samples, options.workers
+    steps = -(-samples // (options.save_n * options.batch))
+    if options.epoch_at is not None and options.epoch_at > steps:
+        size = f"{options.save_n} x {options.batch}"
+        raise ValueError(f"--at {options.epoch_at}: an epoch of {samples} samples has {steps} steps of {size}")
+    at = max(1, steps // 3) if options.epoch_at is None else options.epoch_at
     runs = []
     with scratch() as folder:
-        for world, until, end in ((saving, at, "saved"), (loading, None, "end of the epoch")):
-            with RankPool(world, time_limit=options.time_limit) as pool:
-                runs.append(pool.run(train, folder, samples, batch, options.workers, until))
+        for world, until, end in ((options.save_n, at, "saved"), (options.load_n, None, "end of the epoch")):
+            runs.append(driver.pools(world)[0].run(train, folder, samples, options.batch, workers, until))
             count = sum(map(len, runs[-1]))
-            report.say(f"{world} ranks, {options.workers} workers each: {count} samples, then {end}")
-    if extra := -max(0, samples - sum(map(len, runs[0]))) % loading:
-        report.say(f"{extra} of these only fill the last round of {loading} ranks")
-    if wrong := faults(runs[0], runs[1], samples):
+            driver.say(f"{world} ranks, {workers} workers each: {count} samples, then {end}")
+    extra = -max(0, samples - sum(map(len, runs[0]))) % options.load_n
+    if extra:
+        driver.say(f"{extra} of these only fill the last round of {options.load_n} ranks")
+    wrong = faults(runs[0], runs[1], samples)
+    if wrong:
         raise Finding("\n".join(wrong))
-    report.say(f"{samples} samples: no sample twice, none missing")
+    driver.say(f"{samples} samples: no sample twice, none missing")
     return 0

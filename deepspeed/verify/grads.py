@@ -1,19 +1,15 @@
-"""The gradient gate: the engine on several ranks against plain one-process PyTorch.
+"""The engine on several ranks against plain one-process PyTorch, in fp32, where only the order of additions may differ.
 
-Every *cell* trains one model for a few optimizer steps and compares, on every rank and at every step, the losses, the
-averaged gradients (``safe_get_full_grad`` between backward and step), the gradient norm and the parameters after the
-step (``GatheredParameters``). All of it in fp32, where nothing but the order of additions may differ.
-
-An error is ``max|ours - reference| / max(1, max|reference|)`` of one tensor: absolute for values up to 1.
-
-A dtype of the model that changes otherwise than ``ds_config show --dtypes`` says is an error too.
+An error is ``max|ours - reference| / max(1, max|reference|)`` of one tensor: absolute for values up to 1. A dtype of
+the model that changes otherwise than ``ds_config show --dtypes`` says is an error too, in 16 bits where asked for.
 """
 
-import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +20,8 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify import STEPS
-from deepspeed.verify.common import Printout, aligned, config_of
+from deepspeed.verify.driver import Driver, RowResult, aligned, config_of
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
-from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
 from deepspeed.verify.user_model import case_of
 
@@ -56,6 +51,7 @@ KEPT_KEYS = (
 )
 # With these an engine is built once more, to look at the dtypes.
 DTYPE_KEYS = ("bf16", "fp16", "torch_autocast", "data_types")
+_SETTLED = 2  # steps after which everything that will be is compiled
 
 
 @dataclass(frozen=True)
@@ -70,36 +66,34 @@ class Cell:
     config: dict[str, Any] = field(default_factory=dict)
 
     def label(self) -> tuple[str, ...]:
-        """The cell as table columns: model, stage, bucket, overlap, accumulation."""
-        overlap = None if self.overlap is None else "on" if self.overlap else "off"
+        """Return the table columns model, stage, bucket, overlap, accumulation."""
+        overlap = {None: None, True: "on", False: "off"}[self.overlap]
         values = (self.stage, self.bucket, overlap, self.accumulation)
         return (self.model, *("-" if value is None else str(value) for value in values))
 
     def settings(self, case: Case) -> dict[str, Any]:
-        """The configuration: the kept keys of ``config`` under the settings the cell states."""
+        """Return the configuration: the kept keys of ``config`` under the settings the cell states."""
         config = {key: value for key, value in self.config.items() if key in KEPT_KEYS}
         zero = dict(config.get("zero_optimization") or {})
         if self.bucket is not None:
             chosen = BUCKETS[self.bucket]
             zero = {key: value for key, value in zero.items() if key.removeprefix("stage3_") not in chosen} | chosen
         stated = {"stage": self.stage, "overlap_comm": self.overlap}
-        zero |= {key: value for key, value in stated.items() if value is not None}
-        return {**config, "zero_optimization": zero, **loop_settings(case)}
+        config["zero_optimization"] = zero | {key: value for key, value in stated.items() if value is not None}
+        config["train_micro_batch_size_per_gpu"] = SAMPLES
+        config["gradient_accumulation_steps"] = case.accumulation
+        config["gradient_clipping"] = case.clipping
+        if case.optimizer is None:
+            config["optimizer"] = {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}}
+        return config
 
 
-def loop_settings(case: Case) -> dict[str, Any]:
-    """What the loop of ``case`` and the gate's optimizer are in a configuration."""
-    named = {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}}
-    return {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": case.clipping,
-        **({"optimizer": named} if case.optimizer is None else {}),
-    }
-
-
+# -- comparisons ------------------------------------------------------------------------------------------------------
 def scaled_error(ours: Tensor, reference: Tensor, scale: float | None = None) -> float:
-    """``max|ours - reference| / scale`` (default ``max(1, max|reference|)``), infinite for a wrong shape or a NaN."""
+    """Return ``max|ours - reference| / scale``, infinite for a wrong shape, a NaN or an infinity.
+
+    Without a ``scale`` it is ``max(1, max|reference|)``.
+    """
     if ours.shape != reference.shape:
         return float("inf")
     if reference.numel() == 0:
@@ -109,43 +103,48 @@ def scaled_error(ours: Tensor, reference: Tensor, scale: float | None = None) ->
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
+def no_errors() -> Errors:
+    """Begin comparisons."""
+    return dict.fromkeys(KINDS, (0.0, ""))
+
+
+def compare(
+    errors: Errors, kind: str, ours: Mapping[Any, Any], reference: Mapping[Any, Any], when: str, relative: bool = False
+) -> None:
+    """Note the largest error of tensors or numbers; ``relative`` to the largest element of all in ``reference``."""
+    expected = {name: torch.as_tensor(value) for name, value in reference.items()}
+    largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0) or 1.0
+    for name, value in ours.items():
+        error = scaled_error(torch.as_tensor(value), expected[name], largest if relative else None)
+        errors[kind] = max(errors[kind], (error, f"{name} {when}".strip()))
+
+
+def judge(ranks: Iterable[Errors], tolerance: float, columns: bool = False) -> RowResult:
+    """Judge the largest error of any rank; with ``columns`` one number is shown for each kind."""
+    errors = [max((rank[kind], kind) for rank in ranks) for kind in KINDS]
+    (top, where), kind = max(errors)
+    texts = [f"{error:.1e}" for (error, _), _ in errors]
+    account = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
+    fine = aligned(texts, WIDTHS[5:]) if columns else f"largest error {top:.1e}"
+    return RowResult(f"{fine}  ok", "" if top <= tolerance else account)
+
+
 def full_gradients(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Name -> full averaged gradient (fp32); a parameter without one counts as zero. Collective."""
+    """Return name -> full averaged gradient (fp32); a parameter without one counts as zero. Collective."""
     grads = {name: safe_get_full_grad(param) for name, param in params.items()}
     return {name: torch.zeros(params[name].shape) if grad is None else grad.clone() for name, grad in grads.items()}
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> full parameter values. Collective."""
+    """Return name -> full parameter values. Collective."""
     named = dict(model.named_parameters())
     with deepspeed.zero.GatheredParameters(list(named.values())):
         return {name: param.detach().clone() for name, param in named.items()}
 
 
-def _check_step(engine: Any, case: Case, record: StepRecord, step: int, errors: Errors) -> None:
-    def note(kind: str, ours: Tensor, reference: Tensor, where: str) -> None:
-        errors[kind] = max(errors[kind], (scaled_error(ours, reference), f"{where} step {step}"))
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for micro in range(case.accumulation):
-        place = MicroBatch(step, micro, rank, world)
-        losses = case.seeded_loss(engine, place)
-        for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
-            note("loss", ours, expected, f"{index} of micro-batch {micro} at")
-        case.backward(losses, engine.backward)
-        written = case.after_backward(engine.module, place)
-        if micro == case.accumulation - 1 and not written:  # what was just written is reduced in the step
-            for name, grad in full_gradients(trainable(engine.module)).items():
-                note("grad", grad, record.grads[name], f"{name} at")
-        engine.step()
-    norm = engine.get_global_grad_norm()
-    note("norm", torch.tensor(float("nan") if norm is None else float(norm)), torch.tensor(record.grad_norm), "at")
-    for name, value in full_parameters(engine.module).items():
-        note("param", value, record.params[name], f"{name} after")
-
-
+# -- training ---------------------------------------------------------------------------------------------------------
 def start_engine(case: Case, config: dict[str, Any], model: nn.Module | None = None) -> Any:
-    """An engine of ``model``, or of a fresh one. Collective.
+    """Start an engine of ``model``, or of a fresh one. Collective.
 
     Raises InvalidStateError for a dtype that is neither the one built nor in the table.
     """
@@ -171,70 +170,160 @@ def start_engine(case: Case, config: dict[str, Any], model: nn.Module | None = N
     return engine
 
 
+def _train_step(engine: Any, case: Case, record: StepRecord, step: int, errors: Errors) -> None:
+    """Train one step and compare all of it. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for micro in range(case.accumulation):
+        place = MicroBatch(step, micro, rank, world)
+        losses = case.seeded_loss(engine, place)
+        expected = dict(enumerate(record.losses[rank, micro]))
+        compare(errors, "loss", dict(enumerate(losses)), expected, f"of micro-batch {micro} at step {step}")
+        case.backward(losses, engine.backward)
+        written = case.after_backward(engine.module, place)
+        if micro == case.accumulation - 1 and not written:  # what was just written is reduced in the step
+            compare(errors, "grad", full_gradients(trainable(engine.module)), record.grads, f"at step {step}")
+        engine.step()
+    compare_update(engine, record, step, errors)
+
+
+def compare_update(engine: Any, record: StepRecord, step: int, errors: Errors, relative: bool = False) -> list[str]:
+    """Compare the norm and the parameters after a step; return the names of those on this rank. Collective."""
+    norm = engine.get_global_grad_norm()
+    ours = {"": float("nan") if norm is None else float(norm)}
+    compare(errors, "norm", ours, {"": record.grad_norm}, f"at step {step}", relative)
+    params = full_parameters(engine.module)
+    compare(errors, "param", params, record.params, f"after step {step}", relative)
+    return [*params]
+
+
 def run_cell(
     cell: Cell,
-    *,
     steps: int = STEPS,
+    *,
     case: Case | None = None,
     prepare: Callable[[Any], None] = lambda engine: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> Errors:
-    """Train the model of the cell, or ``case``, on the ranks of this process group; this rank's errors. Collective."""
+    """Train the model of the cell, or ``case``, on this process group; return this rank's errors. Collective."""
     case = case or case_of(cell.model, cell.config)
     case = case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
-    config, errors = cell.settings(case), Errors.fromkeys(KINDS, (0.0, ""))
+    config, errors = cell.settings(case), no_errors()
     engine = start_engine(case, config)
     prepare(engine)
     for step, record in enumerate(reference):
-        _check_step(engine, case, record, step, errors)
+        _train_step(engine, case, record, step, errors)
         after_step()
     engine.destroy()
-    if lower := {key: cell.config[key] for key in DTYPE_KEYS if key in cell.config}:
+    lower = {key: value for key, value in cell.config.items() if key in DTYPE_KEYS}
+    if lower:
         start_engine(case, config | lower).destroy()
     return errors
 
 
-def largest(ranks: list[Errors]) -> tuple[float, str, str]:
-    """The largest error, its kind, and where it is."""
-    (top, where), kind = max((each[kind], kind) for each in ranks for kind in KINDS)
-    return top, kind, where
-
-
+# -- the gate ---------------------------------------------------------------------------------------------------------
 def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] | None = None) -> list[Cell]:
-    """stage x bucket x overlap x accumulation x model, in a stable order."""
+    """List stage x bucket x overlap x accumulation x model, in a stable order."""
     axes = product(models, range(4), BUCKETS, (False, True), MATRIX_ACCUMULATION)
-    return [Cell(m, stage=s, bucket=b, overlap=o, accumulation=a, config=config or {}) for m, s, b, o, a in axes]
+    return [Cell(m, stage, bucket, overlap, count, config or {}) for m, stage, bucket, overlap, count in axes]
 
 
-def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:
-    model = options.model
+def check_gradients(driver: Driver) -> int:
+    """Compare losses, gradients, norms and parameters of every rank and step with plain one-process PyTorch.
+
+    Your own ``build()`` takes no arguments, returns the same model at every call apart from its random weights (the
+    gate seeds torch before it), and returns one of
+
+    * ``model``: the gate invents inputs from the first layer (``nn.Linear``, ``nn.Embedding``, ``nn.Conv1d/2d``);
+    * ``(model, batch_fn)``: ``batch_fn(step, micro, rank, world)`` returns the inputs of one micro-batch: a dict is
+      passed as keywords, a tuple as positional arguments, anything else as the only argument. It must depend on nothing
+      but its four arguments;
+    * ``(model, batch_fn, loss_fn)``: ``loss_fn(output, batch)`` returns a scalar loss.
+
+    Without ``loss_fn`` the loss is the output's ``loss`` (attribute or key), the output itself when it is a scalar,
+    else the mean of its squares.
+    """
+    options, config = driver.options, config_of(driver.options)
     if options.matrix:
-        return matrix_cells([model] if model else MATRIX_MODELS, config)
-    if config:
-        return [Cell(model or "plain", config=config)]
-    if model:
-        return [Cell(model, stage=stage) for stage in range(4)]
-    return [Cell("plain", stage=stage, bucket="huge", overlap=True, accumulation=1) for stage in range(4)]
-
-
-def run(options: argparse.Namespace, report: Printout) -> int:
-    """Run ``ds_verify grads``; raises ValueError (bad input) before any rank is started."""
-    config = config_of(options)
-    if aside := ", ".join(sorted(key for key in config if key not in KEPT_KEYS)):
-        report.say(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {aside}")
-    report.say(f"{aligned(COLUMNS, WIDTHS)}  result")
-    cells = _cells(options, config)
-    with RankPool(options.ranks, time_limit=options.time_limit) as pool:
-
-        def check(cell: Cell) -> tuple[str, str]:
-            results: list[Errors] = pool.run(run_cell, cell, steps=options.steps)
-            top, kind, where = largest(results)
-            texts = [f"{max(each[kind] for each in results)[0]:.1e}" for kind in KINDS]
-            fault = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
-            return f"{aligned(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
-
-        for cell in cells:
-            report.row(aligned(cell.label(), WIDTHS), check, cell)
+        cells = matrix_cells([options.model] if options.model else MATRIX_MODELS, config)
+    elif config:
+        cells = [Cell(options.model or "plain", config=config)]
+    elif options.model:
+        cells = [Cell(options.model, stage=stage) for stage in range(4)]
+    else:
+        cells = [Cell("plain", stage=stage, bucket="huge", overlap=True, accumulation=1) for stage in range(4)]
+    aside = ", ".join(sorted(key for key in config if key not in KEPT_KEYS))
+    if aside:
+        driver.say(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {aside}")
+    driver.say(f"{aligned(COLUMNS, WIDTHS)}  result")
+    judged = partial(judge, tolerance=options.tolerance, columns=True)
+    for cell in cells:
+        driver.on_ranks(aligned(cell.label(), WIDTHS), options.ranks, judged, run_cell, cell, options.steps)
     conditions = f"on {options.ranks} ranks, {options.steps} steps each, tolerance {options.tolerance:g}"
-    return report.end(f"{len(cells)} cells {conditions}", "all pass")
+    return driver.end(f"{len(cells)} cells {conditions}", "all pass")
+
+
+# -- compiled blocks --------------------------------------------------------------------------------------------------
+class Compiled(NamedTuple):
+    """What one rank saw: the errors, graphs that were compiled, those of them late, and why graphs ended early."""
+
+    errors: Errors
+    graphs: int
+    late: int
+    breaks: tuple[str, ...]
+
+
+def train_compiled(cell: Cell, steps: int, backend: str, case: Any = None) -> Compiled:
+    """Train ``cell`` compiled on the ranks of this process group. Collective."""
+    torch.compiler.reset()
+    counters = import_module("torch._dynamo.utils").counters
+    counters.clear()
+    graphs: list[int] = []
+    errors = run_cell(
+        cell,
+        steps,
+        case=case,
+        prepare=lambda engine: engine.compile(backend=backend),
+        after_step=lambda: graphs.append(counters["stats"]["unique_graphs"]),
+    )
+    return Compiled(errors, graphs[-1], graphs[-1] - graphs[min(_SETTLED, steps) - 1], (*counters["graph_break"],))
+
+
+def verdict(ranks: list[Compiled], tolerance: float) -> RowResult:
+    """Judge the errors, and whether blocks were compiled whole and once."""
+    fine, fault = judge([rank.errors for rank in ranks], tolerance)
+    late = max(rank.late for rank in ranks)
+    graphs = min(rank.graphs for rank in ranks)
+    faults = [fault] if fault else []
+    if late:
+        faults.append(f"{late} graphs were compiled after step {_SETTLED}")
+    faults += [f"a graph ended early: {reason}" for reason in sorted({each for rank in ranks for each in rank.breaks})]
+    if not graphs:
+        faults.append("nothing was compiled")
+    return RowResult(f"{graphs} graphs, 0 breaks, 0 late, {fine}", "; ".join(faults))
+
+
+def check_compiled(driver: Driver) -> int:
+    """Check that blocks compiled by ``engine.compile`` train as plain one-process PyTorch does, and stay whole.
+
+    A row is compared as by ``ds_verify grads``. It fails, too, where a module falls apart into several graphs, or where
+    anything is compiled again after the second step; torch's reason is below it. A model whose batches change their
+    shape, or which branches on its data, may well compile later: that is about the model, not about sharding.
+    """
+    options, config = driver.options, config_of(driver.options)
+    model = options.model or "plain"
+    cells = [Cell(model, stage=stage, accumulation=1) for stage in range(4)]
+    if config:
+        cells = [Cell(model, config=config)]
+    elif not options.model:
+        cells += [Cell(name, stage=3, accumulation=2) for name in ("tied", "frozen")]
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if options.backend not in backends:
+        raise ValueError(f"--backend {options.backend!r} is unknown; torch has {', '.join(backends)}")
+    judged = partial(verdict, tolerance=options.tolerance)
+    for cell in cells:
+        model, stage, _, _, accumulation = cell.label()
+        text = aligned((model, f"stage {stage}", f"accumulation {accumulation}"), (24, 7, 14))
+        driver.on_ranks(text, options.ranks, judged, train_compiled, cell, options.steps, options.backend)
+    ending = f"{len(cells)} cells on {options.ranks} ranks, {options.steps} steps each, {options.backend}"
+    return driver.end(ending, "all pass")

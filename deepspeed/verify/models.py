@@ -23,7 +23,11 @@ VOCABULARY = 11
 SEQUENCE = 4
 SAMPLES = 4
 # of the decoder that is cut into stages and parts
-WIDTH, HEADS, KEY_HEADS, INNER, WORDS = 16, 4, 2, 21, 13
+WIDTH = 16
+HEADS = 4
+KEY_HEADS = 2
+INNER = 21
+WORDS = 13
 
 
 class MicroBatch(NamedTuple):
@@ -35,11 +39,10 @@ class MicroBatch(NamedTuple):
     world: int
 
     def seed(self) -> int:
-        """A seed that no two places of one run share (fewer than 1000 micro-batches and ranks)."""
+        """Return a seed of its own for each place of a run with fewer than 1000 micro-batches and ranks."""
         return (self.step * 1000 + self.micro) * 1000 + self.rank + 1
 
     def generator(self) -> torch.Generator:
-        """A fresh CPU generator for this place."""
         return torch.Generator().manual_seed(self.seed())
 
 
@@ -54,7 +57,7 @@ class Case:
     ``build()`` returns the model on the CPU in fp32, equal at every call. ``batch(place)`` returns the inputs of one
     micro-batch. ``loss(model, batch, place)`` calls the model (plain or wrapped in an engine) and returns the losses,
     each a scalar, in the order in which they are to be back-propagated; several losses share one graph.
-    ``optimizer(model)``, if given, replaces the gate's.
+    ``optimizer(model)``, if given, replaces the gate's; ``by`` replaces how losses are back-propagated.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Case:
     accumulation: int = 1
     clipping: float = 0.0
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    by: Callable[[Losses, Callable[..., Any]], None] | None = None
 
     def seeded_loss(self, model: nn.Module, place: MicroBatch) -> Losses:
         """Run the forward pass of one place; dropout draws the same masks in the reference and in the engine."""
@@ -73,11 +77,14 @@ class Case:
 
     def backward(self, losses: Losses, call: Callable[..., Any]) -> None:
         """Back-propagate the losses by ``call(loss, retain_graph=...)``: the engine's way, or a tensor's."""
+        if self.by is not None:
+            self.by(losses, call)
+            return
         for count, loss in enumerate(losses, 1):
             call(loss, retain_graph=count < len(losses))
 
     def after_backward(self, model: nn.Module, place: MicroBatch, *, share: float = 1.0) -> bool:
-        """What the loop does between backward and step; whether that changed ``.grad``, on each rank by ``share``."""
+        """Do what the loop does before a step; return whether that changed ``.grad``, on each rank by ``share``."""
         return False
 
 
@@ -104,7 +111,6 @@ class Stack(nn.Module):
         self.head = nn.Linear(HIDDEN, OUT_FEATURES)
 
     def trunk(self, x: Tensor) -> Tensor:
-        """The blocks, one after the other."""
         for layer in self.layers:
             x = layer(x)
         return x
@@ -190,7 +196,7 @@ class WithDropout(Stack):
 
 
 def seeded(make: Callable[[], T]) -> Callable[[], T]:
-    """``make``, so that what it draws does not depend on the caller's random state."""
+    """Make what ``make`` does, independent of the caller's random state."""
 
     def build() -> T:
         with torch.random.fork_rng(devices=[]):
@@ -201,33 +207,33 @@ def seeded(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def regression_batch(place: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Inputs [SAMPLES, IN_FEATURES] and targets [SAMPLES, OUT_FEATURES]."""
+    """Draw inputs [SAMPLES, IN_FEATURES] and targets [SAMPLES, OUT_FEATURES]."""
     generator = place.generator()
     x = torch.randn(SAMPLES, IN_FEATURES, generator=generator)
     return x, torch.randn(SAMPLES, OUT_FEATURES, generator=generator)
 
 
 def token_batch(place: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Two integer tensors [SAMPLES, SEQUENCE] below VOCABULARY."""
+    """Draw two integer tensors [SAMPLES, SEQUENCE] below VOCABULARY."""
     tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE + 1), generator=place.generator())
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def squared_error(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
-    """Mean squared error in fp32; inputs follow the dtype of the model."""
+    """Return the mean squared error in fp32; inputs follow the dtype of the model."""
     x, y = batch
     dtypes = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     return [F.mse_loss(model(x.to(next(dtypes, torch.float32))).float(), y)]
 
 
 def cross_entropy(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
-    """Mean cross entropy per token in fp32."""
+    """Return the mean cross entropy per token in fp32."""
     tokens, targets = batch
     return [F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())]
 
 
 def squared_error_branch(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
-    """Odd ranks skip block 1 in every step; even ranks skip block 2 in the second step."""
+    """Skip block 1 on odd ranks in every step, block 2 on even ranks in the second step."""
     x, y = batch
     skip = 1 if place.rank % 2 else (2 if place.step == 1 else -1)
     return [F.mse_loss(model(x, skip).float(), y)]
@@ -262,7 +268,8 @@ class ResidualFeedForward(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up_proj, self.down_proj = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up_proj = nn.Linear(WIDTH, INNER)
+        self.down_proj = nn.Linear(INNER, WIDTH)
         draw(self, seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,7 +281,9 @@ class ResidualAttention(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.norm, self.num_heads, self.head_dim = nn.LayerNorm(WIDTH), HEADS, WIDTH // HEADS
+        self.num_heads = HEADS
+        self.head_dim = WIDTH // HEADS
+        self.norm = nn.LayerNorm(WIDTH)
         self.q_proj = nn.Linear(WIDTH, HEADS * self.head_dim)
         self.k_proj = nn.Linear(WIDTH, KEY_HEADS * self.head_dim, bias=False)
         self.v_proj = nn.Linear(WIDTH, KEY_HEADS * self.head_dim)
@@ -283,11 +292,10 @@ class ResidualAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        parts = (project(y).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        parts = [project(y).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (part.transpose(1, 2) for part in parts)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class Scores(nn.Module):
@@ -295,7 +303,8 @@ class Scores(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         draw(self, seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -303,50 +312,42 @@ class Scores(nn.Module):
 
 
 def decoder_layers(blocks: int = 4) -> list[LayerSpec]:
-    """Embedding, blocks of attention and perceptron in turn between two uses of one perceptron, output head."""
+    """List embedding, blocks of attention and perceptron between two uses of one perceptron, output head."""
     inside = [LayerSpec((ResidualAttention, ResidualFeedForward)[i % 2], 10 + i) for i in range(blocks)]
     shared = TiedLayerSpec("shared", ResidualFeedForward, 2, tied_weight_attr="up_proj.weight")
     return [LayerSpec(Words, 1), shared, *inside, shared, LayerSpec(Scores, 3)]
 
 
 def word_batch(place: MicroBatch) -> Tensor:
-    """Token ids [SAMPLES, SEQUENCE] of the decoder."""
+    """Draw token ids [SAMPLES, SEQUENCE] of the decoder."""
     return torch.randint(WORDS, (SAMPLES, SEQUENCE), generator=place.generator())
 
 
 def next_words(model: nn.Module, ids: Tensor, place: MicroBatch) -> Losses:
-    """Mean cross-entropy of the next words."""
+    """Return the mean cross-entropy of the next words."""
     return [F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())]
 
 
 class LayerStack(nn.Module):
-    """``layers`` in one process and plain torch; parameters are named as by ``PipelineModule``."""
+    """Layers in one process and plain torch, by default those above; parameters named as by ``PipelineModule``."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.layers, self.tied_modules = list(layers), nn.ModuleDict()
+        self.layers = list(layers) or decoder_layers()
+        self.tied_modules = nn.ModuleDict()
         self._calls: list[Callable[[Any], Any]] = []
-        for index, spec in enumerate(layers):
-            if isinstance(spec, TiedLayerSpec):
-                if spec.key not in self.tied_modules:
-                    self.tied_modules[spec.key] = spec.build()
-                self._calls.append(self.tied_modules[spec.key])
-            else:
-                layer = spec.build() if isinstance(spec, LayerSpec) else spec
-                self.add_module(str(index), layer)
-                self._calls.append(layer)
+        for index, spec in enumerate(self.layers):
+            tied = isinstance(spec, TiedLayerSpec)
+            name = spec.key if tied else str(index)
+            home = self.tied_modules if tied else self
+            if name not in home._modules:
+                home.add_module(name, spec.build() if isinstance(spec, LayerSpec) else spec)
+            self._calls.append(home.get_submodule(name))
 
     def forward(self, x: Any) -> Any:
         for call in self._calls:
             x = call(x)
         return x
-
-
-class StackedDecoder(LayerStack):
-    """The layers above."""
-
-    def __init__(self) -> None:
-        super().__init__(decoder_layers())
 
 
 # name: model, and what differs from a regression with squared errors
@@ -360,12 +361,12 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "conditional": (Conditional, {"loss": squared_error_branch}),
     "odd_shapes": (OddShapes, {}),
     "dropout_checkpointed": (WithDropout, {}),
-    "decoder": (StackedDecoder, {"batch": word_batch, "loss": next_words}),
+    "decoder": (LayerStack, {"batch": word_batch, "loss": next_words}),
 }
 
 
 def fields_of(name: str, model: type[nn.Module], differences: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a case that differs from a regression with squared errors."""
+    """Return the fields of a case that differs from a regression with squared errors."""
     return {"name": name, "build": seeded(model), "batch": regression_batch, "loss": squared_error, **differences}
 
 

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
@@ -46,7 +46,7 @@ class RankFailure(DeepSpeedError, RuntimeError):
 
 
 def rank_context() -> ForkServerContext:
-    """Torch and deepspeed are imported once, and a new rank costs milliseconds."""
+    """Prepare a server that imports torch and deepspeed once, so that a new rank costs milliseconds."""
     # Thread counts are read when torch is imported, so they must be in the environment before the server starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
@@ -73,7 +73,7 @@ def enter_world(rank: int, world: int, folder: str, port: int) -> None:
 
 
 def _serve(rank: int, world: int, folder: str, port: int, connection: Connection) -> None:
-    """Body of one rank: receive (fn, args), answer (True, result) or (False, class name, traceback)."""
+    """Run one rank: receive (fn, args), answer (True, result) or (False, class name, traceback)."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
     enter_world(rank, world, folder, port)
     gc.freeze()  # a collection after every call must not walk through all of torch
@@ -95,109 +95,78 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder for files of this run, inside the one of :mod:`multiprocessing`, whose name every rank inherits."""
+    """Make a folder for files of this run, inside the one of :mod:`multiprocessing`, whose name every rank inherits."""
     return tempfile.TemporaryDirectory(prefix="ds_verify_", dir=util.get_temp_dir())
 
 
 def _end_with_starter() -> None:
-    """Inside a call a rank does not see its pipe end: of a killed command it would go on until it is done.
+    """End with the command: inside a call a rank does not see its pipe end, and would go on until it is done.
 
     The files of that command go as well, as it could not remove them.
     """
-    if (starter := multiprocessing.parent_process()) is not None:
+    starter = multiprocessing.parent_process()
+    if starter is not None:
         starter.join()
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
         os._exit(1)
 
 
-class Processes:
-    """``world`` ranks, each a process with a pipe: ``target(rank, world, folder, port, connection, *args)``.
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
+    """``world`` ranks on this machine joined by gloo; use as a context manager or call :meth:`close`.
 
     They do not hear an interrupt at the terminal: it is for this process, which ends them.
     """
 
-    def __init__(self, world: int, target: Callable[..., None], *args: Any) -> None:
+    def __init__(self, world: int, *, time_limit: float = 60.0) -> None:
+        self.world = world
+        self.time_limit = time_limit
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[ForkServerProcess] = []
+        self._connections: list[Connection] = []
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def start(self) -> Path:
+        """Start the ranks if they are not running; return the folder of their logs."""
+        if self._folder is not None:
+            return Path(self._folder.name)
         self._folder = scratch()
-        self.folder = Path(self._folder.name)
-        self.processes: list[ForkServerProcess] = []
-        self.connections: list[Connection] = []
         try:
             context, port = rank_context(), free_port()
             resource_tracker.ensure_running()  # which ends with interrupts let through
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
             try:
-                for rank in range(world):
+                for rank in range(self.world):
                     ours, theirs = multiprocessing.Pipe()
-                    whole = (rank, world, str(self.folder), port, theirs, *args)
-                    process = context.Process(target=target, args=whole, daemon=True, name=f"rank{rank}")
+                    args = (rank, self.world, self._folder.name, port, theirs)
+                    process = context.Process(target=_serve, args=args, daemon=True, name=f"rank{rank}")
                     process.start()
                     theirs.close()
-                    self.processes.append(process)
-                    self.connections.append(ours)
+                    self._processes.append(process)
+                    self._connections.append(ours)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except BaseException:  # also an interrupt that came meanwhile: nobody else knows of those that run
             self.close(at_once=True)
             raise
-
-    def kill(self, ranks: Iterable[int] | None = None) -> None:
-        """SIGKILL to these ranks, or to all; returns when they are gone."""
-        chosen = self.processes if ranks is None else [self.processes[rank] for rank in ranks]
-        for process in chosen:
-            process.kill()
-        for process in chosen:
-            process.join()
-
-    def messages(self, limit: float) -> Iterator[tuple[int, Any]]:
-        """(rank, message) as they come, and (rank, None) of one that is gone, until all are or ``deadline`` is over.
-
-        It lies ``limit`` seconds away, and may be moved meanwhile.
-        """
-        self.deadline = time.monotonic() + limit
-        ranks: dict[Any, int] = {connection: rank for rank, connection in enumerate(self.connections)}
-        while ranks and (left := self.deadline - time.monotonic()) > 0:
-            for connection in wait(list(ranks), timeout=left):
-                assert isinstance(connection, Connection)
-                try:
-                    yield ranks[connection], connection.recv()
-                except (EOFError, ConnectionResetError):
-                    yield ranks.pop(connection), None
+        return Path(self._folder.name)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the ranks: kindly when they are idle, by SIGKILL ``at_once`` or when they do not react."""
-        if at_once:
-            self.kill()
-        for connection in self.connections:
+        for connection in self._connections:
             connection.close()
-        end = time.monotonic() + 1.0
-        for process in self.processes:
+        end = time.monotonic() + (0.0 if at_once else 1.0)
+        for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
-        self.kill()
-        self._folder.cleanup()
-
-
-class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """``world`` ranks on this machine joined by gloo; use as a context manager or call :meth:`close`."""
-
-    def __init__(self, world: int, *, time_limit: float = 60.0) -> None:
-        self.world = world
-        self.time_limit = time_limit
-        self._ranks: Processes | None = None
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(at_once=kind is not None)
-
-    def start(self) -> Processes:
-        """Start the ranks if they are not running."""
-        if self._ranks is None:
-            self._ranks = Processes(self.world, _serve)
-        return self._ranks
-
-    def close(self, *, at_once: bool = False) -> None:
-        """End the ranks; ``at_once`` also those that are at work."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close(at_once=at_once)
+            process.kill()
+        for process in self._processes:
+            process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = None
+        self._processes.clear()
+        self._connections.clear()
 
     def run(
         self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any
@@ -207,45 +176,48 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         ``function`` is pickled by reference, so it must live at the top level of an importable module.
         Raises :class:`RankFailure` when any rank raises, dies, or needs more than ``time_limit`` seconds.
         """
-        ranks = self.start()
-        logs = [ranks.folder / f"rank{rank}.log" for rank in range(self.world)]
+        folder = self.start()
+        logs = [folder / f"rank{rank}.log" for rank in range(self.world)]
         starts = [log.stat().st_size if log.exists() else 0 for log in logs]
         message = pickle.dumps((function, args, kwargs))
-        for connection in ranks.connections:
-            with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect, with its log
+        for connection in self._connections:
+            with contextlib.suppress(BrokenPipeError):  # a dead rank is reported below, with its log
                 connection.send_bytes(message)
-        answers = _collect(ranks, self.time_limit if time_limit is None else time_limit)
+        answers = self._collect(self.time_limit if time_limit is None else time_limit)
         if len(answers) == self.world and all(answer[0] for answer in answers.values()):
             return [answers[rank][1] for rank in range(self.world)]
-        for rank, process in enumerate(ranks.processes):
-            if rank not in answers and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGUSR1)  # a hung rank writes the stacks of its threads into its log
-        time.sleep(0.3)
+        hung = [process for rank, process in enumerate(self._processes) if rank not in answers]
+        for process in hung:
+            with contextlib.suppress(ProcessLookupError):
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGUSR1)  # it writes the stacks of its threads into its log
+        time.sleep(0.3 if hung else 0.0)
         written = [log.read_bytes()[start:] if log.exists() else b"" for log, start in zip(logs, starts, strict=True)]
         self.close(at_once=True)
         raise _failure(getattr(function, "__qualname__", str(function)), answers, written)
 
-
-def _collect(ranks: Processes, limit: float) -> dict[int, tuple[Any, ...]]:
-    """By rank, what those answer that do so in time."""
-    answers: dict[int, tuple[Any, ...]] = {}
-    for rank, answer in ranks.messages(limit):
-        if rank in answers:
-            continue
-        if answer is None:
-            ranks.processes[rank].join(timeout=1.0)
-            answer = (False, "died", f"the process ended with exit code {ranks.processes[rank].exitcode}")
-        answers[rank] = answer
-        if not answer[0]:
-            ranks.deadline = min(ranks.deadline, time.monotonic() + GRACE_SECONDS)
-        if len(answers) == len(ranks.connections):
-            break
-    return answers
+    def _collect(self, limit: float) -> dict[int, tuple[Any, ...]]:
+        """Return the answers that come in time, by rank."""
+        answers: dict[int, tuple[Any, ...]] = {}
+        ranks: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + limit
+        while ranks and time.monotonic() < deadline:
+            for connection in wait(list(ranks), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(connection, Connection)
+                rank = ranks.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(timeout=1.0)
+                    ending = f"the process ended with exit code {self._processes[rank].exitcode}"
+                    answers[rank] = (False, "died", ending)
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers
 
 
 def _failure(function: str, answers: dict[int, tuple[Any, ...]], written: list[bytes]) -> RankFailure:
-    """``written``: what each rank wrote into its log during the call."""
+    """Tell every rank's account; ``written`` is what each wrote into its log during the call."""
     parts, types = [f"{function} failed on {len(written)} ranks"], {}
     hung = (False, "hung", "no answer within the time limit; its stacks are below")
     for rank, log in enumerate(written):

@@ -37,22 +37,22 @@ GATE_ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2, "wei
 
 
 def gate_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over every trainable parameter with the settings of [Note: the gate's Adam settings]."""
+    """Make AdamW over every trainable parameter with the settings of [Note: the gate's Adam settings]."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **GATE_ADAM)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> trainable parameter; a tied parameter appears once, under its first name."""
+    """Return name -> trainable parameter; a tied parameter appears once, under its first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def global_norm(grads: dict[str, Tensor]) -> float:
-    """L2 norm over all gradients, in fp64."""
+    """Return the L2 norm over all gradients, in fp64."""
     return float(sum(float(g.double().square().sum()) for g in grads.values()) ** 0.5)
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """The number that gradients are divided by: (norm + 1e-6) / limit when above 1, else 1; a limit of 0 disables."""
+    """Return the divisor of gradients: (norm + 1e-6) / limit when above 1, else 1; a limit of 0 disables."""
     return max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
 
 

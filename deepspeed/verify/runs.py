@@ -42,43 +42,49 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model while it trains."""
+        """Return the dtype of the model while it trains."""
         chosen = [name for name in ("bf16", "fp16") if (self.config.get(name) or {}).get("enabled")]
-        return DTYPES[[*chosen, "fp32"][0]]
+        return DTYPES[chosen[0] if chosen else "fp32"]
 
     def case(self) -> Case:
-        """The model and its data, whose batches are in the dtype of the model."""
+        """Return the model and its data, whose batches are in the dtype of the model."""
         case, dtype = case_of(self.model, self.config), self.dtype
-        cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor  # noqa: E731
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
         return case if dtype == torch.float32 else replace(case, batch=lambda at: map_tensors(case.batch(at), cast))
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """The configuration; ``folder`` is for states on a drive."""
+        """Return the configuration; ``folder`` is for states on a drive."""
         config = {"train_micro_batch_size_per_gpu": SAMPLES, **copy.deepcopy(self.config)}
         for key in ("train_batch_size", "memory"):
             config.pop(key, None)
-        accumulation = config.get("gradient_accumulation_steps")
-        config["gradient_accumulation_steps"] = accumulation if isinstance(accumulation, int) else 1
-        zero = config["zero_optimization"]
-        for block in ("offload_optimizer", "offload_param") if self.tier is not None else ():
-            zero.pop(block, None)
-            if self.tier != "none" and (block == "offload_optimizer" or zero["stage"] == 3):
-                zero[block] = {"device": self.tier, **({"nvme_path": folder} if self.tier == "nvme" else {})}
-        if self.tier == "nvme":
+        if not isinstance(config.get("gradient_accumulation_steps"), int):
+            config["gradient_accumulation_steps"] = 1
+        if self.tier is not None:
+            zero = config["zero_optimization"]
+            place = {"device": self.tier, "nvme_path": folder}
+            zero |= {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
             zero.setdefault("sub_group_size", 4096)  # several tiles also in a small model
-            if "offload_param" in zero:
-                zero["offload_param"]["max_in_cpu"] = 0
+            if zero["stage"] != 3:
+                del zero["offload_param"]
         return config
 
     def start(self, case: Case, folder: str, seed: int) -> Any:
-        """An engine of a fresh model. Collective."""
+        """Start an engine of a fresh model. Collective."""
         model = case.build().train()
         seed_everything(seed + dist.get_rank())
         return deepspeed.initialize(model=model, config=self.settings(folder))[0]
 
+    def train(self, engine: Any, case: Case, updates: range, *, alike: bool = False) -> list[float]:
+        """Return the losses of these updates. Collective."""
+        numbers = range(updates.start * case.accumulation, updates.stop * case.accumulation)
+        return train_case(engine, case, numbers, alike=alike)
+
 
 def user_setup(model: str, config: dict[str, Any], *, stage: int) -> Setup:
-    """The user's model under the user's configuration, which may leave the stage and the optimizer open."""
+    """Take the user's model and configuration, which may leave the stage and the optimizer open."""
     zero = config.get("zero_optimization")
     zero = {"stage": stage, **(zero if isinstance(zero, dict) else {})}
     zero["stage"] = zero["stage"] or stage
@@ -86,14 +92,14 @@ def user_setup(model: str, config: dict[str, Any], *, stage: int) -> Setup:
 
 
 def seed_everything(seed: int) -> None:
-    """Every generator that a checkpoint restores."""
+    """Seed every generator that a checkpoint restores."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
 def train_case(engine: Any, case: Case, numbers: Iterable[int], *, alike: bool = False) -> list[float]:
-    """Losses of the micro-batches of these numbers; ``alike``: samples and draws are those of any number of ranks."""
+    """Return losses of these micro-batches; ``alike``: samples and draws are those of any number of ranks."""
     rank, world = (0, 1) if alike else (dist.get_rank(), dist.get_world_size())
     values = []
     for number in numbers:
@@ -108,18 +114,18 @@ def train_case(engine: Any, case: Case, numbers: Iterable[int], *, alike: bool =
 
 
 def digest(value: Tensor) -> str:
-    """Equal for equal bits."""
+    """Return a text that is equal for equal bits."""
     content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def hash_of(value: Any) -> str:
-    """One short hash of plain values, whatever the order of their keys."""
+    """Return one short hash of plain values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _text(value: Any) -> str:
-    """Every bit of a plain value."""
+    """Write every bit of a plain value."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {digest(value)}"
     if isinstance(value, dict):
@@ -130,14 +136,14 @@ def _text(value: Any) -> str:
 
 
 def _params(engine: Any) -> Digests:
-    """Full parameters and fp32 masters. Collective."""
+    """Digest full parameters and fp32 masters. Collective."""
     masters = {f"{n} (fp32 master)": safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     both = full_parameters(engine.module) | masters
     return {name: digest(value) for name, value in both.items() if value is not None}
 
 
 def _alike(engine: Any) -> dict[str, Digests]:
-    """By field, what every rank has: the options of the groups, learning rates and schedule, counters."""
+    """Digest, by field, what every rank has: options of the groups, rates and schedule, counters."""
     optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
     groups = optimizer.param_groups if optimizer is not None else []
     options = {f"{k} of group {i}": _text(v) for i, g in enumerate(groups) for k, v in g.items() if k != "params"}
@@ -150,14 +156,14 @@ def _alike(engine: Any) -> dict[str, Digests]:
 
 
 def _spans(view: Any) -> Iterable[tuple[str, int, int]]:
-    """Name, begin and end, within ``view``, of the parameters that it has a part of."""
+    """Yield name, begin and end, within ``view``, of the parameters that it has a part of."""
     for s in view.unit.layout.segments:
         if max(s.offset, view.start) < min(s.stop, view.stop):
             yield s.name, max(s.offset, view.start) - view.start, min(s.stop, view.stop) - view.start
 
 
 def _local_slots(engine: Any) -> Digests:
-    """State of this rank's part of every parameter, without the padding between them, and what belongs to none."""
+    """Digest this rank's part of every slot, without the padding between parameters, and what belongs to none."""
     optimizer, texts = engine.basic_optimizer, {}
     for view in engine._views if optimizer is not None else ():
         with engine.runtime.attached(view):
@@ -170,7 +176,7 @@ def _local_slots(engine: Any) -> Digests:
 
 
 def snapshot(engine: Any) -> dict[str, Digests]:
-    """By field, digests of all that decides how training goes on, as this rank sees it. Collective."""
+    """Digest, by field, all that decides how training goes on, as this rank sees it. Collective."""
     arrays = [np.asarray(part).tolist() for part in np.random.get_state()]
     alike = _alike(engine)
     return alike | {
@@ -181,7 +187,7 @@ def snapshot(engine: Any) -> dict[str, Digests]:
 
 
 def full_states(engine: Any) -> Digests:
-    """Digests of every parameter, fp32 master and optimizer slot, whole. Collective."""
+    """Digest every parameter, fp32 master and optimizer slot, whole. Collective."""
     states = [state for key, state in engine.basic_optimizer.state.items() if isinstance(key, Tensor)]
     mine = {slot for state in states for slot, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     digests, slots = _params(engine), sorted(set().union(*gather_objects(mine, engine.mesh.job)))
@@ -192,11 +198,23 @@ def full_states(engine: Any) -> Digests:
 
 
 def whole_state(engine: Any) -> Digests:
-    """``full_states``, and all else that does not depend on how it is cut: numbers, groups, counters. Collective."""
+    """Digest ``full_states`` and all else that does not depend on the layout: numbers, groups, counters. Collective."""
     numbers: Digests = {}
     for view in engine._views:
         for slot, value in engine.basic_optimizer.state.get(view.param, {}).items():
             if isinstance(value, (int, float)) or isinstance(value, Tensor) and not value.dim():
                 numbers |= {f"{slot} of {name}": _text(value) for name, _, _ in _spans(view)}
-    parts = [full_states(engine), *gather_objects(numbers, engine.mesh.job), *_alike(engine).values()]
-    return dict(sorted(item for part in parts for item in part.items()))
+    mine = {**full_states(engine), **numbers}
+    for part in _alike(engine).values():
+        mine |= part
+    state: Digests = {}
+    for rank, part in enumerate(gather_objects(mine, engine.mesh.job)):
+        for name, text in part.items():
+            if state.setdefault(name, text) != text:
+                state[f"{name} on rank {rank}"] = text
+    return dict(sorted(state.items()))
+
+
+def differing(wanted: Digests, other: Digests) -> list[str]:
+    """List the names whose digests differ, in order."""
+    return [name for name in dict.fromkeys((*wanted, *other)) if wanted.get(name) != other.get(name)]

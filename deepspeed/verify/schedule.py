@@ -1,48 +1,23 @@
-"""The schedule of a pipeline as a picture: what each rank does when, how long it waits, and what it keeps.
+"""The gate that draws the schedule of a pipeline."""
 
-    ds_verify schedule --schedule 1f1b --stages 4 --micro-batches 8
-    ds_verify schedule --schedule interleaved --chunks 2 --costs 1 1 1 --hop 0.1 --png schedule.png
-
-Columns are time. A digit is the forward of that micro-batch (its last digit), a small letter its backward (a for 0), or
-with zero-bubble schedules the gradients of its inputs, a capital letter those of the weights, a dot waiting.
-"""
-
-import argparse
 from importlib import import_module
 from math import gcd
 from pathlib import Path
 
 from deepspeed.pipe.orders import Program, Timed, bubble, most_alive, timeline
 from deepspeed.pipe.torch_pipelining import make_order
-from deepspeed.verify.common import Finding, Printout
+from deepspeed.verify.driver import Driver, Finding
 
 _COLUMNS, _FINEST = 220, 100
 
 
 def usual_chunks(schedule: str) -> int:
-    """The least number of chunks on a stage that ``schedule`` is made for."""
+    """Return the least number of chunks on a stage that ``schedule`` is made for."""
     return 2 if schedule in ("interleaved", "breadth_first", "zbv", "dualpipev") else 1
 
 
-def run(options: argparse.Namespace, report: Printout) -> int:
-    chunks = options.chunks or usual_chunks(options.schedule)
-    order = make_order(options.schedule, options.stages, options.micro_batches, chunks_per_rank=chunks)
-    f, i, w = (cost / (order.chunks / order.ranks) for cost in options.costs)
-    spans = timeline(order, {"F": f, "I": i, "W": w, "B": i + w}, hop=options.hop)
-    for rank, row in enumerate(picture(spans)):
-        report.say(f"rank {rank}: {row}")
-    total = max(span.end for row in spans for span in row)
-    kept = ", ".join(f"{most_alive(program) * order.ranks / order.chunks:g}" for program in order.actions)
-    report.say(f"\n{order.name}: {total:g} units of time, of which ranks wait {bubble(spans):.1%} (the bubble)")
-    report.say(f"activations of whole stages kept at most, by rank: {kept}")
-    if options.png is not None:
-        draw(order, spans, options.png)
-        report.say(f"drawn in {options.png}")
-    return 0
-
-
 def picture(spans: list[list[Timed]]) -> list[str]:
-    """One line for each rank; time is cut so finely that actions begin and end between two columns, if it fits."""
+    """Draw a line for each rank; time is cut so finely that actions begin and end between columns, if it fits."""
     times = [round(t * _FINEST) for row in spans for span in row for t in span[1:]]
     step = max(gcd(*times), max(times) // _COLUMNS, 1)
     lines = []
@@ -58,7 +33,7 @@ def picture(spans: list[list[Timed]]) -> list[str]:
 
 
 def draw(order: Program, spans: list[list[Timed]], path: Path) -> None:
-    """The same as a picture. Raises Finding where matplotlib is missing."""
+    """Draw the same into a file. Raises Finding where matplotlib is missing."""
     try:
         import_module("matplotlib").use("Agg")
         plot = import_module("matplotlib.pyplot")
@@ -77,3 +52,29 @@ def draw(order: Program, spans: list[list[Timed]], path: Path) -> None:
     axes.set_title(f"{order.name}: {bubble(spans):.1%} bubble")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plot.close(figure)
+
+
+def check_schedule(driver: Driver) -> int:
+    """Draw the schedule of a pipeline: what each rank does when, how long it waits, and what it keeps.
+
+        ds_verify schedule --schedule 1f1b --stages 4 --micro-batches 8
+        ds_verify schedule --schedule interleaved --chunks 2 --costs 1 1 1 --hop 0.1 --png schedule.png
+
+    Columns are time. A digit is the forward of that micro-batch (its last digit), a small letter its backward (a for
+    0), or with zero-bubble schedules the gradients of its inputs, a capital letter those of the weights, a dot waiting.
+    """
+    options = driver.options
+    chunks = options.chunks or usual_chunks(options.schedule)
+    order = make_order(options.schedule, options.stages, options.micro_batches, chunks_per_rank=chunks)
+    f, i, w = (cost / (order.chunks / order.ranks) for cost in options.costs)
+    spans = timeline(order, {"F": f, "I": i, "W": w, "B": i + w}, hop=options.hop)
+    for rank, row in enumerate(picture(spans)):
+        driver.say(f"rank {rank}: {row}")
+    total = max(span.end for row in spans for span in row)
+    kept = ", ".join(f"{most_alive(program) * order.ranks / order.chunks:g}" for program in order.actions)
+    driver.say(f"\n{order.name}: {total:g} units of time, of which ranks wait {bubble(spans):.1%} (the bubble)")
+    driver.say(f"activations of whole stages kept at most, by rank: {kept}")
+    if options.png is not None:
+        draw(order, spans, options.png)
+        driver.say(f"drawn in {options.png}")
+    return 0

@@ -1,27 +1,6 @@
-"""The gate of layouts: pipeline stages, tensor-parallel parts and data-parallel ranks beside ZeRO, against one process.
+"""The gate of layouts: pipeline stages, tensor-parallel parts and data-parallel ranks beside ZeRO, and one process."""
 
-    ds_verify 3d                                          ZeRO 0-3 on 2 x 2 x 2 ranks, three schedules in turn
-    ds_verify 3d --matrix                                 data x pipeline x tensor in {1, 2}, ZeRO 0-3, three schedules
-    ds_verify 3d --pp 4 --tp 2 --zero 3 --schedule zbv    one layout; the other ranks are data parallel
-    ds_verify 3d --checkpoints                            saved at one layout and loaded at four others, and back
-    ds_verify 3d --model my_model:build --config ds_config.json     your model, cut by its layers or its blocks
-
-Every *cell* trains for a few updates and compares, on every rank, the mean loss, the averaged gradients
-(``safe_get_full_grad`` before the update), their norm, and the parameters after the update (``GatheredParameters``)
-with plain one-process PyTorch. All of it in fp32, where nothing but the order of additions may differ. An error of a
-loss or norm is relative to it, one of a tensor to the largest element of all tensors of its kind.
-
-A layout that ``initialize`` refuses is shown with the reason that it gives, and counted apart.
-
-With ``--checkpoints`` a run saved at one layout is loaded at others and saved there again, and that is loaded at the
-first: the state as a whole (full parameters, masters, every optimizer slot, counters) must have the same hash, and the
-losses of the next updates on the same samples must be equal to the tolerance.
-"""
-
-import argparse
-import contextlib
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -30,27 +9,29 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, PipelineError, UsageError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import chunks_and_style
 from deepspeed.pipe.plain import cut_model
-from deepspeed.verify.common import Printout, aligned, config_of
-from deepspeed.verify.grads import KEPT_KEYS, full_gradients, full_parameters, loop_settings, scaled_error
+from deepspeed.verify.driver import Driver, RowResult, aligned, config_of
+from deepspeed.verify.grads import KINDS, Cell, Errors, compare, compare_update, full_gradients, judge, no_errors
 from deepspeed.verify.models import Case, LayerStack, MicroBatch
 from deepspeed.verify.ranks import RankPool, scratch
 from deepspeed.verify.reference import StepRecord, train_reference, trainable
-from deepspeed.verify.runs import Digests, hash_of, whole_state
+from deepspeed.verify.resume import Handed, hand_over, moved
+from deepspeed.verify.runs import hash_of
 from deepspeed.verify.schedule import usual_chunks
 from deepspeed.verify.user_model import case_of
 
 CLIP = 0.5
-KINDS = ("loss", "grad", "norm", "param")
 MATRIX_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
-COLUMNS, WIDTHS = ("dp", "pp", "tp", "zero", "schedule", *KINDS), (2, 2, 2, 4, 13, 8, 8, 8, 8)
+WIDTHS = (2, 2, 2, 4, 13, 8, 8, 8, 8)
 REFUSALS = (DeepSpeedConfigError, NotYetError, PipelineError, UsageError)
-SAVED_AT, LOADED_AT = (2, 2, 2), ((1, 1, 1), (4, 2, 1), (2, 1, 4), (1, 4, 2))  # data x pipeline x tensor
-BEFORE, NEXT, WINDOW = 2, 2, 8  # updates before a save, after a load; micro-batches of one, over all ranks
+SAVED_AT = (2, 2, 2)  # data x pipeline x tensor
+LOADED_AT = ((1, 1, 1), (4, 2, 1), (2, 1, 4), (1, 4, 2))
+BEFORE = 2  # updates before a save
+NEXT = 2  # updates after a save or a load
+WINDOW = 8  # micro-batches of an update over all ranks, where layouts follow each other
 
 
 @dataclass(frozen=True)
@@ -58,6 +39,7 @@ class GridCell:
     """One run of the gate: a layout, a level of ZeRO, a schedule and how many chunks it has on a stage.
 
     ``model``: a case's name or ``module:build``; ``config``: the user's, of which the cell keeps some keys.
+    ``window``: micro-batches of an update over all data-parallel ranks, by default as many as show a schedule's order.
     """
 
     dp: int
@@ -68,58 +50,78 @@ class GridCell:
     chunks: int = 1
     model: str = "decoder"
     config: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
         return self.dp * self.pp * self.tp
 
     @property
     def micros(self) -> int:
-        """Micro-batches of a data-parallel rank in one update: enough for every schedule to show its own order."""
-        return max(4, 2 * self.pp)
+        """Return the micro-batches of a data-parallel rank in one update."""
+        return max(4, 2 * self.pp) if self.window is None else self.window // self.dp
 
     def label(self) -> tuple[str, ...]:
-        """The cell as table columns."""
+        """Return the cell as table columns."""
         return (*map(str, (self.dp, self.pp, self.tp, self.zero)), self.schedule)
 
+    def text(self) -> str:
+        return f"data {self.dp} x pipeline {self.pp} x tensor {self.tp}, ZeRO {self.zero}"
+
     def case(self) -> Case:
-        """The model and its data, without dropout, whose numbers no two layouts draw alike."""
+        """Return the model and its data, without dropout, whose numbers no two layouts draw alike."""
         case = case_of(self.model, {"gradient_clipping": CLIP} | self.config)
-        return replace(case, build=lambda: _without_dropout(case.build()), accumulation=self.micros)
+
+        def build() -> nn.Module:
+            model = case.build()
+            for module in model.modules():
+                if isinstance(module, nn.modules.dropout._DropoutNd):
+                    module.p = 0.0
+            return model
+
+        return replace(case, build=build, accumulation=self.micros)
 
     def settings(self, case: Case) -> dict[str, Any]:
-        kept = {key: value for key, value in self.config.items() if key in KEPT_KEYS}
-        zero = {"param_persistence_threshold": 20, "reduce_bucket_size": 400, **(kept.get("zero_optimization") or {})}
+        """Return the configuration: the keys of ``config`` that all gates keep, and the layout."""
+        given = {name: self.config.get(name) or {} for name in ("zero_optimization", "tensor_parallel", "pipeline")}
+        zero = {"param_persistence_threshold": 20, "reduce_bucket_size": 400, **given["zero_optimization"]}
+        config = Cell(self.model, stage=self.zero, config={**self.config, "zero_optimization": zero}).settings(case)
         pipeline = {"schedule": self.schedule, "chunks_per_stage": self.chunks}
-        return {
-            **kept,
-            "zero_optimization": {**zero, "stage": self.zero},
-            **loop_settings(case),
-            "tensor_parallel": {**(self.config.get("tensor_parallel") or {}), "autotp_size": self.tp},
-            "pipeline": {**(self.config.get("pipeline") or {}), **pipeline},
-        }
+        config["tensor_parallel"] = {**given["tensor_parallel"], "autotp_size": self.tp}
+        config["pipeline"] = {**given["pipeline"], **pipeline}
+        return config
 
-    def start(self, case: Case) -> Any:
-        """An engine of a fresh model, which is cut by its layers or else by its blocks. Collective."""
+    def start(self, case: Case, folder: str = "", seed: int = 0) -> Any:
+        """Start an engine of a fresh model, which is cut by its layers or else by its blocks. Collective."""
         model = case.build()
+
+        def loss_of(output: Any, batch: Any) -> Tensor:
+            return case.loss(lambda *_, **__: output, batch, MicroBatch(0, 0, 0, 1))[0]  # type: ignore[arg-type]
+
         chunks, style = chunks_and_style(self.schedule, self.chunks)
         how: dict[str, Any] = {"chunks_per_stage": chunks, "chunk_style": style, "partition_method": "uniform"}
-        how["loss_fn"] = lambda output, batch: case.loss(lambda *_, **__: output, batch, MicroBatch(0, 0, 0, 1))[0]  # type: ignore[arg-type]
-        layers = model.layers if isinstance(model, LayerStack) else model if isinstance(model, nn.Sequential) else None
-        piped = cut_model(model, self.pp, **how) if layers is None else PipelineModule(layers, self.pp, **how)
+        if isinstance(model, (LayerStack, nn.Sequential)):
+            layers = model.layers if isinstance(model, LayerStack) else model
+            piped = PipelineModule(layers, self.pp, loss_fn=loss_of, **how)
+        else:
+            piped = cut_model(model, self.pp, loss_fn=loss_of, **how)
         return deepspeed.initialize(model=piped, config=self.settings(case))[0]
 
+    def train(self, engine: Any, case: Case, updates: range, *, alike: bool = True) -> list[float]:
+        """Return losses of the same samples under every layout: each data-parallel rank takes its part. Collective."""
+        first = engine.mesh.data.index * case.accumulation
+        mine = range(first, first + case.accumulation)
+        return [train_batch(engine, case, [MicroBatch(step, micro, 0, 1) for micro in mine]) for step in updates]
 
-def _without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    return model
+
+def train_batch(engine: Any, case: Case, places: list[MicroBatch]) -> float:
+    """Train one update; return its loss. Collective."""
+    batches = [case.batch(place) for place in places]
+    return float(engine.train_batch(iter([(batch, batch) for batch in batches])))
 
 
 def matrix_cells(ranks: int = 8, **same: Any) -> list[GridCell]:
-    """data x pipeline x tensor in {1, 2}, as far as ``ranks`` go, x ZeRO x schedule; small layouts first."""
+    """List data x pipeline x tensor in {1, 2}, as far as ``ranks`` go, x ZeRO x schedule; small layouts first."""
     layouts = sorted(product((1, 2), repeat=3), key=lambda sizes: (sizes[0] * sizes[1] * sizes[2], sizes))
     cells = (
         GridCell(dp, pp, tp, level, name, usual_chunks(name), **same)
@@ -128,211 +130,145 @@ def matrix_cells(ranks: int = 8, **same: Any) -> list[GridCell]:
     return [cell for cell in cells if cell.ranks <= ranks]
 
 
-def _largest(tensors: Iterable[Tensor]) -> float:
-    return max((float(t.abs().max()) for t in tensors if t.numel()), default=1.0) or 1.0
+def run_cell(cell: GridCell, records: list[StepRecord]) -> tuple[Errors, list[str]] | str:
+    """Train on the ranks of this process group. Collective.
 
-
-def _gradients_before(engine: Any, update: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
-    """What ``update()`` returns, and the averaged gradients between its last backward and the step. Collective."""
-    taken, flush = dict[str, Tensor](), engine.runtime.flush
-
-    def flush_and_look() -> None:
-        flush()
-        taken.update(full_gradients(trainable(engine.module)))
-
-    engine.runtime.flush = flush_and_look
-    try:
-        return update(), taken
-    finally:
-        del engine.runtime.flush
-
-
-def run_cell(cell: GridCell, records: list[StepRecord]) -> tuple[dict[str, tuple[float, str]], list[str]] | str:
-    """Train on these ranks: the largest error of each kind, and the names compared; or why it is refused."""
-    case, errors, names = cell.case(), dict.fromkeys(KINDS, (0.0, "")), list[str]()
+    Return the errors, and the names of the parameters compared on this rank; or why the layout is refused.
+    """
+    case = cell.case()
+    errors = no_errors()
+    names: list[str] = []
     try:
         engine = cell.start(case)
     except REFUSALS as refusal:
         return f"{type(refusal).__name__}: {refusal}"
+    flush = engine.runtime.flush
+    grads: dict[str, Tensor] = {}
+
+    def flush_and_look() -> None:
+        """Take the averaged gradients between the last backward and the step."""
+        flush()
+        grads.update(full_gradients(trainable(engine.module)))
+
     for step, record in enumerate(records):
-
-        def note(kind: str, ours: Any, reference: Any, scale: float, where: str = "", step: int = step) -> None:
-            error = scaled_error(torch.as_tensor(ours), torch.as_tensor(reference), scale)
-            errors[kind] = max(errors[kind], (error, f"{where} step {step}".strip()))
-
         places = [MicroBatch(step, micro, engine.mesh.data.index, cell.dp) for micro in range(cell.micros)]
-        batches = iter([(batch, batch) for batch in map(case.batch, places)])
-        loss, grads = _gradients_before(engine, lambda: engine.train_batch(batches))  # noqa: B023 - called at once
-        expected = float(torch.stack([one for losses in record.losses.values() for one in losses]).double().mean())
-        note("loss", float(loss), expected, abs(expected) or 1.0)
-        note("norm", engine.get_global_grad_norm(), record.grad_norm, record.grad_norm or 1.0)
-        for name, grad in grads.items():
-            note("grad", grad, record.grads[name], _largest(record.grads.values()), name)
-        params = full_parameters(engine.module)
-        for name, value in params.items():
-            note("param", value, record.params[name], _largest(record.params.values()), name)
-        names = [*params]
+        engine.runtime.flush = flush_and_look
+        loss = train_batch(engine, case, places)
+        del engine.runtime.flush
+        losses = torch.stack([one for losses in record.losses.values() for one in losses])
+        compare(errors, "grad", grads, record.grads, f"step {step}", relative=True)
+        compare(errors, "loss", {"": loss}, {"": losses.double().mean()}, f"step {step}", relative=True)
+        names = compare_update(engine, record, step, errors, relative=True)
     engine.destroy()
     return errors, names
 
 
-def _train(engine: Any, case: Case, updates: range) -> list[float]:
-    """Losses of updates from the same samples under every layout: each data-parallel rank takes its part of them."""
-    losses, index = [], engine.mesh.data.index
-    for step in updates:
-        mine = range(index * case.accumulation, (index + 1) * case.accumulation)
-        batches = [case.batch(MicroBatch(step, micro, 0, 1)) for micro in mine]
-        losses.append(float(engine.train_batch(iter([(batch, batch) for batch in batches]))))
-    return losses
-
-
-def visit(cell: GridCell, folder: str, load: str | None, save: str | None) -> tuple[Digests, list[float]]:
-    """Load checkpoint ``load``, or train; save as ``save``; the whole state then, and the next losses. Collective."""
-    case = replace(cell.case(), accumulation=WINDOW // cell.dp)
-    engine = cell.start(case)
-    if load is None:
-        _train(engine, case, range(BEFORE))
-    else:
-        engine.load_checkpoint(folder, tag=load)
-    if save is not None:
-        engine.save_checkpoint(folder, tag=save)
-    state: Digests = {}
-    for rank, part in enumerate(gather_objects(whole_state(engine), engine.mesh.job)):
-        for name, text in part.items():
-            if state.setdefault(name, text) != text:
-                state[f"{name} on rank {rank}"] = text
-    losses = _train(engine, case, range(BEFORE, BEFORE + NEXT))
-    engine.destroy()
-    return state, losses
-
-
-def moved(wanted: tuple[Digests, list[float]], again: tuple[Digests, list[float]], tolerance: float) -> tuple[str, str]:
-    """What is fine after a load, and what is not."""
-    (before, losses), (after, others) = wanted, again
-    differing = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
-    if differing:
-        return "", f"{len(differing)} of {len(before)} names differ, first {differing[0]}"
-    error = max(abs(a - b) / abs(a) for a, b in zip(losses, others, strict=True))
-    text = f"state hash {hash_of(after)}, next {NEXT} losses differ by {error:.1e}"
-    return (text, "") if error <= tolerance else ("", text)
-
-
-def _layout(options: argparse.Namespace, pp: int, tp: int) -> tuple[int, int, int]:
-    """Data, pipeline and tensor-parallel ranks. Raises ValueError where they do not multiply."""
+# -- the command ------------------------------------------------------------------------------------------------------
+def _cells(driver: Driver, **same: Any) -> list[GridCell]:
+    """List the layouts that the options ask for. Raises ValueError where they do not multiply."""
+    options = driver.options
+    given = [name for name in ("pp", "tp", "zero", "schedule", "chunks") if getattr(options, name) is not None]
+    if options.matrix:
+        if given:
+            names = ", ".join(f"--{name}" for name in given)
+            raise ValueError(f"--matrix goes through all of them; leave {names} out")
+        return matrix_cells(options.ranks, **same)
+    pp, tp = (options.pp or 1, options.tp or 1) if given else (2, 2)
     if options.ranks % (pp * tp):
         raise ValueError(
             f"--ranks {options.ranks} cannot be cut into {pp} pipeline stages x {tp} tensor-parallel ranks; use a "
             f"multiple of {pp * tp}"
         )
-    return options.ranks // (pp * tp), pp, tp
+    cells = []
+    for level in range(4) if options.zero is None else [options.zero]:
+        schedule = (options.schedule or "1f1b") if given else MATRIX_SCHEDULES[level % 3]
+        chunks = options.chunks or usual_chunks(schedule)
+        cells.append(GridCell(options.ranks // (pp * tp), pp, tp, level, schedule, chunks, **same))
+    return cells
 
 
-def _cells(options: argparse.Namespace, same: dict[str, Any]) -> list[GridCell]:
-    asked = {name: getattr(options, name) for name in ("pp", "tp", "zero", "schedule", "chunks")}
-    if options.matrix:
-        if given := [f"--{name}" for name, value in asked.items() if value is not None]:
-            raise ValueError(f"--matrix goes through all of them; leave {', '.join(given)} out")
-        return matrix_cells(options.ranks, **same)
-    levels = range(4) if options.zero is None else [options.zero]
-    if all(value is None for value in asked.values()):
-        sizes = _layout(options, 2, 2)
-        names = [MATRIX_SCHEDULES[level % 3] for level in levels]
-    else:
-        sizes = _layout(options, options.pp or 1, options.tp or 1)
-        names = [options.schedule or "1f1b"] * len(levels)
-    return [
-        GridCell(*sizes, level, name, options.chunks or usual_chunks(name), **same)
-        for level, name in zip(levels, names, strict=True)
-    ]
-
-
-class Pools(contextlib.ExitStack):
-    """The pools of the numbers of ranks that are in use."""
-
-    def __init__(self, time_limit: float) -> None:
-        super().__init__()
-        self._limit, self._pools = time_limit, dict[int, RankPool]()
-
-    def of(self, ranks: int, *, alone: bool = False) -> RankPool:
-        """That of so many ranks; ``alone``: the others end."""
-        if alone and ranks not in self._pools:
-            self.close()
-            self._pools.clear()
-        if ranks not in self._pools:
-            self._pools[ranks] = self.enter_context(RankPool(ranks, time_limit=self._limit))
-        return self._pools[ranks]
-
-
-def compare_layouts(options: argparse.Namespace, cells: list[GridCell], pools: Pools, report: Printout) -> int:
-    """Every cell against one process; the exit code."""
+def compare_layouts(driver: Driver, cells: list[GridCell]) -> int:
+    """Compare every cell with one process; return the exit code."""
+    options = driver.options
     refused: list[str] = []
 
     @functools.cache
     def reference(ways: int, micros: int) -> list[StepRecord]:
-        case = replace(cells[0].case(), accumulation=micros)
-        return train_reference(case, world=ways, steps=options.steps)
+        return train_reference(replace(cells[0].case(), accumulation=micros), world=ways, steps=options.steps)
 
-    def check(cell: GridCell) -> tuple[str, str]:
+    def check(cell: GridCell) -> RowResult:
         records = reference(cell.dp, cell.micros)
-        answers = pools.of(cell.ranks, alone=True).run(run_cell, cell, records)
-        if reason := next((answer for answer in answers if isinstance(answer, str)), ""):
-            refused.append(reason)
-            trains = next((f"rank {rank} trains" for rank, each in enumerate(answers) if not isinstance(each, str)), "")
-            return f"{aligned([''] * 4, WIDTHS[5:])}  unsupported: {reason}", trains
+        answers = driver.pools(cell.ranks)[0].run(run_cell, cell, records)
+        reasons = [answer for answer in answers if isinstance(answer, str)]
+        if reasons:
+            refused.append(reasons[0])
+            training = [f"rank {rank} trains" for rank, answer in enumerate(answers) if not isinstance(answer, str)]
+            return RowResult(f"{aligned([''] * 4, WIDTHS[5:])}  unsupported: {reasons[0]}", "".join(training[:1]))
         compared = set().union(*(names for _, names in answers))
-        if left := [name for name in records[0].params if name not in compared]:
-            return "", f"no rank has {left[0]}"
-        errors = {kind: max(each[kind] for each, _ in answers) for kind in KINDS}
-        (top, where), kind = max((error, kind) for kind, error in errors.items())
-        texts = [f"{error:.1e}" for error, _ in errors.values()]
-        fault = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
-        return f"{aligned(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
+        missing = [name for name in records[0].params if name not in compared]
+        if missing:
+            return RowResult("", f"no rank has {missing[0]}")
+        return judge([errors for errors, _ in answers], options.tolerance, columns=True)
 
-    report.say(f"{aligned(COLUMNS, WIDTHS)}  result")
+    driver.say(f"{aligned(('dp', 'pp', 'tp', 'zero', 'schedule', *KINDS), WIDTHS)}  result")
     for cell in cells:
-        report.row(aligned(cell.label(), WIDTHS), check, cell)
-    conditions = f"{options.steps} updates each, tolerance {options.tolerance:g}"
-    compared = f"{len(cells) - len(refused)} of {len(cells)} layouts compared, {len(refused)} unsupported; {conditions}"
-    code = report.end(compared, "all pass")
+        driver.row(aligned(cell.label(), WIDTHS), functools.partial(check, cell))
+    compared = f"{len(cells) - len(refused)} of {len(cells)} layouts compared, {len(refused)} unsupported"
+    code = driver.end(f"{compared}; {options.steps} updates each, tolerance {options.tolerance:g}", "all pass")
     if len(refused) == len(cells):
         raise ValueError(f"no layout is supported: {refused[0]}")
     return code
 
 
-def _checkpoints(options: argparse.Namespace, same: dict[str, Any], pools: Pools, report: Printout) -> int:
-    """One run, saved, loaded elsewhere and back; the exit code."""
-    schedule = options.schedule or "1f1b"
-    chunks = options.chunks or usual_chunks(schedule)
-    count = 0
-    for level in range(4) if options.zero is None else [options.zero]:
-        home = GridCell(*SAVED_AT, level, schedule, chunks, **same)
-        with scratch() as folder:
-            saved = pools.of(home.ranks).run(visit, home, folder, None, "home")[0]
-            report.say(f"saved at {_named(home)}: state hash {hash_of(saved[0])}, next losses {saved[1]}")
+def visit(cell: GridCell, folder: str, load: str | None, save: str | None) -> Handed:
+    """Load or train, and save; return the whole state then, and the next losses. Collective."""
+    return hand_over(replace(cell, window=WINDOW), folder, load, save, BEFORE, NEXT)
 
-            def check(cell: GridCell, load: str, save: str | None) -> tuple[str, str]:
-                answers = pools.of(cell.ranks).run(visit, cell, folder, load, save)
-                texts = [moved(saved, answer, options.tolerance) for answer in answers]  # noqa: B023 - called in this turn
-                return next((text for text in texts if text[1]), texts[0])
+
+def _check_checkpoints(driver: Driver, **same: Any) -> int:
+    """Save one run, load it elsewhere and back; return the exit code."""
+    options = driver.options
+    schedule = options.schedule or "1f1b"
+    kind: dict[str, Any] = {"schedule": schedule, "chunks": options.chunks or usual_chunks(schedule), **same}
+    levels = range(4) if options.zero is None else [options.zero]
+    for level in levels:
+        home = GridCell(*SAVED_AT, level, **kind)
+        with scratch() as folder:
+            saved = driver.pools(home.ranks)[0].run(visit, home, folder, None, "home")[0]
+            driver.say(f"saved at {home.text()}: state hash {hash_of(saved[0])}, next losses {saved[1]}")
+
+            def check(pool: RankPool, cell: GridCell, load: str, save: str | None) -> RowResult:
+                answers = pool.run(visit, cell, folder, load, save)
+                verdicts = [moved(saved, answer, options.tolerance) for answer in answers]  # noqa: B023
+                return next((verdict for verdict in verdicts if verdict.fault), verdicts[0])
 
             for number, sizes in enumerate(LOADED_AT):
-                other = GridCell(
-                    *sizes, level if options.zero is not None else (level + number) % 4, schedule, chunks, **same
-                )
-                report.row(f"    loaded at {_named(other)}", check, other, "home", str(number))
-                report.row("        and back", check, home, str(number), None)
-                count += 2
-    return report.end(f"{count} loads", "same state, same losses")
+                other = GridCell(*sizes, level if len(levels) == 1 else (level + number) % 4, **kind)
+                first, second = driver.pools(other.ranks, home.ranks)
+                away = functools.partial(check, first, other, "home", str(number))
+                back = functools.partial(check, second, home, str(number), None)
+                driver.row(f"    loaded at {other.text()}", away)
+                driver.row("        and back", back)
+    return driver.end(f"{2 * len(levels) * len(LOADED_AT)} loads", "same state, same losses")
 
 
-def _named(cell: GridCell) -> str:
-    return f"data {cell.dp} x pipeline {cell.pp} x tensor {cell.tp}, ZeRO {cell.zero}"
+def check_layouts(driver: Driver) -> int:
+    """Compare pipeline stages, tensor-parallel parts and data-parallel ranks beside ZeRO with one process.
 
+        ds_verify 3d                                          ZeRO 0-3 on 2 x 2 x 2 ranks, three schedules in turn
+        ds_verify 3d --matrix                                 data x pipeline x tensor in {1, 2}, ZeRO 0-3, schedules
+        ds_verify 3d --pp 4 --tp 2 --zero 3 --schedule zbv    one layout; the other ranks are data parallel
+        ds_verify 3d --checkpoints                            saved at one layout and loaded at four others, and back
+        ds_verify 3d --model my_model:build --config ds_config.json     your model, cut by its layers or its blocks
 
-def run(options: argparse.Namespace, report: Printout) -> int:
-    """Run ``ds_verify 3d``; raises ValueError (bad input) before any rank is started."""
-    same = {"model": options.model or "decoder", "config": config_of(options)}
-    with Pools(options.time_limit) as pools:
-        if options.checkpoints:
-            return _checkpoints(options, same, pools, report)
-        return compare_layouts(options, _cells(options, same), pools, report)
+    Every rank compares the mean loss, the averaged gradients, their norm and the parameters after each update with
+    plain PyTorch, in fp32. Errors of a loss or norm are relative to it, of a tensor to the largest element of its kind.
+    A layout that ``initialize`` refuses is shown with its reason, and counted apart.
+
+    With ``--checkpoints`` the state as a whole (full parameters, masters, every optimizer slot, counters) must have the
+    same hash after each load, and the losses of the next updates on the same samples must be equal to the tolerance.
+    """
+    same = {"model": driver.options.model or "decoder", "config": config_of(driver.options)}
+    if driver.options.checkpoints:
+        return _check_checkpoints(driver, **same)
+    return compare_layouts(driver, _cells(driver, **same))

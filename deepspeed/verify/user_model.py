@@ -1,18 +1,6 @@
-"""Turns a user's ``module:build`` into a verification case.
+"""Turns a user's ``module:build`` into a verification case; ``ds_verify grads --help`` shows the contract."""
 
-The contract: ``build()`` takes no arguments, returns the same model at every call apart from its random weights (the
-gate seeds torch before it), and returns one of
-
-* ``model``: the gate invents inputs from the first layer (``nn.Linear``, ``nn.Embedding``, ``nn.Conv1d/2d``);
-* ``(model, batch_fn)``: ``batch_fn(step, micro, rank, world)`` returns the inputs of one micro-batch: a dict is passed
-  as keywords, a tuple as positional arguments, anything else as the only argument. It must depend on nothing but its
-  four arguments;
-* ``(model, batch_fn, loss_fn)``: ``loss_fn(output, batch)`` returns a scalar loss.
-
-Without ``loss_fn`` the loss is the output's ``loss`` (attribute or key), the output itself when it is a scalar, else
-the mean of its squares.
-"""
-
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -31,26 +19,27 @@ IMAGE_SIDE = 16
 
 def resolve(reference: str) -> Any:
     """Import ``module:function``; the current folder counts as importable. Raises ValueError with a sentence."""
-    module_name, colon, attribute = reference.partition(":")
-    if not colon or not module_name or not attribute:
+    name, _, attribute = reference.partition(":")
+    if not name or not attribute:
         raise ValueError(
             f"{reference!r} does not name a function; write it as module:function, for example my_model:build"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = __import__(module_name, fromlist=[attribute])
+        module = importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"cannot import {module_name!r} (searched from {os.getcwd()}): {error}") from error
+        raise ValueError(f"cannot import {name!r} (searched from {os.getcwd()}): {error}") from error
     if not hasattr(module, attribute):
-        raise ValueError(f"module {module_name!r} ({module.__file__}) has no attribute {attribute!r}")
-    if not callable(function := getattr(module, attribute)):
+        raise ValueError(f"module {name!r} ({module.__file__}) has no attribute {attribute!r}")
+    function = getattr(module, attribute)
+    if not callable(function):
         raise ValueError(f"{reference} is a {type(function).__name__}, not a function")
     return function
 
 
 def default_loss(output: Any, batch: Any) -> Tensor:
-    """The loss an output carries, or the mean of its squares; ValueError when no tensor can be found."""
+    """Return the loss an output carries, or the mean of its squares. Raises ValueError without a tensor."""
     carried = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(carried, Tensor):
         return carried
@@ -66,7 +55,7 @@ def default_loss(output: Any, batch: Any) -> Tensor:
 
 
 def invented_batch(model: nn.Module) -> BatchFunction:
-    """A batch function for the first layer of ``model``; ValueError when that layer says nothing about its input."""
+    """Invent batches for the first layer of ``model``. Raises ValueError when it says nothing about its input."""
     layer = next((m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d))), None)
     if layer is None:
         raise ValueError(f"cannot invent inputs for {type(model).__name__}; let build() return (model, batch_fn)")
@@ -84,7 +73,7 @@ def invented_batch(model: nn.Module) -> BatchFunction:
 
 
 def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
-    """What ``build()`` returned, in three; ValueError when it is something else."""
+    """Split what ``build()`` returned in three. Raises ValueError when it is something else."""
     parts = built if isinstance(built, tuple) else (built,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
@@ -96,7 +85,7 @@ def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | Non
 
 
 def load_user_case(reference: str) -> Case:
-    """The case of ``module:build``. Raises ValueError."""
+    """Make the case of ``module:build``. Raises ValueError."""
     build = resolve(reference)
     built = seeded(lambda: parts_of(build(), reference))
     model, batch_fn, loss_fn = built()
@@ -111,7 +100,7 @@ def load_user_case(reference: str) -> Case:
 
 
 def case_of(model: str, config: dict[str, Any]) -> Case:
-    """The case of a user or of ours that ``model`` names, with the loop that ``config`` states. Raises ValueError."""
+    """Return the case of a user or of ours with the loop that ``config`` states. Raises ValueError."""
     case = load_user_case(model) if ":" in model else case_named(model)
     accumulation, clipping = config.get("gradient_accumulation_steps"), config.get("gradient_clipping")
     return replace(

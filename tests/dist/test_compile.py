@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.errors import ReleasedParameterError, UsageError
 from deepspeed.verify.cli import main
-from deepspeed.verify.compiled import Compiled, train_compiled, verdict
-from deepspeed.verify.grads import Cell
+from deepspeed.verify.grads import Cell, Compiled, train_compiled, verdict
 from deepspeed.verify.models import (
     HIDDEN,
     IN_FEATURES,
@@ -439,8 +438,8 @@ def test_the_gate_sees_a_block_that_falls_apart(pool2: RankPool) -> None:
     assert "a graph ended early" in fault
     good = Compiled({"grad": (0.0, ""), "loss": (0.0, ""), "norm": (0.0, ""), "param": (0.0, "")}, 2, 0, ())
     for change, text in (({"late": 1}, "after step 2"), ({"graphs": 0}, "nothing was compiled")):
-        assert text in verdict([good, replace(good, **change)], TOLERANCE)[1]
-    wrong = replace(good, errors={**good.errors, "grad": (float("inf"), "of w")})
+        assert text in verdict([good, good._replace(**change)], TOLERANCE)[1]
+    wrong = good._replace(errors={**good.errors, "grad": (float("inf"), "of w")})
     assert "in grad of w" in verdict([good, wrong], TOLERANCE)[1] and not verdict([good], TOLERANCE)[1]
 
 

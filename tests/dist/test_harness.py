@@ -64,10 +64,6 @@ def test_a_traceback_names_its_rank_and_the_pool_recovers(pool2: RankPool) -> No
     assert pool2.run(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
-def _wait_for_its_end(rank: int, world: int, folder: str, port: int, connection: Any) -> None:
-    connection.recv()
-
-
 def test_an_interrupt_while_ranks_start_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = set(multiprocessing.active_children())
     started: list[Any] = []
@@ -82,7 +78,7 @@ def test_an_interrupt_while_ranks_start_leaves_none_of_them(monkeypatch: pytest.
     monkeypatch.setattr(process, "start", start)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        ranks.Processes(2, _wait_for_its_end)
+        RankPool(2).start()
     assert len(started) == 2 and set(multiprocessing.active_children()) <= before
     assert not list(tmp_path.rglob("ds_verify_*"))
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

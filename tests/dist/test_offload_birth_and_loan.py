@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import UsageError
-from deepspeed.verify import offload
 from deepspeed.verify.cli import main
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
+from deepspeed.verify.resume import first_difference
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -217,9 +217,6 @@ def test_the_gate_refuses_bad_input(arguments: list[str], words: str, capsys: py
 
 
 def test_a_difference_is_found_whatever_differs() -> None:
-    base: list[list[offload.Digests]] = [[{"a": "1", "b": "2"}], [{"a": "1", "b": "2"}]]
-    other: list[list[offload.Digests]] = [[{"a": "1", "b": "2"}], [{"a": "1"}]]
-    assert (
-        offload.first_difference(base, base) == ""
-        and offload.first_difference(base, other) == "b differs after step 1 on rank 1"
-    )
+    base = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    assert first_difference(base, base) == ""
+    assert first_difference(base, [base[0], {"a": "3"}]) == "b differs after step 2"

@@ -7,13 +7,10 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from deepspeed.verify import cli
-from deepspeed.verify.cli import main
+from deepspeed.verify import cli, training
 from deepspeed.verify.grads import Errors
 from deepspeed.verify.reference import trainable
-from deepspeed.verify.training import gas, lr, optim
-from deepspeed.verify.training.loop import LOOPS, run_loop
-from deepspeed.verify.training.optim import run_optimizer
+from deepspeed.verify.training import LOOPS, run_loop, run_optimizer
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,7 +25,7 @@ def test_every_loop_of_the_gate_equals_plain_torch(pool2: RankPool, name: str) -
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ["loop", "gas", "optim", "lr", "teardown"])
 def test_the_gates_pass(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command]) == 0
+    assert cli.main([command]) == 0
     assert "FAIL" not in capsys.readouterr().out
 
 
@@ -44,28 +41,28 @@ def test_an_optimizer_that_ignores_its_groups_is_noticed(pool2: RankPool) -> Non
 
 
 def _without_groups() -> Errors:
-    groups = optim.groups
+    groups = training.groups
     calls: list[nn.Module] = []
 
     def first_time(model: nn.Module) -> list[dict[str, Any]]:
         calls.append(model)  # the reference comes first
         return groups(model) if len(calls) == 1 else [{"params": list(trainable(model).values())}]
 
-    with mock.patch.object(optim, "groups", first_time):
+    with mock.patch.object(training, "groups", first_time):
         return run_optimizer("SGD", 3, 1)
 
 
-@pytest.mark.parametrize("skipped", [(), lr.SKIPPED])
+@pytest.mark.parametrize("skipped", [(), training.SKIPPED])
 def test_rates_of_the_gate_equal_plain_torch(pool2: RankPool, tmp_path: Path, skipped: tuple[int, ...]) -> None:
     folder = None if skipped else str(tmp_path)
-    assert pool2.run(lr.run_trace, 3, 4, skipped, folder) == [lr.plain_trace(skipped)] * 2
+    assert pool2.run(training.run_trace, 3, 4, skipped, folder) == [training.plain_trace(skipped)] * 2
 
 
 def test_rates_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(lr, "RANKS", (1,))
-    monkeypatch.setattr(lr, "ACCUMULATION", (1,))
-    monkeypatch.setattr(lr, "plain_trace", lambda skipped: [0.1] * lr.STEPS)
-    assert main(["lr"]) == 1
+    monkeypatch.setattr(training, "RANKS", (1,))
+    monkeypatch.setattr(training, "ACCUMULATION", (1,))
+    monkeypatch.setattr(training, "plain_trace", lambda skipped: [0.1] * training.UPDATES)
+    assert cli.main(["lr"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("  FAIL\n") == 3 and "0.1 0.1 0.05 0.05" in shown
 
@@ -73,15 +70,16 @@ def test_rates_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_splits_that_are_too_far_from_the_whole_batch_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gas, "SPLITS", ((2, 2, 2),))
-    assert main(["gas", "--tolerance", "-1"]) == 1
+    monkeypatch.setattr(training, "SPLITS", ((2, 2, 2),))
+    assert cli.main(["gas", "--tolerance", "0"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("  FAIL\n") == 12 and "error of the loss" in shown
 
 
 def test_memory_that_grew_too_much_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "number_of", float)  # below zero, so that what has not grown has grown too much
-    assert main(["teardown", "--cycles", "2", "--growth", "-100"]) == 1
+    growth = {**cli.OPTIONS["growth"], "type": float}  # below zero, so that what has not grown has grown too much
+    monkeypatch.setitem(cli.OPTIONS, "growth", growth)
+    assert cli.main(["teardown", "--cycles", "2", "--growth", "-100"]) == 1
     shown = capsys.readouterr().out
     text = "FAIL\n    live tensors grew by 0 B, files by 0, threads by 0, groups by 0, resident memory by"
     assert shown.count(text) == 5
@@ -92,5 +90,5 @@ def test_memory_that_grew_too_much_fails(capsys: pytest.CaptureFixture[str], mon
 )
 def test_what_cannot_be_is_a_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        cli.main(arguments)
     assert ended.value.code == 2 and f"argument {arguments[1]}: " in capsys.readouterr().err

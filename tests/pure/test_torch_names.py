@@ -29,7 +29,7 @@ PRIVATE = {
     "torch._dynamo": (
         "profiling/flops_profiler/profiler.py simulate/install.py timeline/listen.py verify/ranks.py zero/hooks.py"
     ),
-    "torch._dynamo.utils": "verify/compiled.py",
+    "torch._dynamo.utils": "verify/grads.py",
     "torch._foreach_add_": "optim/rules.py",
     "torch._foreach_copy_": "bench/ckpt.py",
     "torch._foreach_norm": "zero/gradients.py",
@@ -86,8 +86,8 @@ OBJECTS: dict[str, Any] = {
     "aten": torch.ops.aten,
 }
 PRIVATE_OF_OBJECTS = {
-    "Tensor._backward_hooks": "verify/training/teardown.py",
-    "Tensor._cdata": "simulate/stores.py verify/training/teardown.py zero/param.py",
+    "Tensor._backward_hooks": "verify/teardown.py",
+    "Tensor._cdata": "simulate/stores.py verify/teardown.py zero/param.py",
     "Storage._checkpoint_offset": "checkpoint/weights/weights.py",
     "ProcessGroup._get_sequence_number_for_group": "comm/collectives.py comm/hang/ledger.py",
     "Module._load_from_state_dict": "zero/client/incoming.py",
@@ -95,7 +95,7 @@ PRIVATE_OF_OBJECTS = {
     "aten._local_scalar_dense": "simulate/record.py",
     "Module._non_persistent_buffers_set": "tensor/generation.py zero/client/gathered.py",
     "OpOverload._overloadpacket": "simulate/record.py",
-    "Tensor._post_accumulate_grad_hooks": "verify/training/teardown.py",
+    "Tensor._post_accumulate_grad_hooks": "verify/teardown.py",
     "OpOverload._schema": "simulate/record.py",
     "aten._to_copy": "simulate/record.py",
 }
