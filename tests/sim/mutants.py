@@ -29,7 +29,6 @@ MODULES = (
     "comm.collectives", "zero.runtime", "zero.publish", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
     "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging", "tier.store",
     "tier.transfer", "tier.behind", "tier.aio", "engine", "engine_weights", "zero.update.visits", "zero.update.early",
-    "zero.update.delayed", "zero.update.zenflow",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
