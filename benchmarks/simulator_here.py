@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ import deepspeed
 from deepspeed.simulate.calibrate import run as calibration
 from deepspeed.simulate.calibrate.device import measure_device
 from deepspeed.simulate.costs import Machine, load_machine
-from deepspeed.simulate.install import replaced
 from deepspeed.simulate.models import Decoder, Shape, decoder_subject
 from deepspeed.simulate.run import simulate
 from deepspeed.verify.ranks import RankPool
@@ -80,10 +80,10 @@ def constants_of(path: str) -> None:
     """On every rank: measure the machine and write its file."""
 
     def by_processor(*args: Any) -> Any:
-        with replaced(time, "perf_counter", time.thread_time):
+        with patch.object(time, "perf_counter", time.thread_time):
             return measure_device(*args)
 
-    with replaced(calibration, "measure_device", by_processor):
+    with patch.object(calibration, "measure_device", by_processor):
         calibration.calibrate(Path(path))
 
 
