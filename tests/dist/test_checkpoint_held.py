@@ -299,7 +299,12 @@ def test_training_goes_on_after_a_save_that_failed_half_way_through_a_drive(
 def interrupted(folder: str, drive: str) -> list[str]:
     engine, bad = engine_of(drive, **{"async": True}), []
     train(engine, 0)
-    with mock.patch.object(Copies, "take", side_effect=KeyboardInterrupt):
+
+    def interrupt(*_: object) -> None:
+        dist.barrier()  # each has opened its files: the first rank that cleans up takes the folder away
+        raise KeyboardInterrupt
+
+    with mock.patch.object(Copies, "take", side_effect=interrupt):
         try:
             engine.save_checkpoint(folder, tag="a")
             bad.append("it was not interrupted")

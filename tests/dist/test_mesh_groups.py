@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.init import take_turns
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import build_mesh, destroy_mesh, group_over
+from deepspeed.mesh.groups import _new_group, build_mesh, destroy_mesh
+from deepspeed.mesh.topology import Axis
 from deepspeed.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -143,7 +144,8 @@ def _made_of_one_rank() -> tuple[list[object], str]:
                 mock.patch.object(dist, "get_backend", return_value="nccl"),
                 mock.patch.dict(dist.Backend._plugins, _plugins()),
             ):
-                group = group_over.__wrapped__(world, (0,))  # not one that was made before
+                name = f"deepspeed/alone/{time.monotonic_ns()}"  # not one that was made before
+                group = _new_group(name, Axis("", 1, 0, (0,)), "nccl").pg
             bound = str(world.bound_device_id)
         finally:
             world.bound_device_id = None

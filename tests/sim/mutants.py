@@ -30,8 +30,7 @@ MODULES = (
     "zero.step", "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging",
     "tier.store", "tier.transfer", "tier.behind", "tier.aio", "tier.pending", "engine.engine", "engine.weights",
     "zero.update.publish", "zero.update.result", "zero.update.policy", "zero.update.inline", "zero.update.tiled",
-    "zero.update.staged", "zero.update.speculative", "zero.update.delayed", "zero.update.late",
-    "zero.update.selective.policy",
+    "zero.update.staged", "zero.update.speculative", "zero.update.late", "zero.update.selective.policy",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
