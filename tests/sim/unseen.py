@@ -77,6 +77,12 @@ SEEN: dict[str, str] = {
     "zero.update.tiled:show: transfer.wait()": "stage1-optimizer-on-drive",
     "zero.update.staged:_states_of: visit.coming.wait()": "slots-visiting-on-host",
     "zero.update.speculative:compute: self._landed.wait()": "single-early-on-host",
+    "zero.update.late:turn: begun.after.wait()": "delayed-on-host-unchecked-slow",
+    "zero.update.late:_until_ended: Several([begun.turn for begun in self._b...": "delayed-on-host",
+    "zero.update.selective.policy:_until_all_ended: Several([*(begun.turn for begun in self....": (
+        "zenflow-on-host-unchecked-slow"
+    ),
+    "zero.update.selective.policy:_add: landed.wait()": "zenflow-on-host-unchecked-slow",
 }
 
 _SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
@@ -158,6 +164,27 @@ UNSEEN: dict[str, str] = {
     "zero.update.speculative:_result: self.turn.wait()": (
         "the thread, which asks itself, has taken it; tests/dist/test_offload_early.py, whose steps come too early"
     ),
+    "zero.update.late:begin_step: super().begin_step()": "no wait: late updates have ended before",
+    "zero.update.late:_update_watched: Several([begun.after for begun in self._...": (
+        "not reached: hooks of the user's on the optimizer; tests/dist/test_offload_delayed.py"
+    ),
+    "zero.update.late:publish: self.wait_together()": _DOOR,
+    "zero.update.late:restart: self.wait()": f"not reached: no case loads a checkpoint. Else {_DOOR}",
+    "zero.update.selective.policy:begin_step: UpdatePolicy.begin_step(self)": "as zero.update.inline:begin_step",
+    "zero.update.selective.policy:_write_chosen: masters.wait()": (
+        "ordered already: both copies go by the stream of what goes up; of the host's copies tests/pretend is the proof"
+    ),
+    "zero.update.selective.policy:_until_added: self._adding.pop(unit, ARRIVED).wait()": (
+        "a later wait covers it: the thread adds and updates in turn, and the window's end waits for all that it has"
+    ),
+    "zero.update.selective.policy:_update_chosen: unit.wait(StateKind.GRAD)": (
+        "not reached by need: the columns have been taken on the device, as the gradient passed"
+    ),
+    "zero.update.selective.policy:_square_all: unit.wait(StateKind.GRAD)": (
+        "not reached: squares of columns are summed on the device, as the gradient passes"
+    ),
+    "zero.update.selective.policy:_put_home: view.unit.wait(StateKind.OPTIM, write=Tr...": _DOOR,
+    "zero.update.selective.policy:publish: self.wait_together()": _DOOR,
     "tier.behind:_until_ended: self._ended.wait()": "not reached: in its place the program waits for a stream",
     "tier.behind:__init__: self._begin.record(self._home)": (
         "ordered already: the update waits for the gradient, which comes behind all kernels that read the weights"
@@ -206,9 +233,6 @@ OUTSIDE: dict[str, str] = {
     "timeline": "what is recorded of a run, whose events nobody's memory depends on",
     "engine.elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
-    "zero.update.delayed": "what it waits for is in zero.update.late; tests/dist/test_offload_delayed.py",
-    "zero.update.late": "turns of the thread, taken out in tests/pretend; tests/dist/test_offload_delayed.py",
-    "zero.update.selective": "as zero.update.late; tests/dist/test_offload_zenflow.py",
     "zero.client.client_optimizer": "what each call waits for by itself; tests/dist/test_update_behind.py",
     "simulate.": "the simulator itself",
     "device": "the events of a host that is its own device",
