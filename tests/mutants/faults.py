@@ -82,7 +82,7 @@ _PURE = (
     Mutant(
         "P1",
         "deepspeed/zero/partition.py",
-        "[index_of[p] for p in module.parameters(recurse=False) if p in names]",
+        "[index_of[param] for param in module.parameters(recurse=False) if param in index_of]",
         "[index_of[p] for p in module.parameters(recurse=False) if all(p is not q for m in touches for q in "
         "m.parameters(recurse=False))]",
         _PARTITION,
