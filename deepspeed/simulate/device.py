@@ -8,8 +8,9 @@ import contextlib
 import itertools
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import backend_registration
@@ -17,10 +18,21 @@ from torch.utils import backend_registration
 from deepspeed.errors import UsageError
 from deepspeed.simulate.events import COMPUTE
 
-if TYPE_CHECKING:
-    from deepspeed.simulate.record import Recorder
-
 NAME = "sim"
+
+
+class Sink(Protocol):
+    """Who is told what the device is asked for: ``simulate.record``. Streams and events are numbers, times seconds."""
+
+    plain_attention: Counter[str]
+
+    def record(self, stream: int) -> int: ...
+    def wait(self, stream: int, event: int) -> None: ...
+    def host_wait(self, what: str, *, stream: int | None = None, event: int | None = None) -> None: ...
+    def done(self, event: int) -> bool: ...
+    def happens(self, event: int) -> float: ...
+    def memory(self) -> tuple[int, int]: ...
+    def device_bytes(self) -> int: ...
 
 
 class _Current(threading.local):
@@ -89,22 +101,22 @@ class _Module(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.sim")
-        self._sink: Recorder | None = None
+        self._sink: Sink | None = None
         self._default = SimStream(number=COMPUTE)
         self._local = _Current()
 
     @property
-    def sink(self) -> "Recorder":
+    def sink(self) -> Sink:
         if self._sink is None:
             raise UsageError("the simulated device is used outside of a simulation")
         return self._sink
 
-    def records(self, sink: "Recorder") -> bool:
+    def records(self, sink: Sink) -> bool:
         """Whether ``sink`` is told now."""
         return self._sink is sink
 
     @contextlib.contextmanager
-    def recorded_by(self, sink: "Recorder") -> Iterator[None]:
+    def recorded_by(self, sink: Sink) -> Iterator[None]:
         """All that the device is told inside goes to ``sink``."""
         before, self._sink = self._sink, sink
         try:
