@@ -12,7 +12,7 @@ from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError
 from deepspeed.observe.timers import profiled
 from deepspeed.tier.pending import PendingWork
-from deepspeed.tier.store import TierStore, settled
+from deepspeed.tier.store import Landing, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.attributes import unmark_zero_parameter
 from deepspeed.zero.buffer import ParameterBuffer
@@ -313,6 +313,8 @@ class Unit:
             if cut and not rest.on_drive and rest.tensor.device == piece.device:
                 return collectives.all_gather(full, rest.tensor, cut[0])
             rest.get(piece).wait()
+            if not rest.on_drive and rest.tensor.device != piece.device:  # who writes PARAM waits for the copy
+                self.pending.note(Landing(piece.nbytes), reads=(StateKind.PARAM,), copy=True)
             return collectives.all_gather(full, piece, cut[0]) if cut else ARRIVED
 
     def read_ahead(self) -> bool:
@@ -449,6 +451,7 @@ class Unit:
         """Give every byte back; the unit is dead afterwards."""
         self.params, self.views = [], []
         self.drop_rest(*self.rest)
+        self.pending = PendingWork()
         self.buffer.drop()
         self.window.drop()
         self.rest[StateKind.PARAM] = TierStore(self.buffer.full)

@@ -432,6 +432,26 @@ def test_a_step_that_overflows_leaves_the_window_as_it_was(pool2: RankPool) -> N
     assert pool2.run(overflowed) == [[], []]
 
 
+def looked_at_behind_an_overflow() -> list[bool]:
+    """Whether states are away after the step that is left out, and after a look at the optimizer's state behind it."""
+    with behind():
+        engine = zenflow_engine(2, rule_of(), "wide", bf16={"enabled": True, "check_grad_overflow": True})
+        for step in range(2):
+            train_step(engine, CASES["wide"](), step)
+        engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=torch.bfloat16)).sum())
+        engine.step()
+        update, optimizer = engine.runtime.update, engine.basic_optimizer
+        away = update.states_out
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        seen = [away, update.states_out, update.further_slots + "sum" in state]
+        engine.destroy()
+    return seen
+
+
+def test_who_looks_behind_a_step_that_is_left_out_sees_all_states(pool2: RankPool) -> None:
+    assert pool2.run(looked_at_behind_an_overflow) == [[True, False, True]] * 2
+
+
 def few_elements(stage: int, zero: dict[str, Any]) -> tuple[int, Tensor]:
     """How many views this rank has of one small trained matrix, and what it has become. Collective."""
     torch.manual_seed(0)

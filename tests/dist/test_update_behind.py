@@ -33,6 +33,8 @@ from deepspeed.utils import (
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import UnitState
+from deepspeed.zero.update.publish import Publication
+from deepspeed.zero.update.speculative import EarlyUpdate
 from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
 from tests.dist.test_one_pass_update import changing_rates
 from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, engine_for, same, train, variants
@@ -409,3 +411,55 @@ def hooked() -> tuple[int, bool]:
 
 def test_a_hook_behind_the_update_sees_it(pool1: RankPool) -> None:
     assert pool1.run(hooked) == [(0, True)]
+
+
+def unfinished() -> list[bool]:
+    """Whether who looks at the optimizer's state waits: behind a step that fails once turns are handed over, and behind
+    a late update that is published.
+    """
+    case, seen = CASES["wide"](), []
+    with behind():
+        engine = start(case.build().train(), make_config(2, zero={"offload_optimizer": CPU}))
+        train_step(engine, case, 0)
+        engine.runtime.update.wait()
+        failing = patch.object(Publication, "finish", side_effect=RuntimeError("planted"))
+        with failing, contextlib.suppress(RuntimeError):
+            train_step(engine, case, 1)
+        seen.append(engine.runtime.update.pending)
+        engine.destroy()
+        late = {"offload_optimizer": {**CPU, "delayed_update": True}}
+        engine = start(case.build().train(), make_config(2, zero=late))
+        for step in range(3):
+            train_step(engine, case, step)
+        engine.runtime.update.publish()
+        seen.append(engine.runtime.update.pending)
+        engine.destroy()
+    return seen
+
+
+def test_who_looks_waits_behind_a_step_that_failed_and_behind_a_publication(pool1: RankPool) -> None:
+    assert pool1.run(unfinished) == [[True, True]]
+
+
+def looked_at_each_step() -> list[bool]:
+    """Of updates that began beside the backward, whether the first that a step took is kept under a look at states."""
+    case, kept = CASES["wide"](), []
+    real = EarlyUpdate.finish
+
+    def finish(early: EarlyUpdate, ordinary: Any) -> Any:
+        early.wait()  # as who looks at a state meanwhile
+        kept.append(early._place is not None)
+        return real(early, ordinary)
+
+    with behind(), patch.object(EarlyUpdate, "finish", finish):
+        zero = {"offload_optimizer": {**CPU, "super_offload": True}}
+        engine = start(case.build().train(), make_config(2, zero=zero, **PRECISION["bf16"], gradient_clipping=0.0))
+        for step in range(4):
+            train_step(engine, case, step)
+        engine.destroy()
+    return kept
+
+
+def test_an_early_update_that_a_step_took_survives_a_look(pool1: RankPool) -> None:
+    (kept,) = pool1.run(looked_at_each_step)
+    assert kept and any(kept)

@@ -170,7 +170,8 @@ UNSEEN: dict[str, str] = {
     ),
     "zero.update.late:publish: self.wait_together()": _DOOR,
     "zero.update.late:restart: self.wait()": f"not reached: no case loads a checkpoint. Else {_DOOR}",
-    "zero.update.selective.policy:begin_step: UpdatePolicy.begin_step(self)": "as zero.update.inline:begin_step",
+    "zero.update.selective.policy:wait: super().wait()": _DOOR,
+    "zero.update.speculative:wait: self.turn.wait()": "as zero.update.speculative:_result",
     "zero.update.selective.policy:_write_chosen: masters.wait()": (
         "ordered already: both copies go by the stream of what goes up; of the host's copies tests/pretend is the proof"
     ),

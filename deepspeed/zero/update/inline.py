@@ -38,18 +38,23 @@ class InlineUpdate(UpdatePolicy):
         return self._leads
 
     def apply(self, step: Step) -> None:
-        """Update and publish; on an error the other ranks, which know nothing of it, get the publication."""
+        """Update and publish. Who looks at states afterwards waits for turns, and for masters on their way up."""
         publication = self.host.publication(step.units)
+        try:
+            publication.finish(self._update_or_serve(step, publication))
+        finally:
+            self.pending = self.host.worker is not None
+
+    def _update_or_serve(self, step: Step, publication: Publication) -> list[OptimView]:
+        """Update; on an error the other ranks, which know nothing of it, get the publication."""
         try:
             if step.failure is not None:
                 raise step.failure
-            written = self._update(step, publication)
+            return self._update(step, publication)
         except Exception:
             with contextlib.suppress(Exception):
                 publication.finish()
             raise
-        publication.finish(written)
-        self.pending = self.host.worker is not None  # masters are copied to the device: who writes to them waits
 
     def _update(self, step: Step, publication: Publication) -> list[OptimView]:
         """Apply the rule to all views; those whose PARAM is written and that ``publication`` does not know of."""

@@ -115,6 +115,7 @@ class LateUpdate(BackgroundUpdate):
             self._unpublished = False
             raise
         self._publish()
+        self.pending = self.host.worker is not None  # masters are copied to the device
 
     def _publish(self) -> None:
         self._until_ended()

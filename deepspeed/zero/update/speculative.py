@@ -89,6 +89,7 @@ class EarlyUpdate(Transfer):
     spare: list[_Place]
     written: list[OptimView] = field(default_factory=list)  # rounded, on their way to the device
     turn: Transfer = ARRIVED
+    taken: bool = False  # by a step, which finishes it
     _wanted: bool = True
     _place: _Place | None = None  # with the new states
 
@@ -96,10 +97,13 @@ class EarlyUpdate(Transfer):
         self._read, self._landed = self._reads(), self.unit.pending.until(StateKind.GRAD)
 
     def wait(self) -> None:
-        self.forget()
+        if self.taken:
+            self.turn.wait()
+        else:
+            self.forget()
 
     def done(self) -> bool:
-        return not self._wanted and self.turn.done()
+        return (self.taken or not self._wanted) and self.turn.done()
 
     def _reads(self) -> list[tuple[Any, Any]]:
         """What it is made of, and the versions: a client may hold the optimizer's dicts, and put or write there."""
@@ -235,6 +239,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         if early is None:
             return ordinary
         if early.fits(groups, factor, frozen_since(views)):
+            early.taken = True
             return functools.partial(early.finish, ordinary)
         early.forget()
         return ordinary

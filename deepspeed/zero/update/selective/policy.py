@@ -27,7 +27,7 @@ from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
 from deepspeed.zero.update.late import Begun, LateUpdate
 from deepspeed.zero.update.partial import step_over
-from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
+from deepspeed.zero.update.policy import Step, UpdateHost
 from deepspeed.zero.update.publish import Publication
 from deepspeed.zero.update.selective.chosen import Chosen, WindowSum, chosen_in, shapes_of
 from deepspeed.zero.update.selective.columns import bands_of, chosen_of, width_of
@@ -97,8 +97,12 @@ class SelectiveUpdate(LateUpdate):
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
-        """See ``UpdatePolicy``: a window's update goes on beside further steps."""
-        UpdatePolicy.begin_step(self)
+        """See ``UpdatePolicy``: a window's update goes on beside further steps, and states stay on the device."""
+
+    def wait(self) -> None:
+        """See ``UpdatePolicy``; within a step the policy itself looks at the optimizer, and waits for what it needs."""
+        if not self._busy:
+            super().wait()
 
     def apply(self, step: Step) -> None:
         """Update what is chosen, and add the others to the sums; at the end of a window update these, too. A failure,
@@ -462,7 +466,7 @@ class SelectiveUpdate(LateUpdate):
 
     def _bring_out(self) -> None:
         """The states of what is chosen come to the device."""
-        self.states_out, self._on_device = True, None
+        self.states_out, self._on_device, self.pending = True, None, True
         for unit in self.host.units:
             unit.note_pending(self._home, writes=(StateKind.OPTIM,))
         self._taken.clear()
@@ -504,6 +508,9 @@ class SelectiveUpdate(LateUpdate):
 
     def close(self) -> None:
         vars(self.optimizer).pop("host_cores", None)  # its kernels take all of them again
+        self.forget()
+        for kept in (self._sums, self._spare, self._squares):
+            kept.clear()
         super().close()
 
 
