@@ -283,7 +283,7 @@ def test_the_first_error_of_several_sources_is_the_compilers_own(tiny: OpSpec) -
 def test_all_compilers_end_with_a_build_that_is_stopped(
     tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrap(f'case "$*" in *" -c "*) echo $$ >> {tmp_path}/pids; exec sleep 60;; esac')
+    wrap(f'case "$*" in *" -c "*) echo $$ >> {tmp_path}/pids; exec sleep 3600;; esac')
     monkeypatch.setattr(compiler, "COMPILE_LIMIT_S", 2.0 * slowdown())  # both begin within it
     with pytest.raises(BuildError, match=r"took more than \d+ s"):
         build.load(_two_sources(tiny))

@@ -216,3 +216,5 @@ def main() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     Path(sys.argv[1]).write_text(json.dumps(found))
+    sys.stderr.flush()
+    os._exit(0)  # a thread of the group may stand in torch's store, which aborts an interpreter that ends
