@@ -15,9 +15,9 @@ FUNCTION_LINES = 60
 # engines left (170); then came repairs of what clients write and when they step (core, 220), a backward in two halves
 # and schedules of pipelines, members of accelerators, monitors and the comms logger (surface, 220). The gates of
 # ds_verify came to share one driver (tools, 240 fewer). Then the update became a policy, failures and the order of
-# requests components of their own, and what stood squeezed on one line is several (core 860, surface 210, part of it
+# requests components of their own, and what stood squeezed on one line is several (core 880, surface 210, part of it
 # what public methods say of their arguments). This is a debt: the core was to come down to 15,500.
-CORE_LINES = 20_030
+CORE_LINES = 20_050
 SURFACE_LINES = 22_745
 TOOLS_LINES = 11_471
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs

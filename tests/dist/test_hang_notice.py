@@ -85,6 +85,8 @@ def _by_default() -> tuple[list[str], int, list[bool]]:
     names = sorted(t.name for t in threading.enumerate() if t.name.startswith(WATCHERS))
     listeners = sum(len(group.ledger) for group in (engine.mesh.job, engine.mesh.zero, *engine.mesh.groups))
     living = [each.ends for each in hang._WATCHES if not each.ended]
+    # A busy machine needs more than a beat for an exchange: else its store would be called dead.
+    assert all(each._alone_s >= 5 * each._beat_s for each in hang._WATCHES if not each.ended)
     engine.destroy()
     return names, listeners, living
 

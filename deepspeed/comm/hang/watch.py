@@ -86,6 +86,7 @@ class HangWatch:
         self._first_s = self._due_s = min(self._limit_s, notice_s or math.inf)  # the next that is due
         often = _BEAT_S if self.ends else _NOTICE_BEAT_S
         self._beat_s = min(self._first_s / 10, often * (1 + (self._size > _MANY_RANKS)))
+        self._alone_s = _ALONE_S if self.ends else 10 * self._beat_s  # a busy machine needs some for one exchange
         self._store, self.ledger = own_store(name), Ledger()
         self._thread, self._host = threading.get_ident(), socket.gethostname()
         self._engine: Callable[[], Any] = lambda: None
@@ -160,7 +161,7 @@ class HangWatch:
             self._spot = spot
             self._beats += 1
             self._silent_store_s += passed
-            if self._waits_too_long(_ALONE_S) and self._silent_store_s > _ALONE_S:
+            if self._waits_too_long(self._alone_s) and self._silent_store_s > self._alone_s:
                 self._end_alone()
 
     def _tell_of_blindness(self, *, counted: bool) -> None:
