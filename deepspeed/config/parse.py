@@ -179,9 +179,10 @@ def read_source(source: Any) -> ConfigSource:
     if isinstance(source, str) and (decoded := _decode_base64(text)):
         return ConfigSource(parse_text(decoded, encoded), encoded, from_program=True)
     shown = text if len(text) <= 200 else text[:200] + "..."
+    named = {".", os.sep} & set(shown)  # as no base64 is
     raise DeepSpeedConfigError(
-        f"Configuration file {shown!r} does not exist (working directory {os.getcwd()}), "
-        "and the text is not base64 of a JSON object either."
+        f"Configuration file {shown!r} does not exist (working directory {os.getcwd()})"
+        + ("." if named else ", and the text is not base64 of a JSON object either.")
     )
 
 

@@ -270,9 +270,9 @@ def report_start(engine: EngineReports) -> None:
     units, offload = engine.runtime.units, engine.runtime.plan.offload
     log_dist(
         f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')} "
-        f"({sum(u.movable for u in units)} sharded), {counted(engine.mesh.job.size, 'rank')}, "
-        f"{engine._config.compute_dtype}, batch {engine.train_batch_size()} = micro-batch {engine._micro} x "
-        f"accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
+        f"({sum(u.movable for u in units)} sharded), ZeRO stage {engine.zero_optimization_stage()}, "
+        f"{counted(engine.mesh.job.size, 'rank')}, {engine._config.compute_dtype}, batch {engine.train_batch_size()} = "
+        f"micro-batch {engine._micro} x accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )
     away = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
     if away or offload.host_limit or offload.device_limit:
