@@ -23,6 +23,7 @@ venv: $(STAMP)
 # torch first and by itself: it is the one large download, and resolving it together with the rest could fetch it twice.
 # No build isolation, for the same reason; setuptools is the only build requirement, and torch 2.11 takes none from 82 on.
 $(STAMP): pyproject.toml setup.py
+	@echo "setting up $(VENV) with $(TORCH): some minutes without a word, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77" "$(TORCH)"

@@ -214,7 +214,8 @@ def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, history: History, a
                     engine.save_checkpoint(
                         args.save, client_state={"train": history.train, "validation": history.validation}
                     )
-            losses = f"loss {history.train[-1]:.3f} held-out {history.validation[-1][1]:.3f}"
+            measured, held_out = history.validation[-1]
+            losses = f"loss {history.train[-1]:.3f} held-out {held_out:.3f} (step {measured})"
             bar.set_postfix_str(f"{losses} {speed:,.0f} tok/s {process.memory_info().rss >> 20} MiB")
             bar.update()
     done = max(0, args.steps - first)

@@ -19,7 +19,7 @@ from deepspeed.mesh.mpu import Ways
 from deepspeed.observe.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts
-from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengths, one_batch, settings_of
+from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengths, settings_of
 
 
 def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
@@ -91,9 +91,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         Ranks may generate different numbers of tokens. With ``hybrid_engine.pin_parameters`` every weight is whole
         until it returns, and in eval mode adapters are added to copies of the weights that they adapt; without, each
         layer is gathered when it computes, and ranks that have ended serve the others. With ``inference_tp_size`` above
-        1 so many ranks share the layers and generate for the prompts of all of them, in one batch or in turn; each
-        returns its own. An error on one rank is one on all: RankFailedError names it. Raises UsageError on all ranks
-        for more tokens than ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
+        1 so many ranks share the layers and generate together, for the prompts of each in turn; each returns its own.
+        An error on one rank is one on all: RankFailedError names it. Raises UsageError on all ranks for more tokens
+        than ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
         """
         self._check_alive(alone=False)
         fault = self._too_long(args, kwargs)
@@ -151,7 +151,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return packed
 
     def _in_turn(self, parts: PartsForGeneration, call: GenerateCall, packed: bytes) -> Any:
-        """Generate what each rank of the group was asked for, in one batch where that is the same."""
+        """Generate what each rank of the group was asked for, one after the other."""
         output, fault, depth = None, None, 0
         random = RandomStates.now()
         compiled = torch.compiler.set_stance("force_eager") if self.is_compiled else contextlib.nullcontext()
@@ -165,20 +165,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 check_alike([theirs for _, _, theirs in everyone], parts.ranks)
                 calls = [GenerateCall.unpacked(theirs, self.device) for theirs, _, _ in everyone]
                 calls[parts.group.index] = call
-                batch = one_batch(self.module, self._own_generate, calls)
                 with parts.shown(), compiled:
-                    for turn, each in enumerate(calls if batch is None else [batch.call]):
+                    for turn, each in enumerate(calls):
                         everyone[turn][1].set()
                         made = self._speak(each.args, each.kwargs)
                         if turn == parts.group.index:
-                            random = RandomStates.now()
-                        if batch is not None:
-                            output = batch.part(made, parts.group.index)
-                        elif turn == parts.group.index:
-                            output = made
+                            output, random = made, RandomStates.now()
             except Exception as error:
                 parts.end_waits()
-                mine = turn in (-1, parts.group.index) or batch is not None
+                mine = turn in (-1, parts.group.index)
                 fault, depth = error, 2 if is_of_backend(error) else int(not mine)
             finally:
                 self._generating = False

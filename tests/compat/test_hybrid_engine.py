@@ -104,7 +104,7 @@ def shared_layers(kind: str, stage: int) -> tuple[list[str], list[int]]:
         (of_rank[rank][:, :5], {**greedy, "max_new_tokens": 3}),
         (filled, greedy),
         (filled, {**greedy, "attention_mask": (filled > 0).long(), "use_cache": False}),
-        (of_rank[rank], {"max_length": 12, "do_sample": False}),  # from here on in turn
+        (of_rank[rank], {"max_length": 12, "do_sample": False}),
         (of_rank[rank], {**greedy, "num_beams": 2}),
         (of_rank[rank], {"max_new_tokens": 4, "do_sample": True, "num_beams": 1 + rank}),
     ]
@@ -127,8 +127,7 @@ def shared_layers(kind: str, stage: int) -> tuple[list[str], list[int]]:
 def test_ranks_that_share_layers_generate_as_plain_torch(pool2: RankPool, kind: str, stage: int) -> None:
     for wrong, counts in pool2.run(shared_layers, kind, stage):
         assert wrong == []
-        assert counts[0] == 8 and counts[1] <= 8 and counts[2] == 3 and counts[3] == 8  # in one batch
-        assert counts[5] > 8  # in turn
+        assert counts[0] == 16  # those of both ranks
 
 
 def adapters_in_parts() -> str:

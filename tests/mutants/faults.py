@@ -169,14 +169,6 @@ _PURE = (
         "the model has its own layers again behind a generation",
     ),
     Mutant(
-        "HP3",
-        "deepspeed/tensor/prompts.py",
-        "self.width - self.tokens[index] :]",
-        "0:]",
-        ("tests/dist/test_hybrid_parts.py::test_what_is_known_to_come_out_the_same_is_one_batch_and_all_else_in_turn",),
-        "what a shorter prompt was filled up with is no part of its answer",
-    ),
-    Mutant(
         "RA1",
         "deepspeed/reallocate/plan.py",
         "if target in ranks:",
