@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--file", default=str(SAMPLE), help="configuration to check")
     args = parser.parse_args()
     empty = [sys.executable, "-c", "pass"]
-    check = [sys.executable, "-m", "deepspeed.config.tool.cli", "check", args.file]
+    check = [sys.executable, "-m", "deepspeed.tools.config.cli", "check", args.file]
     seconds(empty), seconds(check)  # the first run reads the files from the disk
     pairs = [(seconds(empty), seconds(check)) for _ in range(args.runs)]
     base, whole = (statistics.median(column) for column in zip(*pairs, strict=True))

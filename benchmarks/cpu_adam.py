@@ -44,7 +44,7 @@ def update_of(name: str, dtype: str, numel: int, threads: int) -> Callable[[], o
 
     torch.set_num_threads(threads)
     if name == "loop":
-        from deepspeed.bench import cpu_adam
+        from deepspeed.tools.bench import cpu_adam
 
         return cpu_adam.loop([torch.randn(numel) for _ in range(4)], threads, ThreadPoolExecutor(threads))
     if name == "beside":

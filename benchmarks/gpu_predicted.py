@@ -47,7 +47,7 @@ def simulate(name: str, machine: str, shape: table.Shape = table.TRAIN) -> dict[
             "    return GPT(sizes), batch, lambda output, _: output\n"
         )
         (Path(folder) / "subject.py").write_text(model)
-        command = [sys.executable, "-W", "ignore", "-m", "deepspeed.simulate.cli", "--model", "subject:build"]
+        command = [sys.executable, "-W", "ignore", "-m", "deepspeed.tools.simulate.cli", "--model", "subject:build"]
         command += ["--config", "config.json", "--gpus", "1", "--device", str(machine_file(machine, folder)), "--json"]
         paths = ":".join(map(str, (folder, ROOT, ROOT / "examples")))
         env = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "DS_LOG_LEVEL": "ERROR"}

@@ -17,11 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed.simulate.costs import MESSAGES, load_machine
-from deepspeed.simulate.events import COMPUTE
-from deepspeed.simulate.models import Shape, decoder_subject
-from deepspeed.simulate.pipeline.run import PipelineOutcome, simulate_pipeline
-from deepspeed.simulate.run import Outcome, RankJob, simulate
+from deepspeed.tools.simulate.costs import MESSAGES, load_machine
+from deepspeed.tools.simulate.events import COMPUTE
+from deepspeed.tools.simulate.models import Shape, decoder_subject
+from deepspeed.tools.simulate.pipeline.run import PipelineOutcome, simulate_pipeline
+from deepspeed.tools.simulate.run import Outcome, RankJob, simulate
 
 HERE = Path(__file__).parent
 DATA, DOCS = HERE / "data/layouts.json", HERE.parent / "docs/parallelism.md"

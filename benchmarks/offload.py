@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.simulate.costs import Machine, load_machine
-from deepspeed.simulate.events import COMPUTE
-from deepspeed.simulate.models import subject_of
-from deepspeed.simulate.run import Outcome, RankJob, TrainingLoop, run_job, simulate
+from deepspeed.tools.simulate.costs import Machine, load_machine
+from deepspeed.tools.simulate.events import COMPUTE
+from deepspeed.tools.simulate.models import subject_of
+from deepspeed.tools.simulate.run import Outcome, RankJob, TrainingLoop, run_job, simulate
 
 SHAPES = {"1B": (2048, 18), "7B": (4096, 32)}  # width and blocks
 ROWS = [f"{model}:{level}:{ranks}" for model in SHAPES for level in (2, 3) for ranks in (1, 8)]

@@ -24,7 +24,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.orders import bubble, timeline
 from deepspeed.pipe.torch_pipelining import make_order
 from deepspeed.tier.transfer import Transfer
-from deepspeed.verify.ranks import RankPool
+from deepspeed.tools.verify.ranks import RankPool
 
 SAMPLES, WIDTH = 4, 256
 CASES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1))

@@ -29,7 +29,7 @@ from simulator_here import here
 from simulator_play import machine_for, machine_with, played, predicted
 from simulator_record import keys_of, name_of, published, rows_of
 
-from deepspeed.simulate.events import Work
+from deepspeed.tools.simulate.events import Work
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"

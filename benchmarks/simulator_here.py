@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.simulate.calibrate import run as calibration
-from deepspeed.simulate.calibrate.device import measure_device
-from deepspeed.simulate.costs import Machine, load_machine
-from deepspeed.simulate.models import Decoder, Shape, decoder_subject
-from deepspeed.simulate.run import simulate
-from deepspeed.verify.ranks import RankPool
+from deepspeed.tools.simulate.calibrate import run as calibration
+from deepspeed.tools.simulate.calibrate.device import measure_device
+from deepspeed.tools.simulate.costs import Machine, load_machine
+from deepspeed.tools.simulate.models import Decoder, Shape, decoder_subject
+from deepspeed.tools.simulate.run import simulate
+from deepspeed.tools.verify.ranks import RankPool
 
 SAMPLES, SEQUENCE, WARM, STEPS = 4, 128, 4, 8
 WORLDS = (1, 2)

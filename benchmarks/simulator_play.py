@@ -10,11 +10,11 @@ from typing import Any
 
 from simulator_record import DATA, DEPTHS, Recording, keys_of, recording_of
 
-from deepspeed.simulate.costs import Machine, machines
-from deepspeed.simulate.events import COMPUTE, Event, HostWait, Launch, Phase
-from deepspeed.simulate.timeline import Timeline
+from deepspeed.tools.simulate.costs import Machine, machines
+from deepspeed.tools.simulate.events import COMPUTE, Event, HostWait, Launch, Phase
+from deepspeed.tools.simulate.timeline import Timeline
 
-PACKAGE = DATA.parents[1] / "deepspeed/simulate/machines"
+PACKAGE = DATA.parents[1] / "deepspeed/tools/simulate/machines"
 # What a kernel of attention reaches that is not the machine's own: the share of the peak and the length at half of it.
 FUSION = 0.6  # of the bytes that fused kernels could save, what they do: see simulator_fit.py
 OLD_ATTENTION = {"a100": (0.30, 700.0), "h100": (0.16, 700.0)}

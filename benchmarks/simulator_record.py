@@ -23,12 +23,12 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from deepspeed.simulate import models, run
-from deepspeed.simulate.costs import Machine, load_machine, machines
-from deepspeed.simulate.events import COMPUTE, Event, HostWait, Launch, Phase, Record, Talk, Wait, Work
-from deepspeed.simulate.models import Shape, Subject, decoder_subject
-from deepspeed.simulate.order import OrderCheck
-from deepspeed.simulate.run import RankJob
+from deepspeed.tools.simulate import models, run
+from deepspeed.tools.simulate.costs import Machine, load_machine, machines
+from deepspeed.tools.simulate.events import COMPUTE, Event, HostWait, Launch, Phase, Record, Talk, Wait, Work
+from deepspeed.tools.simulate.models import Shape, Subject, decoder_subject
+from deepspeed.tools.simulate.order import OrderCheck
+from deepspeed.tools.simulate.run import RankJob
 from deepspeed.zero import runtime
 
 HERE = Path(__file__).parent

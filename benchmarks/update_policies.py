@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import offload
-from deepspeed.simulate.events import COMPUTE, HOST
-from deepspeed.simulate.timeline import Interval
+from deepspeed.tools.simulate.events import COMPUTE, HOST
+from deepspeed.tools.simulate.timeline import Interval
 
 WIDTH = 72
 POLICIES: dict[str, dict[str, Any]] = {

@@ -143,7 +143,7 @@ def test_planned_adapters_are_pefts(targets: str, dtype: torch.dtype) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from deepspeed.simulate.plan.adapters import Lora, adapt
+    from deepspeed.tools.simulate.plan.adapters import Lora, adapt
 
     def base() -> nn.Module:
         if "c_attn" not in targets:

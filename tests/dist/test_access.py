@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import UsageError
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import Case, MicroBatch, case_named
+from deepspeed.tools.verify.reference import gate_optimizer, trainable
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,9 +29,6 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, MicroBatch, case_named
-from deepspeed.verify.reference import gate_optimizer, trainable
 from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.reference16 import rounded, train_16bit

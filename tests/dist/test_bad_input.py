@@ -18,8 +18,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedError, RankFailedError
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
 from tests.harness.lockstep import equal
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.simulate.calibrate import run
-from deepspeed.simulate.calibrate.device import Effort
-from deepspeed.simulate.costs import CONSTANTS, load_machine
+from deepspeed.tools.simulate.calibrate import run
+from deepspeed.tools.simulate.calibrate.device import Effort
+from deepspeed.tools.simulate.costs import CONSTANTS, load_machine
 from tests.harness.pool import RankPool
 
 QUICK = Effort(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import MicroBatch, case_named, regression_batch
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import MicroBatch, case_named, regression_batch
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, start

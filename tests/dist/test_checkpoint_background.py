@@ -23,7 +23,7 @@ from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.writer import Background, RankFile, SaveOrder, Saver
 from deepspeed.comm.init import free_port
 from deepspeed.device import Accelerator
-from deepspeed.verify.ranks import enter_world, rank_context
+from deepspeed.tools.verify.ranks import enter_world, rank_context
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
 from tests.harness.plain_optim import PlainOptimizer

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed.verify.models import Stack, case_named
-from deepspeed.verify.runs import snapshot
+from deepspeed.tools.verify.models import Stack, case_named
+from deepspeed.tools.verify.runs import snapshot
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.comm import collectives
-from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, Stack, case_named
-from deepspeed.verify.reference import trainable
-from deepspeed.verify.runs import snapshot
+from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.tools.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, Stack, case_named
+from deepspeed.tools.verify.reference import trainable
+from deepspeed.tools.verify.runs import snapshot
 from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from deepspeed.checkpoint.format import folders
-from deepspeed.verify.cli import main
-from deepspeed.verify.crash import Message, SavingJob, Witness, live
-from deepspeed.verify.driver import Finding
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.crash import Message, SavingJob, Witness, live
+from deepspeed.tools.verify.driver import Finding
 
 pytestmark = pytest.mark.timeout(240)
 RANKS = 2

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.format.manifest import _head
 from deepspeed.checkpoint.load.reader import OwnSource, find_and_open, open_checkpoint, read_manifest
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.errors import CheckpointError, PlainStateError
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
+from deepspeed.tools.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 

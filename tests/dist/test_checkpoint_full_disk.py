@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.save.writer import RankFile
-from deepspeed.verify.ranks import RankPool as OwnPool
+from deepspeed.tools.verify.ranks import RankPool as OwnPool
 from tests.dist.test_checkpoint_damage import engine_of, same, state, train
 from tests.harness.offload import file_size_limit
 from tests.harness.pool import RankPool

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.tools.verify.models import Case, MicroBatch
+from deepspeed.tools.verify.reference import trainable
+from deepspeed.tools.verify.runs import whole_state
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import Case, MicroBatch
-from deepspeed.verify.reference import trainable
-from deepspeed.verify.runs import whole_state
 from tests.dist.test_checkpoint_resume import OddElements
 from tests.harness.cases import case_named
 from tests.harness.pool import RankPool

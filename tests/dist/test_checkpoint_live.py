@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import diff_live
-from deepspeed.checkpoint.tool.cli import main
 from deepspeed.errors import CheckpointError
+from deepspeed.tools.checkpoint.cli import main
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.training import make_config, start
 

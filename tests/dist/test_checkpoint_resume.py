@@ -14,9 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, regression_batch, seeded, squared_error
-from deepspeed.verify.resume import built_in_cells, interrupted, resume_on_rank
-from deepspeed.verify.runs import Setup, seed_everything, snapshot, train_case
+from deepspeed.tools.verify.models import (
+    HIDDEN,
+    IN_FEATURES,
+    OUT_FEATURES,
+    Case,
+    regression_batch,
+    seeded,
+    squared_error,
+)
+from deepspeed.tools.verify.resume import built_in_cells, interrupted, resume_on_rank
+from deepspeed.tools.verify.runs import Setup, seed_everything, snapshot, train_case
 from tests.harness.cases import case_named
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise
 from tests.harness.pool import RankPool

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.reference import gate_optimizer
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.zero.client import tree
 from tests.harness.lockstep import TOLERANCE, not_at_rest
 from tests.harness.pool import RankPool

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import ReleasedParameterError, UsageError
-from deepspeed.verify.cli import main
-from deepspeed.verify.grads import Cell, Compiled, train_compiled, verdict
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.grads import Cell, Compiled, train_compiled, verdict
+from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 import deepspeed
 from deepspeed.errors import ReleasedParameterError
 from deepspeed.mesh import groups
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 from tests.harness.cases import case_named
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool

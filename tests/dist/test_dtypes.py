@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.checkpoint.cli import main as tool
+from deepspeed.tools.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
+from deepspeed.tools.verify.models import IN_FEATURES, Stack, seeded
+from deepspeed.tools.verify.reference import trainable
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
-from deepspeed.verify.models import IN_FEATURES, Stack, seeded
-from deepspeed.verify.reference import trainable
 from deepspeed.zero import build
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults

@@ -14,9 +14,9 @@ import deepspeed.comm as comm
 from deepspeed.comm import trace
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
-from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import MicroBatch, case_named
-from deepspeed.verify.reference import trainable
+from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.tools.verify.models import MicroBatch, case_named
+from deepspeed.tools.verify.reference import trainable
 from tests.harness.faults import modules_replaced
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

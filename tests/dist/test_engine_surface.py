@@ -7,7 +7,7 @@ import torch
 
 import deepspeed
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from deepspeed.zero.param import ReleasedFace
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

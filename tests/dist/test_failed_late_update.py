@@ -15,6 +15,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.native.build import try_load
 from deepspeed.native.spec import CPU_ADAM
+from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -27,7 +28,6 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.verify.grads import full_parameters
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_offload_delayed import DELAYED
 from tests.dist.test_update_behind import behind, held_back

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.errors import DivergenceError, RankFailedError, UsageError
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.zero.sync import failures
 from deepspeed.zero.unit import Unit
 from tests.harness.cases import case_named

@@ -10,7 +10,7 @@ import torch
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.flops_profiler import FlopsProfiler
-from deepspeed.simulate.models import Decoder, Shape
+from deepspeed.tools.simulate.models import Decoder, Shape
 from tests.harness import pipes
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed.verify.grads import full_gradients, scaled_error
-from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Stack, seeded
-from deepspeed.verify.reference import gate_optimizer, trainable
+from deepspeed.tools.verify.grads import full_gradients, scaled_error
+from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, Stack, seeded
+from deepspeed.tools.verify.reference import gate_optimizer, trainable
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, start
 
 pytestmark = pytest.mark.timeout(120)

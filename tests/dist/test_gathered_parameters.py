@@ -17,9 +17,9 @@ from torch.utils import dlpack
 
 import deepspeed
 from deepspeed.errors import UsageError
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
 from deepspeed.utils import safe_set_full_fp32_param
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start, train_step

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from deepspeed.zero.unit import Unit, UnitState
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

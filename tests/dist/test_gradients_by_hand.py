@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import Case, MicroBatch
+from deepspeed.tools.verify.reference import gate_optimizer, trainable
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, MicroBatch
-from deepspeed.verify.reference import gate_optimizer, trainable
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE
 from tests.harness.logs import logged

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.verify import ranks
+from deepspeed.tools.verify import ranks
 from tests.conftest import StalePatterns
 from tests.harness.exhaustive import CORNERS, unmatched
 from tests.harness.faults import Faults, InjectedFault, modules_replaced
@@ -85,7 +85,7 @@ def test_an_interrupt_while_ranks_start_leaves_none_of_them(monkeypatch: pytest.
 
 
 def test_a_killed_command_leaves_neither_ranks_nor_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deepspeed.verify.cli", "lr"]
+    command = [sys.executable, "-m", "deepspeed.tools.verify.cli", "lr"]
     quiet, env = subprocess.DEVNULL, os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=env) as process:
         while not list(tmp_path.rglob("rank0.log")):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, RankFailedError, UsageError
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 from tests.harness.lockstep import equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.spy import CollectiveSpy

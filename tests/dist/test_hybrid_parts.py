@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.checkpoint.weights.adapters import adapted_layer
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 from tests.dist.test_hybrid_engine import (
     END,
     VOCABULARY,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from tests.harness.lockstep import Lockstep
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start, train_step

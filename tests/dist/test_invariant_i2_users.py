@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.models import HIDDEN, Case, MicroBatch, ResidualBlock, Stack, regression_batch, seeded
+from deepspeed.tools.verify.models import HIDDEN, Case, MicroBatch, ResidualBlock, Stack, regression_batch, seeded
 from deepspeed.zero.unit import UnitState
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep, not_at_rest

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.config import load_config
-from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Case, Stack, case_named, regression_batch, seeded
+from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, Case, Stack, case_named, regression_batch, seeded
 from deepspeed.zero.partition import partition
 from deepspeed.zero.plan import make_plan
 from deepspeed.zero.unit import UnitState

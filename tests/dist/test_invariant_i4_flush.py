@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import deepspeed
+from deepspeed.tools.verify.grads import scaled_error
+from deepspeed.tools.verify.reference import trainable
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.grads import scaled_error
-from deepspeed.verify.reference import trainable
 from deepspeed.zero.window import GradState
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from deepspeed.verify.models import HIDDEN, Case, ResidualBlock, Stack, regression_batch, seeded
+from deepspeed.tools.verify.models import HIDDEN, Case, ResidualBlock, Stack, regression_batch, seeded
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.unit import Unit
 from tests.harness.cases import case_named

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import Case, MicroBatch, Stack, case_named, regression_batch, seeded
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import Case, MicroBatch, Stack, case_named, regression_batch, seeded
 from deepspeed.zero.unit import UnitState
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.errors import DivergenceError, RankFailedError
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import Case
 from deepspeed.zero.param import ReleasedFace
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room

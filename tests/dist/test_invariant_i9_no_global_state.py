@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import deepspeed
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, not_at_rest
 from tests.harness.pool import RankPool

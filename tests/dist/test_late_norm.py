@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from deepspeed.errors import UsageError
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
 from deepspeed.zero import gradients, step
 from deepspeed.zero.plan import StatePlan, Tier
 from deepspeed.zero.unit import Unit

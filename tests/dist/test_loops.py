@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.verify.grads import full_gradients, scaled_error
-from deepspeed.verify.models import OUT_FEATURES, SAMPLES, MicroBatch, Stack, regression_batch, seeded
-from deepspeed.verify.reference import gate_optimizer, trainable
+from deepspeed.tools.verify.grads import full_gradients, scaled_error
+from deepspeed.tools.verify.models import OUT_FEATURES, SAMPLES, MicroBatch, Stack, regression_batch, seeded
+from deepspeed.tools.verify.reference import gate_optimizer, trainable
 from tests.harness.cases import TwoHeads
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, parameter_error, start

@@ -183,7 +183,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         commands[name] = [*base, str(file), "--lora", f"r={RANK}" if number else str(RANK), *targets, "--json"]
     for name, options in MORE.items():
         commands[name] = [*base, str(folder / "2.json"), *(["--lora", str(RANK)] if options else []), *options]
-    return run_all(commands, folder, limit_s=300, module="deepspeed.simulate.plan.cli")
+    return run_all(commands, folder, limit_s=300, module="deepspeed.tools.simulate.plan.cli")
 
 
 @pytest.fixture(scope="module")

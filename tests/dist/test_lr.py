@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from tests.harness.faults import Faults
 from tests.harness.reference16 import rounded
 from tests.harness.training import STAGES, here, make_config, parameter_error, plain_train, start, train_step

@@ -16,7 +16,7 @@ from deepspeed.observe.log import warning_once
 from deepspeed.observe.monitor import MonitorMaster, prometheus_name
 from deepspeed.observe.runfile import read_run
 from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
-from deepspeed.simulate.models import Decoder, Shape
+from deepspeed.tools.simulate.models import Decoder, Shape
 from tests.harness import pipes
 from tests.harness.decoders import Llama, batch, loss_of
 from tests.harness.logs import logged

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
-from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
+from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import StateKind

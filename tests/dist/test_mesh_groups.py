@@ -20,7 +20,7 @@ from deepspeed.comm.init import take_turns
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import _new_group, build_mesh, destroy_mesh
 from deepspeed.mesh.topology import Axis
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 

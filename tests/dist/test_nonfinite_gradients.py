@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
 from tests.dist.test_late_norm import late as late_norms
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

@@ -15,11 +15,11 @@ from deepspeed.config.model.root import load_config
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.engine import follow_config
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import SEQUENCE, VOCABULARY, seeded
+from deepspeed.tools.verify.reference import clip_factor, gate_optimizer
+from deepspeed.tools.verify.training import Labelled, run_split
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import SEQUENCE, VOCABULARY, seeded
-from deepspeed.verify.reference import clip_factor, gate_optimizer
-from deepspeed.verify.training import Labelled, run_split
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, start
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import UsageError
-from deepspeed.verify.cli import main
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
-from deepspeed.verify.resume import first_difference
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
+from deepspeed.tools.verify.resume import first_difference
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step

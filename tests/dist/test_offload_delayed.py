@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import IN_FEATURES, MicroBatch
+from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import IN_FEATURES, MicroBatch
-from deepspeed.verify.reference import GATE_ADAM
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind, held_back
 from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot

@@ -20,6 +20,7 @@ from deepspeed.native.spec import CPU_ADAM
 from deepspeed.optim.rules import AdamBase
 from deepspeed.tier.behind import Worker, next_of
 from deepspeed.tier.transfer import Transfer
+from deepspeed.tools.verify.models import IN_FEATURES
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -30,7 +31,6 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_local_grad,
 )
-from deepspeed.verify.models import IN_FEATURES
 from deepspeed.zero.update.speculative import EarlyUpdate
 from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
 from tests.dist.test_one_pass_update import changing_rates

@@ -19,7 +19,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.tier import drive
 from deepspeed.tier.aio import TransferError
-from deepspeed.verify.models import Case
+from deepspeed.tools.verify.models import Case
 from tests.harness.offload import (
     CASES,
     Plan,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
-from deepspeed.verify.reference import trainable
+from deepspeed.tools.verify.reference import trainable
 from tests.harness.offload import (
     FEW,
     Plan,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.models import (
     Case,
 )
-from deepspeed.verify.reference import trainable
+from deepspeed.tools.verify.reference import trainable
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.harness.offload import (
     ALL,
     CASES,

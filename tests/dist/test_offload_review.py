@@ -17,7 +17,7 @@ from deepspeed.observe import hostmem
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
 from deepspeed.tier.drive import Drive
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from deepspeed.zero.update.partial import Turns
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

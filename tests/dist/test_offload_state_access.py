@@ -17,6 +17,8 @@ from deepspeed.errors import UsageError
 from deepspeed.tier.drive import Drive
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.transfer import Transfer
+from deepspeed.tools.verify.models import Case
+from deepspeed.tools.verify.reference import trainable
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -28,8 +30,6 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
 )
-from deepspeed.verify.models import Case
-from deepspeed.verify.reference import trainable
 from deepspeed.zero.plan import StateKind
 from tests.harness.offload import (
     CASES,

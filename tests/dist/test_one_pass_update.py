@@ -22,8 +22,8 @@ from deepspeed.ops.lion import FusedLion
 from deepspeed.optim.base import GroupStep
 from deepspeed.tier import store
 from deepspeed.tier.transfer import Transfer
+from deepspeed.tools.verify.models import Case
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.models import Case
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.utils import safe_get_full_optimizer_state
-from deepspeed.verify.grads import scaled_error
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.grads import scaled_error
+from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,
@@ -24,7 +23,8 @@ from deepspeed.verify.models import (
     seeded,
     squared_error,
 )
-from deepspeed.verify.reference import trainable
+from deepspeed.tools.verify.reference import trainable
+from deepspeed.utils import safe_get_full_optimizer_state
 from tests.harness.plain_optim import PlainLamb, PlainLion, UserElementwise, UserWholeTensor
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, plain_train, start, train_step

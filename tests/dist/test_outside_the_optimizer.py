@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import MicroBatch, case_named
-from deepspeed.verify.reference import GATE_ADAM, clip_factor
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import MicroBatch, case_named
+from deepspeed.tools.verify.reference import GATE_ADAM, clip_factor
 from tests.harness.lockstep import TOLERANCE, equal, not_at_rest
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool

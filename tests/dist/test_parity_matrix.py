@@ -1,14 +1,14 @@
 """Stage x model x bucket x overlap: losses, gradients, norms and parameters equal plain one-process AdamW within 1e-6.
 
-Why the optimizer has eps = lr: see [Note: the gate's Adam settings] in deepspeed/verify/reference.py.
+Why the optimizer has eps = lr: see [Note: the gate's Adam settings] in deepspeed/tools/verify/reference.py.
 """
 
 from typing import Any
 
 import pytest
 
-from deepspeed.verify import TOLERANCE
-from deepspeed.verify.grads import BUCKETS, Cell, Errors, run_cell
+from deepspeed.tools.verify import TOLERANCE
+from deepspeed.tools.verify.grads import BUCKETS, Cell, Errors, run_cell
 from tests.harness.cases import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.pipe import PipelineModule
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 from tests.harness import pipes
 from tests.harness.pool import RankPool
 

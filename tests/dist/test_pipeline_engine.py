@@ -10,8 +10,8 @@ from torch import Tensor
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.verify.grads import full_parameters
 from tests.harness import pipes
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome

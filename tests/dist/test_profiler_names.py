@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.reference import gate_optimizer
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.reference import gate_optimizer
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, start
 

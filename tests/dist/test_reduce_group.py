@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import IN_FEATURES, case_named
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import IN_FEATURES, case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named, seeded
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named, seeded
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, start, train_step
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import ReleasedParameterError
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,

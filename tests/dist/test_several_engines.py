@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case
-from deepspeed.verify.reference import gate_optimizer
-from deepspeed.verify.teardown import FOUR, run_cycles
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import Case
+from deepspeed.tools.verify.reference import gate_optimizer
+from deepspeed.tools.verify.teardown import FOUR, run_cycles
 from tests.harness.cases import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, parameter_error, plain_train, start, train_step

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.verify.models import Stack, regression_batch, seeded
+from deepspeed.tools.verify.models import Stack, regression_batch, seeded
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start

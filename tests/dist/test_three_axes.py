@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.cli import main
-from deepspeed.verify.driver import Driver
-from deepspeed.verify.models import ResidualAttention, ResidualFeedForward
-from deepspeed.verify.reference import train_reference
-from deepspeed.verify.schedule import usual_chunks
-from deepspeed.verify.three_axes import (
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.driver import Driver
+from deepspeed.tools.verify.models import ResidualAttention, ResidualFeedForward
+from deepspeed.tools.verify.reference import train_reference
+from deepspeed.tools.verify.schedule import usual_chunks
+from deepspeed.tools.verify.three_axes import (
     KINDS,
     GridCell,
     compare_layouts,

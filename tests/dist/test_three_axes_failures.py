@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.verify import ranks as processes
-from deepspeed.verify.models import MicroBatch, decoder_layers, word_batch
-from deepspeed.verify.reference import train_reference
-from deepspeed.verify.three_axes import GridCell, run_cell
+from deepspeed.tools.verify import ranks as processes
+from deepspeed.tools.verify.models import MicroBatch, decoder_layers, word_batch
+from deepspeed.tools.verify.reference import train_reference
+from deepspeed.tools.verify.three_axes import GridCell, run_cell
 from deepspeed.zero.sync import failures
 from tests.harness.decoders import Llama, batch, loss_of
 from tests.harness.pool import RankFailure, RankPool

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed.tier.staging import Staging
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from deepspeed.zero.update.tiled import TiledUpdate
 from tests.harness.pool import RankPool
 from tests.harness.training import full_parameters, make_config, start, train_step

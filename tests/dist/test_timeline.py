@@ -28,9 +28,9 @@ from deepspeed.comm.point_to_point import Wire, clock_offset
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import read_run
-from deepspeed.report.run import page
 from deepspeed.timeline import collect
 from deepspeed.timeline.observer import Observer
+from deepspeed.tools.report.run import page
 from tests.harness import pipes
 from tests.harness.logs import logged
 from tests.harness.patience import slowdown
@@ -103,7 +103,7 @@ def _watched(stage: int, folder: str, steps: int, changes: dict[str, Any]) -> di
 
 
 def _whole(engine: Any) -> dict[str, torch.Tensor]:
-    from deepspeed.verify.grads import full_parameters
+    from deepspeed.tools.verify.grads import full_parameters
 
     return full_parameters(engine.module)
 

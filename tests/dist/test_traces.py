@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.launcher.fanout import FanOut
 from deepspeed.launcher.node.verdict import Verdict
-from deepspeed.verify.models import case_named
+from deepspeed.tools.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.tracer import ROOT, Call, Step, Tracer, missing
 from tests.harness.training import make_config, start, train_step

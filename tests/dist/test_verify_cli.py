@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.verify.cli import main
-from deepspeed.verify.grads import matrix_cells, scaled_error
-from deepspeed.verify.models import Case
-from deepspeed.verify.reference import train_reference
-from deepspeed.verify.user_model import case_of, default_loss, invented_batch
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.grads import matrix_cells, scaled_error
+from deepspeed.tools.verify.models import Case
+from deepspeed.tools.verify.reference import train_reference
+from deepspeed.tools.verify.user_model import case_of, default_loss, invented_batch
 
 pytestmark = pytest.mark.timeout(180)
 

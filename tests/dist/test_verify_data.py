@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.verify.cli import main
-from deepspeed.verify.data import faults, train
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.data import faults, train
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.verify.cli import main
-from deepspeed.verify.resume import built_in_cells, difference
+from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.resume import built_in_cells, difference
 
 pytestmark = pytest.mark.timeout(180)
 HERE = "tests.dist.test_verify_cli"

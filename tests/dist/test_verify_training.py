@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from deepspeed.verify import cli, training
-from deepspeed.verify.grads import Errors
-from deepspeed.verify.reference import trainable
-from deepspeed.verify.training import LOOPS, run_loop, run_optimizer
+from deepspeed.tools.verify import cli, training
+from deepspeed.tools.verify.grads import Errors
+from deepspeed.tools.verify.reference import trainable
+from deepspeed.tools.verify.training import LOOPS, run_loop, run_optimizer
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(300)

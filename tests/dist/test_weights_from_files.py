@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.observe import hostmem
+from deepspeed.tools.verify.ranks import RankFailure
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.ranks import RankFailure
 from deepspeed.zero import build
 from deepspeed.zero.client import mapped
 from deepspeed.zero.client.mapped import FilePart

@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.pipe import PipelineModule
-from deepspeed.verify.models import MicroBatch, case_named
+from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.zero.plan import StateKind
 from tests.harness import pipes
 from tests.harness.decoders import Llama, batch, loss_of

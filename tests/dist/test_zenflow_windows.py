@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import IN_FEATURES
+from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import IN_FEATURES
-from deepspeed.verify.reference import GATE_ADAM
 from deepspeed.zero.update.selective import columns, policy as zenflow
 from tests.dist.test_offload_zenflow import (
     STEPS,

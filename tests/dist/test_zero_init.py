@@ -15,8 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import deepspeed
 from deepspeed.errors import ReleasedParameterError, UsageError
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import HIDDEN, VOCABULARY, Case, ResidualBlock, case_named, cross_entropy, token_batch
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import (
+    HIDDEN,
+    VOCABULARY,
+    Case,
+    ResidualBlock,
+    case_named,
+    cross_entropy,
+    token_batch,
+)
 from deepspeed.zero import ZeroParamStatus
 from tests.harness.devices import two_devices
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,

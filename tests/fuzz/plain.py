@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.optim.lr_schedules import WarmupLR
-from deepspeed.verify.models import MicroBatch
-from deepspeed.verify.reference import clip_factor, global_norm
+from deepspeed.tools.verify.models import MicroBatch
+from deepspeed.tools.verify.reference import clip_factor, global_norm
 from tests.dist.test_optimizers import BY_NAME, CLIENT, CONFIG_TYPE
 from tests.fuzz import models
 from tests.fuzz.draw import Case

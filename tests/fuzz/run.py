@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.pipe import PipelineModule
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.models import SAMPLES, MicroBatch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,8 +28,6 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
 )
-from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import SAMPLES, MicroBatch
 from tests.dist.test_offload_zenflow import against_statement
 from tests.fuzz import models
 from tests.fuzz.draw import Case, Event, Micro, Window, at_stage

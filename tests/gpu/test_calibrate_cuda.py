@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from deepspeed.device import get_accelerator
-from deepspeed.simulate.calibrate import run
-from deepspeed.simulate.calibrate.clock import Clock
-from deepspeed.simulate.calibrate.device import MIB, Effort
-from deepspeed.simulate.costs import load_machine
+from deepspeed.tools.simulate.calibrate import run
+from deepspeed.tools.simulate.calibrate.clock import Clock
+from deepspeed.tools.simulate.calibrate.device import MIB, Effort
+from deepspeed.tools.simulate.costs import load_machine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.verify import models
-from deepspeed.verify.models import (
+from deepspeed.tools.verify import models
+from deepspeed.tools.verify.models import (
     CASES,
     HIDDEN,
     IN_FEATURES,

@@ -31,7 +31,11 @@ class Ended(NamedTuple):
 
 
 def run_all(
-    commands: Mapping[str, Sequence[str]], folder: Path, *, limit_s: int = 550, module: str = "deepspeed.simulate.cli"
+    commands: Mapping[str, Sequence[str]],
+    folder: Path,
+    *,
+    limit_s: int = 550,
+    module: str = "deepspeed.tools.simulate.cli",
 ) -> dict[str, Ended]:
     """How ``module.main`` ended in ``folder`` with the arguments of each command."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}

@@ -33,8 +33,8 @@ from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.unit import UnitState
 from tests.harness import pipes
 from tests.harness.faults import modules_replaced

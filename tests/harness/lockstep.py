@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import Case, MicroBatch
-from deepspeed.verify.reference import gate_optimizer, trainable
+from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.tools.verify.models import Case, MicroBatch
+from deepspeed.tools.verify.reference import gate_optimizer, trainable
 from deepspeed.zero.param import ReleasedFace
 from deepspeed.zero.unit import UnitState
 from deepspeed.zero.window import GradState

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import (
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import (
     IN_FEATURES,
     OUT_FEATURES,
     Case,

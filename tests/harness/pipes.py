@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.verify.grads import full_parameters
+from deepspeed.tools.verify.grads import full_parameters
 
 WIDTH, VOCABULARY, LENGTH, SAMPLES = 8, 11, 5, 2
 

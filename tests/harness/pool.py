@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.tools.verify.ranks import RankFailure, RankPool
 
 __all__ = ["PatientPool", "RankFailure", "RankPool"]
 PATIENCE = 3

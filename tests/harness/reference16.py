@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import Case, MicroBatch
-from deepspeed.verify.reference import GATE_ADAM, clip_factor, global_norm
+from deepspeed.tools.verify.models import Case, MicroBatch
+from deepspeed.tools.verify.reference import GATE_ADAM, clip_factor, global_norm
 
 
 @dataclass(frozen=True)

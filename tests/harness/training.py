@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.grads import BUCKETS, full_parameters, scaled_error
-from deepspeed.verify.models import SAMPLES, Case, MicroBatch
-from deepspeed.verify.reference import GATE_ADAM
+from deepspeed.tools.verify.grads import BUCKETS, full_parameters, scaled_error
+from deepspeed.tools.verify.models import SAMPLES, Case, MicroBatch
+from deepspeed.tools.verify.reference import GATE_ADAM
 
 STAGES = (0, 1, 2, 3)
 ADAMW = {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}}

@@ -234,7 +234,7 @@ _PURE = (
     ),
     Mutant(
         "LP1",
-        "deepspeed/simulate/plan/adapters.py",
+        "deepspeed/tools/simulate/plan/adapters.py",
         "wanted.fullmatch(path)",
         "wanted.match(path)",
         ("tests/pure/test_lora_targets.py",),

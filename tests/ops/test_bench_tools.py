@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deepspeed.bench import cli, common, cpu_adam, load
 from deepspeed.errors import BuildError
 from deepspeed.observe import program
 from deepspeed.observe.program import INTERRUPTED
+from deepspeed.tools.bench import cli, common, cpu_adam, load
 from tests.budget.source import ROOT
 
 SMALL = ["--params", "20K", "--steps", "4", "--every", "2"]

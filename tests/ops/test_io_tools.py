@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.bench import cli, common, io, tune
-from deepspeed.bench.io import Load, Target
-from deepspeed.bench.tune import SWEEP, Trial, best_of, with_block
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe.program import INTERRUPTED, count_of
 from deepspeed.tier.aio import AioEngine
+from deepspeed.tools.bench import cli, common, io, tune
+from deepspeed.tools.bench.io import Load, Target
+from deepspeed.tools.bench.tune import SWEEP, Trial, best_of, with_block
 from tests.budget.source import ROOT
 
 KIB, MIB = 1 << 10, 1 << 20

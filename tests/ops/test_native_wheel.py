@@ -56,7 +56,7 @@ def test_a_plain_wheel_needs_no_compiler(tree: Path) -> None:
     assert {
         "deepspeed/native/csrc/README.md",
         "deepspeed/config/model/unread.json",
-        "deepspeed/config/tool/starters/lora.json",
+        "deepspeed/tools/config/starters/lora.json",
     } <= set(names) and not any("prebuilt" in name for name in names)
 
 

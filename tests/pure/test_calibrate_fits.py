@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed.simulate.calibrate.clock import alternating, line
+from deepspeed.tools.simulate.calibrate.clock import alternating, line
 
 SIZES = [64e3, 1e6, 16e6, 256e6]
 

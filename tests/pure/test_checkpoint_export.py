@@ -21,11 +21,11 @@ from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.sharded import Slice, column_width, columns, row_width, rows, sub_groups
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.tool import export
-from deepspeed.checkpoint.tool.cli import FORMATS, main
-from deepspeed.checkpoint.tool.export import appearing
 from deepspeed.checkpoint.weights.weights import Stream, plan_shards, stream, write_weights
 from deepspeed.errors import CheckpointError
+from deepspeed.tools.checkpoint import export
+from deepspeed.tools.checkpoint.cli import FORMATS, main
+from deepspeed.tools.checkpoint.export import appearing
 from tests.pure.checkpoint_samples import SHAPES, Memory, checkpoint, sample
 
 ROOT = Path(__file__).parents[2]
@@ -387,8 +387,8 @@ def test_the_reference_layout_holds_one_tensor_in_the_dtype_it_is_stored_in(tmp_
 # once (see the environment below), so that each is measured from where it starts.
 MEMORY = """
 import gc, sys
-from deepspeed.checkpoint.tool import cli
-from deepspeed.checkpoint.tool import dcp  # its imports are no matter of this checkpoint
+from deepspeed.tools.checkpoint import cli
+from deepspeed.tools.checkpoint import dcp  # its imports are no matter of this checkpoint
 import numpy
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024

@@ -19,10 +19,10 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Manifest
 from deepspeed.checkpoint.format.plain import encode
 from deepspeed.checkpoint.load.reader import read_manifest
-from deepspeed.checkpoint.tool.cli import main
-from deepspeed.checkpoint.tool.info import scan, unsafe
-from deepspeed.checkpoint.tool.verify import verify
 from deepspeed.config.model.values import byte_count
+from deepspeed.tools.checkpoint.cli import main
+from deepspeed.tools.checkpoint.info import scan, unsafe
+from deepspeed.tools.checkpoint.verify import verify
 from tests.pure.checkpoint_samples import checkpoint, sample
 
 ROOT = Path(__file__).parents[2]

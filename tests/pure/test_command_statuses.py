@@ -13,16 +13,16 @@ from tests.budget.source import ROOT
 
 MAINS = {
     "deepspeed": "deepspeed.launcher.runner:main",
-    "ds_bench": "deepspeed.bench.cli:main",
-    "ds_checkpoint": "deepspeed.checkpoint.tool.cli:main",
-    "ds_config": "deepspeed.config.tool.cli:main",
-    "ds_io": "deepspeed.bench.cli:ds_io",
-    "ds_nvme_tune": "deepspeed.bench.cli:ds_nvme_tune",
-    "ds_plan": "deepspeed.simulate.plan.cli:main",
-    "ds_report": "deepspeed.report.cli:main",
-    "ds_simulate": "deepspeed.simulate.cli:main",
+    "ds_bench": "deepspeed.tools.bench.cli:main",
+    "ds_checkpoint": "deepspeed.tools.checkpoint.cli:main",
+    "ds_config": "deepspeed.tools.config.cli:main",
+    "ds_io": "deepspeed.tools.bench.cli:ds_io",
+    "ds_nvme_tune": "deepspeed.tools.bench.cli:ds_nvme_tune",
+    "ds_plan": "deepspeed.tools.simulate.plan.cli:main",
+    "ds_report": "deepspeed.tools.report.cli:main",
+    "ds_simulate": "deepspeed.tools.simulate.cli:main",
     "ds_ssh": "deepspeed.launcher.ds_ssh:main",
-    "ds_verify": "deepspeed.verify.cli:main",
+    "ds_verify": "deepspeed.tools.verify.cli:main",
 }
 SAME = {"ds": "deepspeed", "dsr": "ds_report"}
 TIMED = ["loop", "gas", "optim", "lr", "teardown", "compile", "offload", "data", "resume", "3d"]

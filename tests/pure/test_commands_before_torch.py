@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.verify.cli import GATES
+from deepspeed.tools.verify.cli import GATES
 from tests.pure.test_command_statuses import MAINS, MEASURES, WRONG
 
 CHECKPOINTS = ("verify", "info", "diff", "audit", "export", "import", "prune")

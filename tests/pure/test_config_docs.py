@@ -15,7 +15,7 @@ from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
 from deepspeed.config.model.settings import all_keys, declared_fields
 from deepspeed.config.model.spelling import REMOVED_KEYS, SPELLED
 from deepspeed.config.parse import plain_json
-from deepspeed.config.tool.cli import STARTERS
+from deepspeed.tools.config.cli import STARTERS
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ import pytest
 from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
 from deepspeed.config.model.root import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import all_keys, written_paths
-from deepspeed.config.tool import cli
-from deepspeed.config.tool.cli import STARTERS, main
 from deepspeed.observe.log import logger
+from deepspeed.tools.config import cli
+from deepspeed.tools.config.cli import STARTERS, main
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
 
 ROOT = Path(__file__).parents[2]
@@ -357,14 +357,14 @@ def test_the_offload_goal_offloads(tmp_path: Path) -> None:
 
 def _program(*args: str, stdin: bytes = b"", code: str = "") -> subprocess.CompletedProcess[bytes]:
     command = (
-        [sys.executable, "-c", code, *args] if code else [sys.executable, "-m", "deepspeed.config.tool.cli", *args]
+        [sys.executable, "-c", code, *args] if code else [sys.executable, "-m", "deepspeed.tools.config.cli", *args]
     )
     return subprocess.run(command, input=stdin, capture_output=True, timeout=60, cwd=ROOT)
 
 
 def test_standard_input_and_no_torch() -> None:
     code = (
-        "import sys; from deepspeed.config.tool.cli import main; s = main(sys.argv[1:]); assert 'torch' not in "
+        "import sys; from deepspeed.tools.config.cli import main; s = main(sys.argv[1:]); assert 'torch' not in "
         "sys.modules; sys.exit(s)"
     )
     done = _program("check", "-", stdin=json.dumps(HF_ZERO3).encode(), code=code)
@@ -387,7 +387,7 @@ def _processor_seconds(*command: str) -> float:
 
 def test_check_takes_half_a_second_at_most() -> None:
     """On a slow or shared processor: six times what importing pydantic takes there, where torch takes fifteen times."""
-    check = _processor_seconds("-m", "deepspeed.config.tool.cli", "check", "examples/configs/hf_auto.json")
+    check = _processor_seconds("-m", "deepspeed.tools.config.cli", "check", "examples/configs/hf_auto.json")
     assert check - _processor_seconds("-c", "pass") < 0.5 or check < 6 * _processor_seconds(
         "-c", "import pydantic.main"
     )
@@ -408,7 +408,7 @@ def test_a_reader_that_leaves_is_no_traceback(stream: str, content: dict, tmp_pa
 def test_closed_streams(tmp_path: Path) -> None:
     path = written(tmp_path, {"train_batch_size": 1})
     for redirect in (">&-", "2>&- >&-"):
-        command = f"{sys.executable} -m deepspeed.config.tool.cli check {path} {redirect}"
+        command = f"{sys.executable} -m deepspeed.tools.config.cli check {path} {redirect}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, cwd=ROOT)
         assert (done.returncode, done.stderr) == (0, b"")
 
@@ -424,7 +424,7 @@ def test_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/\xff.json"
     Path(os.fsdecode(path)).write_text('{"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}')
-    command = [sys.executable, "-m", "deepspeed.config.tool.cli", "show", path]
+    command = [sys.executable, "-m", "deepspeed.tools.config.cli", "show", path]
     done = subprocess.run(
         command, capture_output=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"}
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.verify.cli import main
+from deepspeed.tools.verify.cli import main
 
 
 def _lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

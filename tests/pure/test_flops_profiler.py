@@ -13,7 +13,7 @@ from deepspeed.errors import UsageError
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from deepspeed.profiling.flops_profiler.report import amount
 from deepspeed.profiling.peak import peak_tflops
-from deepspeed.simulate.models import Decoder, Shape
+from deepspeed.tools.simulate.models import Decoder, Shape
 
 BATCH, LENGTH = 3, 32
 GPT = Shape(width=64, blocks=2, heads=4, inner=256, vocabulary=101, positions=64, key_heads=4)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.simulate.models import Decoder, shape_of
-from deepspeed.simulate.plan import cli
-from deepspeed.simulate.plan.adapters import AdaptedLinear, Lora, adapt, chosen_layers
+from deepspeed.tools.simulate.models import Decoder, shape_of
+from deepspeed.tools.simulate.plan import cli
+from deepspeed.tools.simulate.plan.adapters import AdaptedLinear, Lora, adapt, chosen_layers
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -262,12 +262,12 @@ def test_the_table_is_for_people() -> None:
     found = MemoryPlan((Line("parameters", device=3 << 20, host=1 << 20, drive=2048 << 20),), shared=False)
     head, row, total = found.table().splitlines()
     assert head.split() == ["model", "states", "of", "one", "rank", "device", "host", "drive"]
-    assert row.split() == ["parameters", "3", "MiB", "1", "MiB", "2,048", "MiB"]
-    assert total.split() == ["together", "3", "MiB", "1", "MiB", "2,048", "MiB"]
+    assert row.split() == ["parameters", "3", "MiB", "1", "MiB", "2.0", "GiB"]
+    assert total.split() == ["together", "3", "MiB", "1", "MiB", "2.0", "GiB"]
     assert len({len(line) for line in (head, row, total)}) == 1
     shared = replace(found, shared=True).table().splitlines()
-    assert shared[1].split() == ["parameters", "-", "4", "MiB", "2,048", "MiB"]
-    assert shared[2].split() == ["together", "-", "4", "MiB", "2,048", "MiB"]
+    assert shared[1].split() == ["parameters", "-", "4", "MiB", "2.0", "GiB"]
+    assert shared[2].split() == ["together", "-", "4", "MiB", "2.0", "GiB"]
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.config import load_config
-from deepspeed.verify.models import Stack, Tied
+from deepspeed.tools.verify.models import Stack, Tied
 from deepspeed.zero.client.leaf import set_z3_leaf_modules
 from deepspeed.zero.partition import Partition, find_blocks, partition, square_sum
 from deepspeed.zero.plan import make_plan

@@ -10,13 +10,13 @@ import pytest
 
 from deepspeed.api import _log_notes
 from deepspeed.checkpoint.format.folders import begin
-from deepspeed.checkpoint.tool.info import _shown
 from deepspeed.comm import trace
 from deepspeed.config import load_config
-from deepspeed.config.tool.cli import main as ds_config
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.launcher import runner
 from deepspeed.launcher.node.verdict import RankEnd
+from deepspeed.tools.checkpoint.info import _shown
+from deepspeed.tools.config.cli import main as ds_config
 from tests.harness.logs import logged
 
 

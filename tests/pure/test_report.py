@@ -18,9 +18,9 @@ import torch
 from deepspeed.native import compiler
 from deepspeed.native.builders import ALL_OPS
 from deepspeed.observe import hostmem
-from deepspeed.report import cli, probes
-from deepspeed.report.cli import Report, doubts, gather
-from deepspeed.report.probes import Row, size
+from deepspeed.tools.report import cli, probes
+from deepspeed.tools.report.cli import Report, doubts, gather
+from deepspeed.tools.report.probes import Row, size
 from tests.budget.source import ROOT, imports, modules
 from tests.harness.patience import too_long
 
@@ -110,7 +110,7 @@ def test_a_broken_torch_is_a_line_and_the_report_goes_on(tmp_path: Path) -> None
     _tree(tmp_path, {"torch/__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file')\n"})
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-m", "deepspeed.report.cli"], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "deepspeed.tools.report.cli"], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "cannot be imported: OSError: libcudart.so.12" in done.stdout
@@ -125,7 +125,7 @@ def test_a_failing_probe_is_a_row() -> None:
 
 
 def test_without_psutil_the_report_goes_on() -> None:
-    code = "import sys; sys.modules['psutil'] = None; from deepspeed.report import probes; print(probes.cpu_rows())"
+    code = "import sys; sys.modules['psutil'] = None; import deepspeed.tools.report.probes as p; print(p.cpu_rows())"
     assert "vector instructions" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
 
 
@@ -310,7 +310,7 @@ def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: R
 
 
 def test_an_output_that_takes_nothing_is_a_sentence() -> None:
-    code = "import sys; from deepspeed.report.cli import main; sys.exit(main(['--hide_operator_status']))"
+    code = "import sys; from deepspeed.tools.report.cli import main; sys.exit(main(['--hide_operator_status']))"
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, timeout=60, text=True)
     assert done.returncode == 2 and done.stderr.startswith("ds_report: ") and "Traceback" not in done.stderr

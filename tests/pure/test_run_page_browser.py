@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.observe.runfile import RunFile
-from deepspeed.report.cli import main
+from deepspeed.tools.report.cli import main
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.skipif(BROWSER is None, reason="no browser is installed"), pytest.mark.timeout(300)]

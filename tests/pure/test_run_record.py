@@ -22,13 +22,13 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
 from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
 from deepspeed.observe.tracefile import TraceFile, lanes
-from deepspeed.report.cli import main
-from deepspeed.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
-from deepspeed.report.run.live import spark
-from deepspeed.report.run.page import facts, figures, page
 from deepspeed.timeline.board import Board
 from deepspeed.timeline.collect import on_first_clock, rows_of
 from deepspeed.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
+from deepspeed.tools.report.cli import main
+from deepspeed.tools.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
+from deepspeed.tools.report.run.live import spark
+from deepspeed.tools.report.run.page import facts, figures, page
 
 FACTS = {"model": "Net <b>", "parameters": 10, "units": 2, "ranks": 2, "batch": [8, 2, 2], "device": "cpu"}
 PLAN = {"device": 0, "host": 3 << 20, "drive": 0}
@@ -263,7 +263,8 @@ def test_a_run_that_is_followed_is_left_with_ctrl_c(tmp_path: Path) -> None:
     file = RunFile(tmp_path, FACTS)  # goes on
     file.step({"total_ms": 5.0}, {"step": 1, "loss": 1.0})
     terminal, behind = pty.openpty()
-    code = f"import sys; from deepspeed.report.cli import main; sys.exit(main(['run', {str(tmp_path)!r}, '--follow']))"
+    words = ["run", str(tmp_path), "--follow"]
+    code = f"import sys; from deepspeed.tools.report.cli import main; sys.exit(main({words!r}))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=behind, stderr=subprocess.PIPE)
     os.close(behind)
     shown = b""

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from deepspeed.simulate.events import COMPUTE, DEVICE, PAGEABLE, PINNED, Allocate, Free
-from deepspeed.simulate.memory import CachingAllocator, Memory, pinned_bytes
+from deepspeed.tools.simulate.events import COMPUTE, DEVICE, PAGEABLE, PINNED, Allocate, Free
+from deepspeed.tools.simulate.memory import CachingAllocator, Memory, pinned_bytes
 
 MIB = 1 << 20
 

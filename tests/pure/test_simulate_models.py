@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.simulate import models
-from deepspeed.simulate.models import Decoder, shape_of, subject_of
+from deepspeed.tools.simulate import models
+from deepspeed.tools.simulate.models import Decoder, shape_of, subject_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

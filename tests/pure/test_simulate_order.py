@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deepspeed.simulate.events import (
+from deepspeed.tools.simulate.events import (
     COMPUTE,
     DEVICE,
     DRIVE_READS,
@@ -25,7 +25,7 @@ from deepspeed.simulate.events import (
     Wait,
     Work,
 )
-from deepspeed.simulate.order import OrderCheck, Unordered
+from deepspeed.tools.simulate.order import OrderCheck, Unordered
 
 SIDE, OTHER = 1, 2
 BUFFER = 7

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed.errors import PipelineError, UsageError
-from deepspeed.simulate.costs import CONSTANTS, Machine, load_machine, machines
-from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Talk, Wait, Work
-from deepspeed.simulate.timeline import Meetings, Timeline, together
+from deepspeed.tools.simulate.costs import CONSTANTS, Machine, load_machine, machines
+from deepspeed.tools.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Talk, Wait, Work
+from deepspeed.tools.simulate.timeline import Meetings, Timeline, together
 
 SIDE = 1
 # One flop or byte a second, nothing for launches: times are what the work says.
@@ -229,7 +229,7 @@ def test_a_thin_product_leaves_processors_without_work_whatever_its_other_sides(
 @pytest.mark.parametrize("name", machines())
 def test_every_constant_of_every_machine_has_a_source(name: str) -> None:
     assert set(load_machine(name).values) == set(CONSTANTS)
-    document = json.loads((Path(__file__).parents[2] / f"deepspeed/simulate/machines/{name}.json").read_text())
+    document = json.loads((Path(__file__).parents[2] / f"deepspeed/tools/simulate/machines/{name}.json").read_text())
     assert all(len(source) > 3 for _, source in document["constants"].values())
 
 

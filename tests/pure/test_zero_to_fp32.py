@@ -13,9 +13,9 @@ import torch
 from deepspeed.checkpoint import get_layer_ckpt_name_for_rank, get_model_ckpt_name_for_rank, get_zero_ckpt_name_for_rank
 from deepspeed.checkpoint.ds_to_universal import main as to_universal, parse_arguments
 from deepspeed.checkpoint.save.client_files import SCRIPT_TEXT, copy_for_later
-from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
+from deepspeed.tools.checkpoint.cli import main as tool
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from deepspeed.simulate import models
-from deepspeed.simulate.costs import load_machine
-from deepspeed.simulate.events import Event, Launch
-from deepspeed.simulate.install import recording
-from deepspeed.simulate.models import Subject, subject_of
-from deepspeed.simulate.run import Outcome, RankJob, run_job, simulate
+from deepspeed.tools.simulate import models
+from deepspeed.tools.simulate.costs import load_machine
+from deepspeed.tools.simulate.events import Event, Launch
+from deepspeed.tools.simulate.install import recording
+from deepspeed.tools.simulate.models import Subject, subject_of
+from deepspeed.tools.simulate.run import Outcome, RankJob, run_job, simulate
 
 WIDTH, HEADS, LENGTH = 256, 4, 128
 # name -> (heads of keys, channels of a head, dtype, mask)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import deepspeed
-from deepspeed.simulate.device import MODULE, NAME
+from deepspeed.tools.simulate.device import MODULE, NAME
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,

@@ -25,20 +25,20 @@ from deepspeed.checkpoint.save.collect import Elements, TensorPart
 from deepspeed.checkpoint.save.copies import Copies
 from deepspeed.checkpoint.save.writer import Saver
 from deepspeed.errors import CheckpointError
-from deepspeed.simulate import run as run_module
-from deepspeed.simulate.costs import Machine, load_machine
-from deepspeed.simulate.device import MODULE, NAME
-from deepspeed.simulate.events import Event, HostWait, Launch, Phase
-from deepspeed.simulate.install import recording
-from deepspeed.simulate.models import Shape, Subject, decoder_subject
-from deepspeed.simulate.natives import _Pages
-from deepspeed.simulate.record import Recorder
-from deepspeed.simulate.run import STEPS, simulate
 from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.tools.simulate import run as run_module
+from deepspeed.tools.simulate.costs import Machine, load_machine
+from deepspeed.tools.simulate.device import MODULE, NAME
+from deepspeed.tools.simulate.events import Event, HostWait, Launch, Phase
+from deepspeed.tools.simulate.install import recording
+from deepspeed.tools.simulate.models import Shape, Subject, decoder_subject
+from deepspeed.tools.simulate.natives import _Pages
+from deepspeed.tools.simulate.record import Recorder
+from deepspeed.tools.simulate.run import STEPS, simulate
 from tests.sim.loops import LOOPS, TOKENS, VOCABULARY, WIDTH, Model
 
 _CPU = {"device": "cpu", "pin_memory": True}

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from deepspeed.simulate.events import (
+from deepspeed.tools.simulate.events import (
     DEVICE,
     HOST,
     PINNED,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.links import Links
 from deepspeed.pipe.orders import chunks_and_style
-from deepspeed.simulate.costs import Machine, load_machine
-from deepspeed.simulate.models import Subject
-from deepspeed.simulate.run import RankJob
+from deepspeed.tools.simulate.costs import Machine, load_machine
+from deepspeed.tools.simulate.models import Subject
+from deepspeed.tools.simulate.run import RankJob
 
 WIDTH, TOKENS = 8192, 65536
 LAYERS = 3  # of a chunk

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.simulate.costs import load_machine
-from deepspeed.simulate.device import MODULE, NAME, SimEvent, SimStream
-from deepspeed.simulate.events import Event
-from deepspeed.simulate.install import recording
 from deepspeed.tier.aio import AioEngine, DirectFile
+from deepspeed.tools.simulate.costs import load_machine
+from deepspeed.tools.simulate.device import MODULE, NAME, SimEvent, SimStream
+from deepspeed.tools.simulate.events import Event
+from deepspeed.tools.simulate.install import recording
 from tests.sim.oracle import Conflicts
 
 NUMEL = 1 << 14

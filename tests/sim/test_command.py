@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.simulate import cli
+from deepspeed.tools.simulate import cli
 from tests.harness.commands import Ended, run_all
 
 MODEL = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}

@@ -11,10 +11,10 @@ from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
-from deepspeed.simulate import run
-from deepspeed.simulate.costs import load_machine
-from deepspeed.simulate.events import Event, Launch
-from deepspeed.simulate.models import Shape, decoder_subject
+from deepspeed.tools.simulate import run
+from deepspeed.tools.simulate.costs import load_machine
+from deepspeed.tools.simulate.events import Event, Launch
+from deepspeed.tools.simulate.models import Shape, decoder_subject
 from tests.sim.test_matrix import ROOT
 
 SHAPE = Shape(

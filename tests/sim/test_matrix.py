@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.simulate.events import Event
-from deepspeed.simulate.order import OrderCheck
-from deepspeed.simulate.stores import CATEGORIES
+from deepspeed.tools.simulate.events import Event
+from deepspeed.tools.simulate.order import OrderCheck
+from deepspeed.tools.simulate.stores import CATEGORIES
 from tests.sim.matrix import CASES, PLANTED, PRINTED, TIMED_STEPS, WORLD
 from tests.sim.oracle import Conflicts, waits_of
 

@@ -10,9 +10,9 @@ import pytest
 
 from deepspeed.pipe.orders import Program, bubble, chunks_and_style, most_alive, timeline
 from deepspeed.pipe.torch_pipelining import make_order
-from deepspeed.simulate.costs import MESSAGES
-from deepspeed.simulate.pipeline.run import PipelineOutcome, simulate_pipeline
-from deepspeed.verify.ranks import RankPool
+from deepspeed.tools.simulate.costs import MESSAGES
+from deepspeed.tools.simulate.pipeline.run import PipelineOutcome, simulate_pipeline
+from deepspeed.tools.verify.ranks import RankPool
 from tests.sim.pipelines import LAYERS, ROW, WEIGHT, equal_parts, job, without_waits
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.tools.verify.ranks import RankFailure, RankPool
 from tests.sim.together import STEADY, STEPS, rank_of
 
 SURPRISES = ["skips a block", "another order", "one more evaluation", "raises and tries again"]

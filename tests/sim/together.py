@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepspeed.api import initialize
 from deepspeed.errors import DivergenceError, RankFailedError
 from deepspeed.mesh import groups
-from deepspeed.simulate.control import talking
-from deepspeed.simulate.costs import load_machine
-from deepspeed.simulate.device import NAME
-from deepspeed.simulate.install import recording
+from deepspeed.tools.simulate.control import talking
+from deepspeed.tools.simulate.costs import load_machine
+from deepspeed.tools.simulate.device import NAME
+from deepspeed.tools.simulate.install import recording
 from deepspeed.zero.client.init import Init
 from tests.sim.loops import Block
 from tests.sim.matrix import CASES

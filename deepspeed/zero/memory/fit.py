@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
+from deepspeed.observe.program import size
 from deepspeed.zero.layout import round_up
 from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
@@ -82,18 +83,13 @@ class MemoryPlan:
         return sum(line.drive for line in self.lines)
 
     def table(self) -> str:
-        """The plan for people, in MiB."""
+        """The plan for people."""
         shown = [("model states of one rank", "device", "host", "drive")]
         lines = [Line(x.what, 0, x.host + x.device, x.drive) if self.shared else x for x in self.lines]
         for line in (*lines, Line("together", self.device, self.host, self.drive)):
-            a, b, c = (_mebibytes(n) if n else "-" for n in (line.device, line.host, line.drive))
+            a, b, c = (size(n) if n else "-" for n in (line.device, line.host, line.drive))
             shown.append((line.what, a, b, c))
         return "\n".join(f"{a:<38}{b:>14}{c:>14}{d:>14}" for a, b, c, d in shown)
-
-
-def _mebibytes(nbytes: int) -> str:
-    """Whole MiB, of few of them two digits."""
-    return f"{nbytes / 2**20:,.0f} MiB" if nbytes >= 10 << 20 else f"{nbytes / 2**20:.2g} MiB"
 
 
 def memory_plan(

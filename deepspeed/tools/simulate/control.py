@@ -1,0 +1,145 @@
+"""The messages of the ranks' programs to each other, in which they agree on one order of collectives, and their time.
+
+All other ranks are taken to say what the simulated one says. Of a pipeline one rank of each stage is simulated, in a
+process of its own (``column``): each speaks for the ranks of its stage, and how long they wait for each other is found
+when their events are put together.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deepspeed.comm import collectives, point_to_point
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.differentiable import bounds
+from deepspeed.mesh import groups
+from deepspeed.mesh.topology import Axis
+from deepspeed.pipe.engine import PipelineEngine
+from deepspeed.tensor import loss
+from deepspeed.tensor.apply import FirstBatch
+from deepspeed.tools.simulate.events import Talk
+from deepspeed.tools.simulate.record import Recorder
+from deepspeed.zero.sync import agreement
+
+_PICOSECONDS = 1e12
+_HOST = "host"
+
+
+class Control:
+    """Sends one rank's messages. Since ``restart``: how many, and ``seconds`` of the program, waits included."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._timeline = recorder, recorder.timeline
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here on."""
+        self.messages = 0
+        self.seconds = 0.0
+
+    def merge(self, largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[int], list[int]]:
+        """In the place of ``collectives.merge``. Messages that reach others carry the simulated time along: who has
+        waited goes on when the last rank has sent its own.
+        """
+        seconds, now = self._timeline.machine.agreement(group.size), self._timeline.now
+        (*largest, latest), union = collectives.merge([*largest, int(now * _PICOSECONDS)], union, group)
+        self.take(seconds + max(0.0, latest / _PICOSECONDS - now))
+        return largest, union
+
+    def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
+        """In the place of ``dist.all_gather_object``: all others say the same."""
+        everyone[:] = [value] * len(everyone)
+        self.take(self._timeline.machine.gather(len(everyone)))
+
+    def take(self, seconds: float, ranks: Sequence[int] = (), channel: str = "") -> None:
+        """A message takes so long; with a ``channel``, once all ``ranks`` have come to it."""
+        self._recorder.emit(Talk(seconds, tuple(ranks), channel))
+        self.messages, self.seconds = self.messages + 1, self.seconds + seconds
+
+
+class _Column:
+    """What is said between pipeline stages, of each of which one rank is simulated, ``ranks`` by stage."""
+
+    def __init__(self, recorder: Recorder, control: Control, ranks: Sequence[int]) -> None:
+        self._machine, self._control, self._ranks = recorder.timeline.machine, control, tuple(ranks)
+        self._make, self._gather = groups._new_group, dist.all_gather_object
+        self._send, self._receive = point_to_point.send_object, point_to_point.receive_object
+        axis = Axis("pp", len(self._ranks), self._ranks.index(dist.get_rank()), self._ranks)
+        self._peers = self._make("simulated", axis, "gloo")
+
+    def new_group(self, name: str, axis: Any, backend: str) -> AxisGroup:
+        """In the place of ``groups._new_group``: the group on the host is one whose members differ."""
+        made = self._make(name, axis, backend)
+        return replace(made, backend=_HOST) if name.endswith("/host") else made
+
+    def _place(self, rank: int) -> int:
+        return rank * len(self._ranks) // dist.get_world_size()
+
+    def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
+        """In the place of ``dist.all_gather_object``: each rank says what that of its stage does."""
+        ranks = dist.get_process_group_ranks(group)
+        if not set(ranks).issuperset(self._ranks):  # of one stage
+            self._control.gather(everyone, value)
+            return
+        heard: list[Any] = [None] * len(self._ranks)
+        with _disable_current_modes():
+            self._gather(heard, value, group=self._peers.pg)
+        everyone[:] = [heard[self._place(rank)] for rank in ranks]
+        self._control.take(self._machine.gather(len(ranks)), ranks, "programs")
+
+    def total(self, numbers: list[Any], _: Any) -> list[Any]:
+        """In the place of ``PipelineEngine._sum``: of each number the sum over all ranks, by gloo's ring."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        self.gather(everyone, numbers)
+        return [sum(column) for column in zip(*everyone, strict=True)]
+
+    def send_object(self, value: object, peer: int, group: AxisGroup) -> Any:
+        """In the place of ``point_to_point.send_object``."""
+        with _disable_current_modes():
+            return self._send(value, self._place(group.ranks[peer]), self._peers)
+
+    def receive_object(self, peer: int, group: AxisGroup) -> Any:
+        """In the place of ``point_to_point.receive_object``."""
+        with _disable_current_modes():
+            return self._receive(self._place(group.ranks[peer]), self._peers)
+
+
+def _even_edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
+    """In the place of ``loss._edges``, which reads how many words all ranks have: the program waits for a number."""
+    int(collectives.sum_in_place(torch.zeros(group.size, device=logits.device, dtype=torch.float64), group).sum())
+    return bounds(logits.shape[-1] * group.size, group.size)
+
+
+@contextlib.contextmanager
+def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Control]:
+    """Inside, messages take their time. ``column``: they are sent to these ranks, one of each pipeline stage."""
+    control = Control(recorder)
+    count = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
+
+    def collectives_of(group: Any) -> int:
+        """Torch's process group without peers counts nothing, which would look like somebody else's collectives."""
+        return recorder.collectives if "fake" in dist.get_backend(group) else count(group)
+
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (agreement, "merge", control.merge),
+        (dist.ProcessGroup, "_get_sequence_number_for_group", collectives_of),
+        (FirstBatch, "__call__", lambda *_: None),  # there are no values to be compared
+        (loss, "_edges", _even_edges),
+    ]
+    if column:
+        among = _Column(recorder, control, column)
+        places += [(groups, "_new_group", among.new_group), (dist, "all_gather_object", among.gather)]
+        places += [(PipelineEngine, "_sum", among.total)]
+        places += [(point_to_point, name, getattr(among, name)) for name in ("send_object", "receive_object")]
+    else:
+        places += [(dist, "all_gather_object", control.gather)]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in places:
+            stack.enter_context(patch.object(owner, name, value))
+        yield control

@@ -1,0 +1,300 @@
+"""What is simulated: a user's ``module:build``, or the model of a Hugging Face ``config.json``."""
+
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.errors import UsageError
+from deepspeed.tools.simulate.device import MODULE
+from deepspeed.tools.verify.user_model import default_loss, invented_batch, parts_of, resolve
+
+# What the families call the same thing.
+_NAMES = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "key_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+}
+# Families whose blocks are ``Layer``'s: with a gate, rotary positions and RMS norms, or without. A step of the model
+# that transformers make is within 2 % of theirs; parallel branches and windows take next to no time and memory.
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "granite")
+_PLAIN = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "starcoder2")
+_TIED = ("gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")  # unless they say
+_PLACED = ("", "gpt2", "gpt_bigcode", "opt")  # a table of positions
+_TWO_HALVES: tuple[str, ...] = ("t5", "bart", "pegasus", "marian", "m2m", "blenderbot", "led", "whisper", "prophetnet")
+_TWO_HALVES += ("encoder-decoder",)
+_GELU_NEW = ("gpt2", "gptj", "phi")  # unless they say
+_ACTIVATED_BY = ("hidden_activation", "hidden_act", "activation_function")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms.
+
+    ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions; ``normed``: queries
+    and keys have norms; ``activation``: as transformers call it, "" for silu with a gate and gelu without.
+    ``family``: whose.
+    """
+
+    width: int
+    blocks: int
+    heads: int
+    inner: int
+    vocabulary: int
+    positions: int
+    key_heads: int
+    gated: bool = False
+    tied: bool = False
+    head: int = 0
+    placed: bool = True
+    normed: bool = False
+    activation: str = ""
+    family: str = ""
+
+    @property
+    def channels(self) -> int:
+        """Of one head."""
+        return self.head or self.width // self.heads
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be built inside the simulation; ``batch(step)`` gives its inputs, ``loss(output, batch)`` a scalar."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[nn.Module, int], Any]
+    loss: Callable[[Any, Any], torch.Tensor]
+
+
+def shape_of(config: dict[str, Any], name: str) -> Shape:
+    """The decoder that a Hugging Face configuration describes; UsageError, with what is missing, for another."""
+    called = {key: next((n for n in names if config.get(n)), "") for key, names in _NAMES.items()}
+    if missing := [_NAMES[key][0] for key in ("width", "blocks", "heads", "vocabulary") if not called[key]]:
+        raise UsageError(f"{name} describes no decoder: {', '.join(missing)} is missing")
+    numbers: dict[str, int] = {key: config[given] for key, given in called.items() if given}
+    for key, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name}: {called[key]} must be a whole number from 1 on, not {value!r}")
+    family = str(config.get("model_type", ""))
+    gated = family in _GATED
+    numbers.setdefault("inner", int(config.get("expansion_ratio", 4)) * numbers["width"])
+    numbers.setdefault("positions", 2048)
+    heads, key_heads = numbers["heads"], numbers.setdefault("key_heads", 1 if config.get("multi_query") else 0)
+    numbers["key_heads"] = key_heads = key_heads or heads
+    if ("head" not in numbers and numbers["width"] % heads) or heads % key_heads:
+        raise UsageError(f"{name}: {heads} heads ({key_heads} of keys) do not divide {numbers['width']}")
+    tied = bool(config.get("tie_word_embeddings", family in _TIED or not family))
+    by_family = "gelu_new" if family in _GELU_NEW else {"gemma": "gelu", "opt": "relu"}.get(family, "")
+    activation = next((str(config[key]) for key in _ACTIVATED_BY if config.get(key)), by_family)
+    return Shape(
+        **numbers, gated=gated, tied=tied, placed=family in _PLACED, normed=family == "qwen3", activation=activation,
+        family=family,
+    )  # fmt: skip
+
+
+def _gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """The form with tanh (Hendrycks and Gimpel 2016), operation by operation as transformers have it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_new": _gelu_new, "gelu_fast": _gelu_new, "relu": functional.relu, "silu": functional.silu,
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Queries, keys, values, and the way out; tensor parallelism leaves some of the heads."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.gqa = shape.heads, shape.channels, shape.key_heads != shape.heads
+        self.norms = nn.ModuleList(nn.RMSNorm(shape.channels) for _ in range(2 if shape.normed else 0))
+        bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
+        self.query = nn.Linear(shape.width, wide, bias=bias)
+        self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
+        self.out = nn.Linear(wide, shape.width, bias=bias)
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        layers = (self.query, self.key, self.value)
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        if self.norms:
+            query, key = self.norms[0](query), self.norms[1](key)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        if angles is not None:
+            query, key = _rotated(query, *angles), _rotated(key, *angles)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.gqa)
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two products, or three with a gate."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        bias = not shape.gated
+        self.up = nn.Linear(shape.width, shape.inner, bias=bias)
+        self.gate = nn.Linear(shape.width, shape.inner, bias=bias) if shape.gated else None
+        self.down = nn.Linear(shape.inner, shape.width, bias=bias)
+        self.activation = shape.activation or ("silu" if shape.gated else "gelu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        activate = _ACTIVATIONS.get(self.activation, functional.gelu)
+        inner = activate(self.up(x)) if self.gate is None else activate(self.gate(x)) * self.up(x)
+        out: torch.Tensor = self.down(inner)
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward with norms before them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        self.norm1, self.norm2 = norm(shape.width), norm(shape.width)
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), angles)
+        out: torch.Tensor = x + self.feed_forward(self.norm2(x))
+        return out
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
+
+
+class Decoder(nn.Module):
+    """A causal language model of that shape; ``recompute``: each block's activations are made again in the backward."""
+
+    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.shape, self.recompute = shape, recompute
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
+        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
+        self.norm = nn.RMSNorm(shape.width) if shape.gated else nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as transformers' models answer."""
+        return self.head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        angles = None
+        if self.places is not None:
+            x = x + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        else:
+            table = torch.ones(tokens.shape[1], self.shape.channels, device=x.device, dtype=x.dtype)
+            angles = (table, table)
+        for block in self.blocks:
+            x = checkpoint(block, x, angles, use_reentrant=False) if self.recompute else block(x, angles)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, recompute: bool) -> Subject:
+    """A decoder fed with ``samples`` sequences of ``sequence`` tokens."""
+
+    def batch(model: nn.Module, step: int) -> torch.Tensor:
+        return torch.randint(shape.vocabulary, (samples, sequence), device=next(model.parameters()).device)
+
+    return Subject(name, lambda: Decoder(shape, recompute=recompute), batch, lambda output, _: output)
+
+
+def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool) -> Subject:
+    """What ``name`` stands for: ``module:build`` as in ds_verify, or a ``config.json``. UsageError where it is wrong.
+
+    A configuration file becomes transformers' own model where that package is installed, else a decoder of its shape.
+    """
+    if not name.endswith(".json"):
+        return _users(name)
+    try:
+        config = json.loads(Path(name).read_text())
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{name} is no Hugging Face configuration: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{name} is no Hugging Face configuration: it holds no object")
+    if isinstance(text := config.get("text_config"), dict):
+        config = text
+    family = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder", any(part in family.replace("_", "-") for part in _TWO_HALVES)):
+        raise UsageError(f"{name} describes an encoder-decoder ({family!r}); give the model itself as module:build")
+    shape = shape_of(config, name)
+    length = sequence or min(shape.positions, 4096)
+    if shape.placed and length > shape.positions:
+        raise UsageError(f"{name} has {shape.positions} positions, fewer than the sequence of {length}")
+    ours = decoder_subject(name, shape, samples=samples, sequence=length, recompute=recompute)
+    if "model_type" not in config or importlib.util.find_spec("transformers") is None:
+        others = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+        if others or family not in ("", *_GATED, *_PLAIN):
+            raise UsageError(
+                f"{name}: without transformers a plain decoder is simulated, which "
+                f"{f'experts ({others[0]})' if others else repr(family)} is not; install transformers, or give the "
+                f"model itself as module:build. Known: {', '.join(sorted((*_GATED, *_PLAIN)))}"
+            )
+        return ours
+    return _transformers(config, ours, recompute=recompute)
+
+
+def _transformers(config: dict[str, Any], ours: Subject, *, recompute: bool) -> Subject:
+    transformers = importlib.import_module("transformers")
+
+    def build() -> nn.Module:
+        kind = dict(config)
+        parsed = transformers.AutoConfig.for_model(kind.pop("model_type"), **kind)
+        parsed.use_cache = False
+        make = transformers.AutoModelForCausalLM.from_config
+        try:
+            model: nn.Module = make(parsed, attn_implementation="sdpa")
+        except ValueError:  # what has none, has plain products
+            model = make(parsed, attn_implementation="eager")
+            MODULE.sink.plain_attention[f"transformers have no other for {config['model_type']!r}"] += 1
+        if recompute:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        return model.train()
+
+    def batch(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+        tokens = ours.batch(model, step)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Subject(ours.name, build, batch, lambda output, _: default_loss(output, None))
+
+
+def _users(name: str) -> Subject:
+    build = resolve(name)
+    parts: list[Any] = []
+
+    def model() -> nn.Module:
+        parts[:] = parts_of(build(), name)
+        return parts[0]
+
+    def batch(module: nn.Module, step: int) -> Any:
+        return (parts[1] or invented_batch(module))(step, 0, 0, 1)
+
+    def loss(output: Any, given: Any) -> torch.Tensor:
+        return (parts[2] or default_loss)(output, given)
+
+    return Subject(name, model, batch, loss)

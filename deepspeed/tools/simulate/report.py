@@ -1,0 +1,105 @@
+"""What a simulated step took: in words, as facts, and as a picture over time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.observe.program import columns, size
+from deepspeed.observe.tracefile import TraceFile
+from deepspeed.tools.simulate.costs import Machine
+from deepspeed.tools.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST
+from deepspeed.tools.simulate.run import Outcome
+
+_MOST = 6  # rows of a list that can be long
+_NAMES = {HOST: "program", DRIVE_READS: "drive: reads", DRIVE_WRITES: "drive: writes"}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _largest(sums: dict[Any, float]) -> list[tuple[Any, float]]:
+    return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
+    """The numbers, for programs: seconds and bytes."""
+    return {
+        "assumed": {name: machine.values[name] for name in sorted(machine.used & machine.assumed)},
+        "plain_attention": outcome.plain_attention,
+        "parameters": outcome.parameters,
+        "step_seconds": outcome.seconds,
+        "phase_seconds": outcome.phases,
+        "exposed_seconds": outcome.exposed_seconds,
+        "exposed": [{"launch": n, "for": label, "seconds": s} for (n, label), s in _largest(outcome.exposed)],
+        "late_seconds": dict(outcome.late),
+        "host_waits": [
+            {"what": what, "where": where, "times": times, "seconds": outcome.waited.get((what, where), 0.0)}
+            for (what, where), times in outcome.waits.most_common()
+        ],
+        "agreement": {"messages": outcome.messages, "program_seconds": outcome.agreement_seconds},
+        "device_bytes": {"states": outcome.states, "peak": outcome.peak, "reserved": outcome.reserved}
+        | {"retries": outcome.retries}
+        | {"building": outcome.build_peak, "at_peak": outcome.at_peak},
+        "host_bytes": outcome.host,
+        "unordered": [str(problem) for problem in outcome.unordered],
+    }
+
+
+def text(outcome: Outcome, machine: Machine, title: str) -> str:
+    """The report that people read."""
+    over = outcome.reserved - int(machine["device_bytes"])
+    memory: list[tuple[str, float]] = [("model states at rest", outcome.states), ("peak", outcome.peak)]
+    memory += [(f"  of it {name}", nbytes) for name, nbytes in _largest(dict(outcome.at_peak)) if nbytes]
+    memory += [("reserved by the allocator", outcome.reserved), ("peak while building", outcome.build_peak)]
+    memory += [(f"host memory, {place}", nbytes) for place, nbytes in outcome.host.items()]
+    share, agreement = (s / outcome.seconds for s in (outcome.exposed_seconds, outcome.agreement_seconds))
+    times = [("step", outcome.seconds), *((f"  {name}", seconds) for name, seconds in outcome.phases.items())]
+    times += [("exposed transfers", outcome.exposed_seconds)]
+    times += [(f"  {n} {label}".rstrip(), seconds) for (n, label), seconds in _largest(outcome.exposed)[:_MOST]]
+    times += [("device without work from the program", sum(outcome.late.values()))]
+    times += [(f"  after {name}", seconds) for name, seconds in _largest(outcome.late)[:_MOST] if name]
+    times += [("program busy with its own work", outcome.busy.get(HOST, 0.0))]
+    lines = [title, "", *columns([(name, size(nbytes)) for name, nbytes in memory]), ""]
+    lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
+    lines += [f"exposed transfers are {share:.1%} of the step, agreement of the ranks is at most {agreement:.2%}"]
+    lines += [f"the ranks agree by message {outcome.messages} times a step, for {_ms(outcome.agreement_seconds)}"]
+    waits = outcome.waits.most_common()
+    lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
+    lines += [
+        f"  {times} x {what}, {_ms(outcome.waited.get((what, where), 0.0))}: {where}"
+        for (what, where), times in waits[:_MOST]
+    ]
+    lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
+    if outcome.retries:
+        lines += [f"the allocator gives memory back to the device {outcome.retries} times a step, waiting for it"]
+    if over > 0:
+        lines += [f"DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])} of {machine.name}"]
+    lines += [f"UNORDERED {problem}" for problem in outcome.unordered]
+    return "\n".join([*lines, *premises([outcome], machine)])
+
+
+def premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
+    """What the times rest on, a line each."""
+    reasons = sorted({reason for outcome in outcomes for reason in outcome.plain_attention})
+    assumed = ", ".join(sorted(machine.used & machine.assumed))
+    lines = [f"attention is computed by plain products, and charged so: {reason}" for reason in reasons]
+    return lines + [f"assumed, not measured: {assumed}"] * bool(assumed)
+
+
+def constants(document: dict[str, Any]) -> list[str]:
+    """The lines of a table of a machine's file: constant, value, what it is, where it is from."""
+    rows = [(name, f"{value:.4g}", source) for name, (value, source) in document["constants"].items()]
+    return [str(document["name"]), "", *columns(rows, left=3)]
+
+
+def write_trace(outcomes: Sequence[Outcome], names: Sequence[str], path: str) -> None:
+    """Write a process for each rank, of that name, with a row for each stream. Raises OSError."""
+    begin = min((span.start for outcome in outcomes for span in outcome.spans), default=0.0)
+    with TraceFile(path) as file:
+        for process, (outcome, title) in enumerate(zip(outcomes, names, strict=True)):
+            streams = sorted({span.stream for span in outcome.spans})
+            rows = [_NAMES.get(stream) or outcome.streams.get(stream, f"stream {stream}") for stream in streams]
+            file.process(process, title.rstrip(": "), rows)
+            for span in outcome.spans:
+                place = process, streams.index(span.stream), span.name, span.label or "program"
+                file.span(*place, (span.start - begin) * 1e6, span.seconds * 1e6, {})
