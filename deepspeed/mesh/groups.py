@@ -127,6 +127,28 @@ def group_over(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.Process
     return made.pg
 
 
+class _Maker:
+    """Makes the groups of one mesh; for one set of ranks there is one group, whichever axes span it."""
+
+    def __init__(self, backend: str, job: AxisGroup, known: Sequence[dist.ProcessGroup]) -> None:
+        self._backend = backend
+        # A name that no mesh over these ranks has had, the same on all of them.
+        count = c10d._get_default_store().add(f"deepspeed/meshes/{job.ranks[job.index]}", 1)
+        self.name = f"deepspeed/mesh{max(gather_objects(count, job))}"
+        self.made: list[AxisGroup] = []
+        self._over = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in known), job)}
+
+    def new(self, axis: Axis | AxisGroup, label: str, kind: str) -> AxisGroup:
+        self.made.append(_new_group(f"{self.name}/{label}", axis, kind))
+        return self.made[-1]
+
+    def over(self, axis: Axis) -> AxisGroup:
+        members = tuple(sorted(axis.ranks))
+        if members not in self._over:
+            self._over[members] = self.new(axis, axis.name, self._backend)
+        return self._over[members]
+
+
 def build_mesh(
     backend: str,
     *,
@@ -152,23 +174,8 @@ def build_mesh(
     topology = dense_topology(tuple(order or everyone.ranks), pp=pp, sp=sp, tp=tp, inner_size=inner_size)
     if everyone.size == 1:
         return plain
-    # A name that no mesh over these ranks has had, the same on all of them.
-    count = c10d._get_default_store().add(f"deepspeed/meshes/{everyone.ranks[everyone.index]}", 1)
-    name = f"deepspeed/mesh{max(gather_objects(count, everyone))}"
-    made: list[AxisGroup] = []
-    # One group for one set of ranks, whichever axes span it.
-    cache = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in known), everyone)}
-
-    def new(axis: Axis | AxisGroup, label: str, kind: str) -> AxisGroup:
-        made.append(_new_group(f"{name}/{label}", axis, kind))
-        return made[-1]
-
-    def over(axis: Axis) -> AxisGroup:
-        members = tuple(sorted(axis.ranks))
-        if members not in cache:
-            cache[members] = new(axis, axis.name, backend)
-        return cache[members]
-
+    maker = _Maker(backend, everyone, known)
+    new, over = maker.new, maker.over
     zero = over(topology.axis(rank, "dp_outer", "dp", "sp"))
     messages = backend if everyone.alike else "gloo"
     host = new(everyone, "host", messages) if zero.size < everyone.size else None
@@ -181,8 +188,8 @@ def build_mesh(
     apart = new(first, "reductions", backend) if reducing and first.size > 1 else None
     if backend == "gloo":  # else it carries a few control messages, which should not wait
         take_turns()
-    mesh = Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, **shares)
-    return replace(mesh, reducing=apart, made=tuple(made))
+    mesh = Mesh(groups, everyone, data, zero, asks, maker.name, host=host, topology=topology, **shares)
+    return replace(mesh, reducing=apart, made=tuple(maker.made))
 
 
 def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, AxisGroup]:

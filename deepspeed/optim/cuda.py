@@ -158,6 +158,16 @@ def _check_row(row: "_Row") -> None:
         raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
 
 
+def _check(rows: list[_Row], steps: Tensors, found_inf: torch.Tensor | None) -> None:
+    for row in rows:
+        _check_row(row)
+    for step, (param, *_) in zip(steps, rows, strict=True) if steps else ():
+        if step.dtype is not torch.float32 or step.numel() != 1 or step.device != param.device:
+            raise ValueError("step is an int, or fp32 tensors of one element on the parameters' device, one each")
+    if found_inf is not None and not on_cuda(found_inf):
+        raise ValueError(f"found_inf is read by the device and must be a CUDA tensor, not one on {found_inf.device}")
+
+
 def _update(
     op: OpSpec,
     params: Tensors,
@@ -185,16 +195,8 @@ def _update(
     """
     columns = (params, grads, exp_avgs, exp_avg_sqs, outs)
     rows: list[_Row] = list(zip(*([None] * len(params) if c is None else c for c in columns), strict=True))
-    for row in rows:
-        _check_row(row)
     steps: Tensors = () if isinstance(step, int) else step
-    if steps and any(
-        s.dtype is not torch.float32 or s.numel() != 1 or s.device != p.device
-        for s, p in zip(steps, params, strict=True)
-    ):
-        raise ValueError("step is an int, or fp32 tensors of one element on the parameters' device, one each")
-    if found_inf is not None and not on_cuda(found_inf):
-        raise ValueError(f"found_inf is read by the device and must be a CUDA tensor, not one on {found_inf.device}")
+    _check(rows, steps, found_inf)
     fields |= {"step": step if isinstance(step, int) else 0, "beta1": betas[0], "beta2": betas[1]}
     buckets: dict[tuple[object, ...], list[int]] = {}
     for index, row in enumerate(rows):

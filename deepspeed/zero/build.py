@@ -121,9 +121,8 @@ def build(
     be trained (no gradients, no optimizer state). Values come from the first rank. Raises DivergenceError when ranks
     hold different models.
     """
-    groups = optimizer.param_groups if optimizer is not None else []
+    mesh, groups = facts.mesh, optimizer.param_groups if optimizer is not None else []
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-    mesh = facts.mesh
     check_same_model(model, mesh)
     files = agreed_files(model, mesh)
     if rules.device.type == "cpu":
@@ -141,13 +140,10 @@ def build(
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
         _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
-    heap = hostmem.HeapTrimmer()
-    units: list[Unit] = []
-    for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
-        unit = _bare_unit(index, spec, layout, row)
-        values = values_from_files(unit, rules.device, files, mesh=mesh)
-        _take_over(unit, spec, values, rules, tiers, plain=not plan.regular.param.sharded)
-        units.append(unit)
+    units = [_bare_unit(i, *each) for i, each in enumerate(zip(parts.units, layouts, fitted.rows, strict=True))]
+    heap, plain = hostmem.HeapTrimmer(), not plan.regular.param.sharded
+    for unit, spec in zip(units, parts.units, strict=True):
+        _take_over(unit, spec, values_from_files(unit, rules.device, files, mesh=mesh), rules, tiers, plain=plain)
         if rules.device.type == "cpu":
             heap.passed(2 * unit.layout.numel * spec.dtype.itemsize)
     heap.trim()

@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,21 +112,28 @@ def content_of(
         content.common = {"shared": collect.names_of(states)[1], "extra_state": packed, "groups": states.groups}
     elsewhere = collect.written_elsewhere(states, first_to_name(of_sites))
     without = elsewhere | collect.frozen_names(states) if exclude_frozen else elsewhere
-    first_with = first_to_name(of_buffers)
 
     def parts() -> Iterator[TensorPart]:
         yield from collect.weight_parts(states, without=without)
-        for name, buffer in buffers.items():  # the first rank's that has one of its name, and those that differ from it
-            if first_with[name] == rank:
-                yield _whole("buffer", name, buffer)
-            elif of_buffers[rank][name] != of_buffers[first_with[name]][name]:
-                yield _whole(f"buffer@{rank}", name, buffer)
+        yield from _buffer_parts(buffers, of_buffers, rank)
         yield from collect.gradient_parts(states, without=elsewhere)
         for name, tensor in plain.tensors.items():
             yield _whole("plain", name, tensor)
 
     content.collect = parts
     return content
+
+
+def _buffer_parts(
+    buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int
+) -> Iterator[TensorPart]:
+    """The buffers of this ``rank`` that no rank before it has, and those that differ from the first rank's."""
+    first = first_to_name(digests)
+    for name, buffer in buffers.items():
+        if first[name] == rank:
+            yield _whole("buffer", name, buffer)
+        elif digests[rank][name] != digests[first[name]][name]:
+            yield _whole(f"buffer@{rank}", name, buffer)
 
 
 def _common_facts(states: States, given: dict[str, Any], plain: Collected) -> dict[str, Any]:

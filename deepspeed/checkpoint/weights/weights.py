@@ -212,11 +212,7 @@ def write_weights(
                 if safetensors:
                     _write_safetensors(file, shard, progress)
                 else:
-                    state = {}
-                    for s in shard:
-                        state[s.name] = s.whole()
-                        progress(s.nbytes)
-                    torch.save(with_aliases(state, aliases), file)  # the name of a path would get into the archive
+                    _write_torch(file, shard, aliases, progress)
             sync(path)
         pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}(\.index\.json)?")
         stale = [p for p in out.iterdir() if pattern.fullmatch(p.name) and p.name not in names]
@@ -230,6 +226,14 @@ def write_weights(
         _write_index(written[-1], dict(zip(names, shards, strict=True)), aliases, nbytes=total_bytes(streams))
     sync(out)
     return written
+
+
+def _write_torch(file: BinaryIO, streams: Sequence[Stream], aliases: Mapping[str, str], progress: Progress) -> None:
+    state = {}
+    for s in streams:
+        state[s.name] = s.whole()
+        progress(s.nbytes)
+    torch.save(with_aliases(state, aliases), file)  # the name of a path would get into the archive
 
 
 def _write_safetensors(file: BinaryIO, streams: Sequence[Stream], progress: Progress) -> None:

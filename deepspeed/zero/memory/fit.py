@@ -98,11 +98,11 @@ def memory_plan(
 ) -> MemoryPlan:  # fmt: skip
     """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead."""
     table: Counter[tuple[str, Tier]] = Counter()
-    host_left, pages, loaded = offload.host_param_numel, 0, 0
+    host_left, pages = offload.host_param_numel, 0
 
-    def add(what: str, tier: Tier, nbytes: int) -> None:
+    def add(what: str, tier: Tier, nbytes: int, *, paged: bool = True) -> None:
         nonlocal pages
-        if tier is Tier.HOST and not shared:
+        if paged and tier is Tier.HOST and not shared:
             nbytes = round_up(nbytes, _PAGE)
             pages += nbytes
         table[what, tier] += nbytes
@@ -116,37 +116,49 @@ def memory_plan(
         if grad is not None and optim is not None:
             for _ in range(offload.update.gradient_copies if optim.away else 1):  # the last ones while new ones come
                 add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
-            # An fp32 parameter that rests on the device is its own master.
-            same = unit.width >= 4 and not (offload.update.masters_apart and optim.away)
-            same = same and (Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE)
             numel = _share(unit.numel, optim, ways)
-            add("optimizer state", optim.tier, 0 if same else 4 * numel)
+            masters = not _is_its_own_master(unit, tier, optim, offload, shared=shared)
+            add("optimizer state", optim.tier, 4 * numel * masters)
             parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
             needed = offload.update.memory_of(unit.shapes, numel, parts=parts, slots=widths.slots, shared=shared)
             for what, tier, nbytes, paged in needed if optim.away else ():
-                if paged:
-                    add(what, tier, nbytes)
-                else:
-                    table[what, tier] += nbytes
+                add(what, tier, nbytes, paged=paged)
             if unit.row.loads_states and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)
-                loaded = max(loaded, (4 + widths.slots) * numel)
             else:
                 table["optimizer state", optim.tier] += widths.slots * numel
-        if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
-            each = 4 + widths.slots if optim is not None else unit.width
-            table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
+        table["copies for asynchronous saves", Tier.HOST] += _saved_at_once(unit, ways, offload, widths)
     table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch)
     table["gradients on their way", Tier.DEVICE] = _sent_gradients(units, ways, widths, shared=shared)
-    table["optimizer state on a visit", Tier.DEVICE] = InFlight.LOADED * loaded
+    visits = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim and u.row.loads_states and not shared]
+    table["optimizer state on a visit", Tier.DEVICE] = InFlight.LOADED * (4 + widths.slots) * max(visits, default=0)
     hosted = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim is not None and u.row.optim.away]
     for what, tier, nbytes, _ in offload.update.memory_beside(hosted, slots=widths.slots):
         table[what, tier] += nbytes
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     table[f"communicators: {communicators}, assumed", Tier.DEVICE] = communicators * _COMMUNICATOR
+    return MemoryPlan(_lines(table), shared, pages)
+
+
+def _lines(table: Counter[tuple[str, Tier]]) -> tuple[Line, ...]:
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
-    return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
+    return tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names)
+
+
+def _is_its_own_master(unit: UnitSize, tier: Tier, optim: StatePlan, offload: OffloadPlan, *, shared: bool) -> bool:
+    """An fp32 parameter that rests on the device needs no master beside it."""
+    if unit.width < 4 or (offload.update.masters_apart and optim.away):
+        return False
+    return Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE
+
+
+def _saved_at_once(unit: UnitSize, ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
+    """Bytes of a rank's copies for an asynchronous save; each byte of a unit is one rank's to write."""
+    optim = unit.row.optim
+    if not offload.save_copies or (optim or unit.row.param).tier is Tier.NVME:
+        return 0
+    return -(-unit.numel // prod(ways)) * (unit.width if optim is None else 4 + widths.slots)
 
 
 def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
