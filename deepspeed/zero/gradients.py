@@ -79,20 +79,22 @@ class Gradients:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
 
-    def pack(self, unit: Unit, position: int) -> None:
-        """Move the gradient of ``unit.params[position]`` into the unit's partial sum and drop it."""
+    def pack(self, unit: Unit, position: int) -> bool:
+        """Move the gradient of ``unit.params[position]`` into the unit's partial sum and drop it.
+
+        Returns whether there was one; the caller notes it with the unit's window.
+        """
         param, segment = unit.params[position], unit.layout.segments[position]
         grad = take_gradient(param)
         if grad is None:
-            return
+            return False
         factor = unit.facts.before * self.scale
         partial = unit.window.partial
         if partial is None:
             dtype = self._partial_dtype(unit)
             if len(unit.params) == 1 and owners(grad) == self._alone and _is_whole_sum(unit, grad, dtype):
                 unit.window.open(dtype, unit.device, begin=grad.view(-1)).mul_(factor)
-                unit.window.note_packed(position)
-                return
+                return True
             partial = unit.window.open(dtype, unit.device)
         target = partial[segment.offset : segment.stop].view(segment.shape)
         if position in unit.window.fired:
@@ -103,12 +105,12 @@ class Gradients:
             target.copy_(grad)
             if factor != 1.0:
                 target.mul_(factor)
-        unit.window.note_packed(position)
         # Without a factor further gradients need no call of ours each. Of a DTensor every one is looked at.
         plain = unit.facts.before == self.scale == 1.0 and target.dtype is param.dtype and local_of(param) is param
         if self._passing and plain:
             param.grad = target
             self.adding[unit.index, position] = target
+        return True
 
     def begin_pass(self) -> None:
         """Many backwards as one begin, whose gradients are only summed here."""
@@ -156,7 +158,8 @@ class Gradients:
                 for position in written_gradients(unit.params):
                     if (unit.index, position) not in self.adding:
                         self.written = True
-                        self.pack(unit, position)
+                        if self.pack(unit, position):
+                            unit.window.note_packed(position)
         return self.any()
 
     def _partial_dtype(self, unit: Unit) -> torch.dtype:

@@ -69,12 +69,15 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
                 yield from tensors_in(getattr(value, name, None), depth - 1)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether the client has compiled the module: a copy of it, its call, or its forward."""
-    attributes = vars(module)
-    forward = attributes.get("forward")
-    whole = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
-    return whole or (forward is not None and hasattr(forward, "_torchdynamo_orig_callable"))
+def _are_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Whether the client has compiled one of the modules: a copy of it, its call, or its forward."""
+    for module in modules:
+        attributes = vars(module)
+        if "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None:
+            return True
+        if "forward" in attributes and hasattr(attributes["forward"], "_torchdynamo_orig_callable"):
+            return True
+    return False
 
 
 def _drop_gradient(param: nn.Parameter) -> None:
@@ -172,7 +175,7 @@ class ModuleHooks:
         known = self._compiled
         old = self.forward_handles, self.backward_handles
         self.forward_handles, self.backward_handles = [], []
-        self._compiled = known or compiled or any(map(_is_compiled, self._modules))
+        self._compiled = known or compiled or _are_compiled(self._modules)
         try:
             self._register()
         except BaseException:
@@ -374,7 +377,7 @@ class ModuleHooks:
 
     def _check_parameters(self) -> None:
         """Once a step: refuse parameters that were replaced, moved, added or unfrozen after ``initialize``."""
-        if not self._compiled and any(map(_is_compiled, self._modules)):
+        if not self._compiled and _are_compiled(self._modules):
             self.install()
         for unit in self._runtime.units:
             if unit.whole:

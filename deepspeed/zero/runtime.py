@@ -10,6 +10,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ from deepspeed.zero.update.policy import UpdatePolicy
 from deepspeed.zero.update.publish import Publication
 
 
+@dataclass
+class Counts:
+    """What happened since construction, for tests and benchmarks."""
+
+    gathers: int = 0
+    gathered_numel: int = 0
+    reductions: int = 0
+    dummy_collectives: int = 0
+
+
 class Runtime:
     """Owns schedule, gradients and collectives of one engine's units, and the policy of their update."""
 
@@ -50,8 +61,7 @@ class Runtime:
         )
         self.failures = Failures(self)
         self.update = UpdatePolicy(self)
-        # What happened since construction, for tests and benchmarks.
-        self.gathers = self.gathered_numel = self.reductions = self.dummy_collectives = 0
+        self.counts = Counts()
         self.steps = self.depth = self.flushes = 0
         self.in_backward = self.in_one_pass = False
         # The engine, while it lives; and its optimizer.
@@ -124,7 +134,7 @@ class Runtime:
         """That module has run. ``keep``: its backward could not be predicted, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.drop_user(keep=keep)
-            if unit.movable and unit.idle and unit.state is UnitState.READY and not (self.in_backward or unit.kept):
+            if unit.movable and not (self.in_backward or unit.kept) and unit.state is UnitState.READY and unit.idle:
                 if not self._stays(unit):
                     unit.release()
                 elif unit.borrowed:  # the next one who borrows it is to ask, and to be noted
@@ -193,17 +203,17 @@ class Runtime:
         return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT]
 
     def _gather(self, unit: Unit, dummy: bool) -> None:
-        self.gathers += 1
-        self.gathered_numel += unit.layout.numel
+        self.counts.gathers += 1
+        self.counts.gathered_numel += unit.layout.numel
         if unit.state is not UnitState.ABSENT:
             # Another rank lost this unit earlier than we did: serve it, and leave alone what may be edited here.
             unit.wait(StateKind.PARAM)
-            self.dummy_collectives += 1
+            self.counts.dummy_collectives += 1
             self._stream.run(functools.partial(unit.start_gather, torch.empty_like(unit.buffer.full))).wait()
             return
         unit.fetch(self._stream.run)
         if dummy:
-            self.dummy_collectives += 1
+            self.counts.dummy_collectives += 1
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
@@ -244,17 +254,18 @@ class Runtime:
         """Autograd has finished the gradient of one parameter in graph task ``task``."""
         if (unit.index, position) in self.gradients.adding:
             return  # it is where it belongs, and its unit stays
-        self.gradients.pack(unit, position)
+        packed = self.gradients.pack(unit, position)
+        done = unit.window.note_ready(position, task, packed=packed)
         # whatever earlier backwards have left of it
         if len(unit.window.arrived) == len(unit.params) and self.gradients.reduces_now(unit):
             self.order.gradient_complete(unit, at_once=not unit.movable or not self.plan.overlap)
-        if unit.window.all_done(position, task):
+        if done:
             self.backward_done(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        self.reductions += 1
+        self.counts.reductions += 1
         if not unit.window.fired:
-            self.dummy_collectives += 1
+            self.counts.dummy_collectives += 1
         self.order.note_reduction(unit)
         self.gradients.reduce(unit)
         if self.in_backward and self.gradients.final:
@@ -262,7 +273,7 @@ class Runtime:
 
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is predicted: release its parameters."""
-        free = unit.movable and unit.idle and not unit.kept and unit.state is UnitState.READY and not self.second_order
+        free = unit.movable and not (unit.kept or self.second_order) and unit.state is UnitState.READY and unit.idle
         # Ops that do not differentiate the weights (``weight.detach()``) may read them later: then the flush releases.
         if free and not unit.buffer.read_by_others():
             unit.release()
@@ -390,7 +401,7 @@ class Runtime:
 
     def place(self) -> str:
         """The place in the order of collectives, equal on ranks that have done the same."""
-        return f"{self.gathers} gathers, {self.reductions} reductions, {self.steps} steps"
+        return f"{self.counts.gathers} gathers, {self.counts.reductions} reductions, {self.steps} steps"
 
 
 def _worker(units: list[Unit], device: torch.device) -> Worker | None:

@@ -185,9 +185,15 @@ class Unit:
         inside = all(h == self.name or h.startswith(f"{self.name}.") for h in homes)
         return self.name if inside else ", ".join(homes[:8])
 
-    # Every parameter's values are here and may be read without asking: not released, still arriving, or hidden.
-    whole = property(lambda self: self.state is UnitState.READY and not self.buffer.hidden)
-    idle = property(lambda self: self.users == 0 and self.pins == 0)
+    @property
+    def whole(self) -> bool:
+        """Whether every parameter's values may be read without asking: not released, still arriving, or hidden."""
+        return self.state is UnitState.READY and not self.buffer.hidden
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody uses the values."""
+        return self.users == 0 and self.pins == 0
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
         """This rank's flat [start, stop) of a state at rest."""

@@ -71,7 +71,7 @@ class GradientWindow:
         self._spare = partial
 
     def note_packed(self, position: int) -> None:
-        """The gradient of one parameter is in the local sum."""
+        """Note that the gradient of one parameter is in the local sum."""
         self.fired.add(position)
         self.arrived.add(position)
 
@@ -105,10 +105,14 @@ class GradientWindow:
         self.filled = False
         self.move(GradState.EMPTY)
 
-    def all_done(self, position: int, task: int) -> bool:
-        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one.
-        Autograd finishes a gradient after the parameter's last use in that task, so no op still reads the weights.
+    def note_ready(self, position: int, task: int, *, packed: bool) -> bool:
+        """Note that parameter ``position`` got its gradient in graph task ``task``, and whether that is in the local
+        sum; True when all have got theirs, in that task. Autograd finishes a gradient after the parameter's last use in
+        the task, so no op still reads the weights.
         """
+        if packed:
+            self.fired.add(position)
+            self.arrived.add(position)
         self._done, self._done_task = self._done if task == self._done_task else set(), task
         self._done.add(position)
         return len(self._done) == len(self._params)

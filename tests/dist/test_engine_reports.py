@@ -131,7 +131,7 @@ def logged_collectives() -> tuple[dict[str, int], dict[str, Any]]:
         comm.reset_log()
         train_step(engine, case, 0)
         counts = {op: comm.get_comm_operation_count(op) for op in comm.get_logged_comm_ops()}
-        expected = engine.runtime.reductions
+        expected = engine.runtime.counts.reductions
         summary = comm.log_summary(show_straggler=True, return_dict=True)
         engine.destroy()
         assert summary is not None and counts["reduce_scatter"] == expected

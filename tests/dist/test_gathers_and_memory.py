@@ -73,13 +73,13 @@ def count_gathers() -> dict[str, object]:
     names = [u.name for u in runtime.units if u.movable]
     counts = {"train": [], "eval": []}
     for step in range(4):
-        before = runtime.gathers
+        before = runtime.counts.gathers
         _train(engine, step)
-        counts["train"].append(runtime.gathers - before)
-        before = runtime.gathers
+        counts["train"].append(runtime.counts.gathers - before)
+        before = runtime.counts.gathers
         _evaluate(engine)
-        counts["eval"].append(runtime.gathers - before)
-    return {"names": names, **counts, "dummies": runtime.dummy_collectives}
+        counts["eval"].append(runtime.counts.gathers - before)
+    return {"names": names, **counts, "dummies": runtime.counts.dummy_collectives}
 
 
 def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankPool) -> None:
@@ -122,7 +122,7 @@ def watch_addresses() -> list[str]:
             block.register_forward_pre_hook(check)
         for step in range(2):
             _train(engine, step)
-    if not runtime.gathers:
+    if not runtime.counts.gathers:
         faults.append("nothing was gathered")
     return faults
 

@@ -186,9 +186,9 @@ def test_a_model_that_leaves_generation_to_a_part(pool2: RankPool, pinned: bool)
 def gathers_of(size: int) -> tuple[int, int]:
     """Messages and gathers of one generation."""
     engine = start(speaker(), config(3, zero=ZERO, tp_gather_partition_size=size))
-    messages, gathers = engine.runtime.agreement.rounds, engine.runtime.gathers
+    messages, gathers = engine.runtime.agreement.rounds, engine.runtime.counts.gathers
     engine.generate(prompt(dist.get_rank()))
-    result = engine.runtime.agreement.rounds - messages, engine.runtime.gathers - gathers
+    result = engine.runtime.agreement.rounds - messages, engine.runtime.counts.gathers - gathers
     engine.destroy()
     return result
 

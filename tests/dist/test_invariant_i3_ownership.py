@@ -93,10 +93,10 @@ def gathers_per_step() -> list[int]:
     engine = start(_case().build(), make_config(3, zero=SHARD_ALL))
     counts = []
     for _ in range(3):
-        before = engine.runtime.gathers
+        before = engine.runtime.counts.gathers
         engine.backward(engine(torch.ones(2, IN_FEATURES)).sum())
         engine.step()
-        counts.append(engine.runtime.gathers - before)
+        counts.append(engine.runtime.counts.gathers - before)
         with torch.no_grad():
             engine(torch.ones(2, IN_FEATURES))
     counts.append(sum(u.movable for u in engine.runtime.units))

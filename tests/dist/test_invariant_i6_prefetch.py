@@ -126,7 +126,7 @@ def hit_rate() -> tuple[float, int]:
         with torch.no_grad():
             engine(case.batch(here(step))[0])
     schedule = engine.runtime.schedule
-    rounds = engine.runtime.dummy_collectives
+    rounds = engine.runtime.counts.dummy_collectives
     engine.destroy()
     return schedule.hits / schedule.uses, rounds
 

@@ -226,7 +226,7 @@ def reductions_of_a_window(stage: int) -> tuple[float, float]:
     for step in range(8):
         engine.backward(square_loss(engine, samples(step, 0)))
         engine.step()
-    count = engine.runtime.reductions / 2 / len(engine.runtime.units)
+    count = engine.runtime.counts.reductions / 2 / len(engine.runtime.units)
     engine.destroy()
     return count, error
 

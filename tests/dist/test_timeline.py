@@ -90,7 +90,7 @@ def _watched(stage: int, folder: str, steps: int, changes: dict[str, Any]) -> di
     out = {"same": same and all(torch.equal(p, weights[n]) for n, p in _whole(engine).items())}
     if stage == 3:
         engine.save_checkpoint(f"{folder}/saved")
-    counts = engine.runtime.gathers, engine.runtime.reductions
+    counts = engine.runtime.counts.gathers, engine.runtime.counts.reductions
     observer = engine._lasting._exit_callbacks
     names = {"bare": bare, "watched": watched}
     for callback in [*observer]:

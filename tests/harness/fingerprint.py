@@ -367,7 +367,7 @@ def _micro(engine: Any, x: Tensor, y: Tensor, *, bad: bool, cast: bool) -> Any:
 
 
 def _end(engine: Any, model: ProbeModel) -> Fingerprint:
-    counters = engine.runtime
+    counters = engine.runtime.counts
     out = {
         "gathers": [counters.gathers, counters.gathered_numel, counters.reductions, counters.dummy_collectives],
         "in forward": model.seen[:],

@@ -94,7 +94,7 @@ class ModuleTree:
                 continue
             now, before = [p._version for p in unit.params], self._versions[unit]
             self._versions[unit] = now
-            counted = (unit.whole and unit.buffer.bring_back()) or now != before
+            counted = unit.buffer.bring_back() or now != before
             looked = unit in self._through_data or (sampled and not unit.on_drive(StateKind.PARAM))
             written = _written(unit) if counted or looked else []
             names = [unit.layout.segments[position].name for position in written]
