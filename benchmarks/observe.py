@@ -51,8 +51,8 @@ class _Stopwatch:
 
 def _time_notes(patch: pytest.MonkeyPatch, watch: _Stopwatch) -> None:
     """Let ``watch`` time the functions of observers that begin from here on."""
-    from deepspeed.timeline import listen
-    from deepspeed.timeline.observer import Observer
+    from deepspeed.profiling.timeline import listen
+    from deepspeed.profiling.timeline.observer import Observer
 
     put, collective, wait = listen.Wraps.put, listen.Listener._collective, listen._Watched.wait
 
@@ -82,7 +82,7 @@ def _time_notes(patch: pytest.MonkeyPatch, watch: _Stopwatch) -> None:
 
 def _own(engine: Any, steps: Any, count: int) -> None:
     """Print what the functions of the record take."""
-    from deepspeed.timeline.observer import Observer
+    from deepspeed.profiling.timeline.observer import Observer
 
     watch, own = _Stopwatch(), {True: list[float](), False: list[float]()}
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +118,7 @@ def _own(engine: Any, steps: Any, count: int) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """One rank: rounds of steps without and with an observer."""
-    from deepspeed.timeline.observer import Observer
+    from deepspeed.profiling.timeline.observer import Observer
 
     engine, steps = small_job(options)
     settings = engine._config.observe.model_copy(update={"run": options.folder})

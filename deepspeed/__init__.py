@@ -7,7 +7,7 @@ version pay nothing. Each public name is loaded when it is first used and kept f
 from importlib import import_module
 from typing import Any
 
-from deepspeed.absent import tell_of_absent_modules
+from deepspeed.client.absent import tell_of_absent_modules
 from deepspeed.errors import nearest_hint, pending_class, pending_function
 from deepspeed.version import __version__
 
@@ -29,10 +29,10 @@ globals().update({name: pending_class(f"deepspeed.{name}") for name in _CLASSES}
 _LAZY = {
     "DeepSpeedConfig": "deepspeed.config:",
     "DeepSpeedConfigError": "deepspeed.config:",
-    "DeepSpeedDataLoader": "deepspeed.data.loader:",
+    "DeepSpeedDataLoader": "deepspeed.client.data_loader:",
     "DeepSpeedEngine": "deepspeed.engine:",
-    "DeepSpeedHybridEngine": "deepspeed.engine.hybrid:",
-    "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
+    "DeepSpeedHybridEngine": "deepspeed.client.hybrid_engine:",
+    "DeepSpeedOptimizer": "deepspeed.client.zero.optimizer:",
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",
     "HAS_TRITON": "deepspeed.git_version_info:",
@@ -40,7 +40,7 @@ _LAZY = {
     "PipelineEngine": "deepspeed.pipe.engine:",
     "PipelineModule": "deepspeed.pipe:",
     "add_config_arguments": "deepspeed.api:",
-    "checkpointing": "deepspeed.activation.checkpointing",
+    "checkpointing": "deepspeed.client.activation",
     "get_accelerator": "deepspeed.accelerator:",
     "init_distributed": "deepspeed.comm:",
     "initialize": "deepspeed.api:",

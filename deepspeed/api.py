@@ -14,34 +14,34 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
-from deepspeed.comm import trace
+from deepspeed.client.comm import log as trace
+from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
+from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
+from deepspeed.client.lr_schedules import build_scheduler
+from deepspeed.client.mpu import Ways, ways_of_mesh, ways_of_mpu
+from deepspeed.client.zero.init import restore_init_context, shutdown_init_context
+from deepspeed.client.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.comm.collectives import failures
-from deepspeed.comm.group_getters import forget_mpu, forget_topology, register_mpu, register_topology
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.engine.hybrid import DeepSpeedHybridEngine, check_generates
 from deepspeed.engine.reports import report_start
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
-from deepspeed.mesh.mpu import Ways, ways_of_mesh, ways_of_mpu
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings
 from deepspeed.optim.base import GroupStep, slot_bytes
-from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
+from deepspeed.profiling.timeline.observer import observe
 from deepspeed.tensor.start import configured, split
-from deepspeed.timeline.observer import observe
 from deepspeed.zero.build import BuildRules, build
-from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
-from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import check_fresh

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ReduceOp
 
-from deepspeed.comm.calls import CALLS
+from deepspeed.client.comm.calls import CALLS
+from deepspeed.client.comm.log import LOG as comms_logger, LOG_CALLS
 from deepspeed.comm.init import init_distributed, mpi_discovery
-from deepspeed.comm.trace import LOG as comms_logger, LOG_CALLS
 from deepspeed.errors import pending_class
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
-from deepspeed.comm import trace
-from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
-from deepspeed.comm.faults import show_plainly
+from deepspeed.client.comm import log as trace
+from deepspeed.client.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
+from deepspeed.client.comm.faults import show_plainly
 from deepspeed.comm.hang.watch import watch
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.device import get_accelerator, take_device

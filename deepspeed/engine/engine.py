@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.client.data_loader import DeepSpeedDataLoader
+from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.comm import interrupts
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine.checkpoint import EngineCheckpoint
 from deepspeed.engine.reports import PHASES, EngineReports, StepCalls
@@ -26,7 +27,6 @@ from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.zero.build import ZeroParts, dismantle
-from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.step import StepOptions, take_step
 from deepspeed.zero.sync.failures import serving

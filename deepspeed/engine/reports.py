@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
-from deepspeed.engine.facts import EngineFacts
 from deepspeed.errors import UsageError, counted
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger

@@ -15,13 +15,14 @@ from deepspeed.checkpoint.weights.adapters import is_adapter, merged_parcels
 from deepspeed.checkpoint.weights.flow import Parcel, WeightFlow
 from deepspeed.checkpoint.weights.pretrained import original_parcels, write_pretrained
 from deepspeed.checkpoint.weights.weights import torch_file, with_aliases
+from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.comm.collectives import failures
 from deepspeed.config.model.values import byte_count
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, log_dist_once, logger
-from deepspeed.zero.client.gathered import GatheredParameters, leave_device, state_names
+from deepspeed.zero.module.state import leave_device, state_names
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import UnitState
 

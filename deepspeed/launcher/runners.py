@@ -2,7 +2,7 @@
 
 Two kinds of runner. *ssh* and *pdsh* start one launcher per host (``deepspeed.launcher.launch``), which starts and
 watches its ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the ranks themselves; each rank learns from
-their variables who it is (``deepspeed.comm.discovery``), and flags that need a launcher on every host are refused.
+their variables who it is (``client.comm.discovery``), and flags that need a launcher on every host are refused.
 ``options`` are the flags of the command after ``prepare``.
 """
 

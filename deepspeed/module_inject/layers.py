@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.tensor.layers import (
     HiddenParallelEmbedding as HiddenParallelEmbedding,
     LinearAllreduce as LinearAllreduce,
@@ -16,7 +17,6 @@ from deepspeed.tensor.layers import (
     VocabParallelEmbedding as VocabParallelEmbedding,
     VocabParallelLinear as VocabParallelLinear,
 )
-from deepspeed.zero.client.gathered import GatheredParameters
 
 
 class GatherReplacedLayerParams:

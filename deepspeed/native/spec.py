@@ -90,7 +90,7 @@ CPU_LION = OpSpec("cpu_lion", ("cpu/lion.cpp",), flags=_EXACT)
 CPU_CHECKSUM = OpSpec("cpu_checksum", ("cpu/crc32c.cpp",), instead="tables and torch")
 _AIO = ("aio/aio.cpp", "aio/libaio.cpp", "aio/threads.cpp", "aio/uring.cpp")
 ASYNC_IO = OpSpec("async_io", _AIO, instead="plain reads and writes on Python threads")
-ASYNC_IO_MODULE = "deepspeed.tier.aio_handle"
+ASYNC_IO_MODULE = "deepspeed.client.aio_handle"
 _CUDA_EXACT = ("--fmad=false", "-Xcompiler", "-ffp-contract=off")  # as above, for device code and for host code
 FUSED_ADAM = OpSpec(
     "fused_adam", ("cuda/fused_adam.cu",), flags=_CUDA_EXACT, kind="cuda", instead="torch's own fused Adam"

@@ -1,2 +1,2 @@
+from deepspeed.client.aio_handle import aio_handle
 from deepspeed.native.builders import AsyncIOBuilder
-from deepspeed.tier.aio_handle import aio_handle

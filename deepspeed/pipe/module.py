@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.activation.checkpointing import non_reentrant_checkpoint
 from deepspeed.attrs import answers, recursive_getattr
+from deepspeed.client.activation import non_reentrant_checkpoint
+from deepspeed.client.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
 from deepspeed.comm.point_to_point import receive_object, send_object
 from deepspeed.device import get_accelerator, map_tensors
@@ -23,7 +24,6 @@ from deepspeed.observe.log import log_dist
 from deepspeed.pipe.orders import Micro, homes_of
 from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.hooks import tensors_in
 from deepspeed.zero.param import is_composed, local_of, point
 from deepspeed.zero.partition import UnitFacts

@@ -17,8 +17,8 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.anomaly import AnomalyWatch
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.timeline.listen import Listener
-from deepspeed.timeline.spans import StepSpans, clock_for
+from deepspeed.profiling.timeline.listen import Listener
+from deepspeed.profiling.timeline.spans import StepSpans, clock_for
 
 _PENDING = 64
 

@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.plan import GlobalShape, Spans
-from deepspeed.zero.client.gathered import runtime_of, segment_of, state_names
+from deepspeed.zero.module.state import runtime_of, segment_of, state_names
 from deepspeed.zero.param import castable, local_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit

@@ -1,1 +1,1 @@
-from deepspeed.zero.client.client_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.client.zero.optimizer import DeepSpeedOptimizer, ZeROOptimizer

@@ -1,1 +1,1 @@
-from deepspeed.precision.legacy import BF16_Optimizer
+from deepspeed.client.legacy import BF16_Optimizer

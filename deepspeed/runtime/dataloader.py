@@ -1,1 +1,1 @@
-from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.client.data_loader import DeepSpeedDataLoader, RepeatingLoader

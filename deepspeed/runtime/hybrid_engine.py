@@ -1,1 +1,1 @@
-from deepspeed.engine.hybrid import DeepSpeedHybridEngine
+from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine

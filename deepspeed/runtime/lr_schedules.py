@@ -1,4 +1,4 @@
-from deepspeed.optim.lr_schedules import (
+from deepspeed.client.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,

@@ -1,12 +1,7 @@
 from deepspeed.attrs import recursive_getattr, recursive_setattr
-from deepspeed.comm import is_initialized
-from deepspeed.data.loader import RepeatingLoader
-from deepspeed.device import OnDevice
-from deepspeed.observe.log import log_dist, log_dist_once, logger, set_log_level_from_string
-from deepspeed.observe.timers import instrument_w_nvtx, see_memory_usage
-from deepspeed.precision.legacy import get_numactl_cmd
-from deepspeed.utils import groups, logging, timer, zero_to_fp32
-from deepspeed.zero.client.leaf import (
+from deepspeed.client.data_loader import RepeatingLoader
+from deepspeed.client.legacy import get_numactl_cmd
+from deepspeed.client.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -16,7 +11,7 @@ from deepspeed.zero.client.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from deepspeed.zero.client.safe_state import (
+from deepspeed.client.zero.safe_state import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -31,5 +26,10 @@ from deepspeed.zero.client.safe_state import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from deepspeed.comm import is_initialized
+from deepspeed.device import OnDevice
+from deepspeed.observe.log import log_dist, log_dist_once, logger, set_log_level_from_string
+from deepspeed.observe.timers import instrument_w_nvtx, see_memory_usage
+from deepspeed.utils import groups, logging, timer, zero_to_fp32
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -1,1 +1,1 @@
-from deepspeed.comm.trace import CommsLog as CommsLogger
+from deepspeed.client.comm.log import CommsLog as CommsLogger

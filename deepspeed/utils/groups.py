@@ -1,1 +1,1 @@
-from deepspeed.comm.group_getters import __dir__ as __dir__, __getattr__ as __getattr__, initialize as initialize
+from deepspeed.client.comm.groups import __dir__ as __dir__, __getattr__ as __getattr__, initialize as initialize

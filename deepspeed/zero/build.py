@@ -17,12 +17,12 @@ from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
-from deepspeed.zero.attributes import mark_zero_parameter
-from deepspeed.zero.client.mapped import agreed_files, say_full_load, values_from_files
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.module.attributes import mark_zero_parameter
+from deepspeed.zero.module.mapped import agreed_files, say_full_load, values_from_files
 from deepspeed.zero.optim_view import OptimView, attach, build_views
 from deepspeed.zero.param import (
     Piece,

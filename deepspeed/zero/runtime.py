@@ -33,7 +33,7 @@ from deepspeed.zero.update.publish import Publication
 
 
 @dataclass
-class Counts:
+class CollectiveCounts:
     """What happened since construction, for tests and benchmarks."""
 
     gathers: int = 0
@@ -61,7 +61,7 @@ class Runtime:
         )
         self.failures = Failures(self)
         self.update = UpdatePolicy(self)
-        self.counts = Counts()
+        self.counts = CollectiveCounts()
         self.steps = self.depth = self.flushes = 0
         self.in_backward = self.in_one_pass = False
         # The engine, while it lives; and its optimizer.

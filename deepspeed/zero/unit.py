@@ -14,10 +14,10 @@ from deepspeed.observe.timers import profiled
 from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import Landing, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.attributes import unmark_zero_parameter
 from deepspeed.zero.buffer import ParameterBuffer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.module.attributes import unmark_zero_parameter
 from deepspeed.zero.partition import UnitFacts, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 from deepspeed.zero.window import GradientWindow

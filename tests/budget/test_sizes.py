@@ -18,9 +18,10 @@ FUNCTION_LINES = 60
 # requests components of their own, and what stood squeezed on one line is several (core 880, surface 210, part of it
 # what public methods say of their arguments). This is a debt: the core was to come down to 15,500. Prompts of several
 # ranks in one batch left (surface, 105), the tools moved into a folder of their own (tools, 4), and the estimates of
-# memory that clients call to what clients see (108).
-CORE_LINES = 19_970
-SURFACE_LINES = 22_755
+# memory that clients call to what clients see (108). Then what clients call went into a folder of its own: 540 lines of
+# how units are tied to a module turned out to be core, 600 of schedules, an mpu and the variables of launchers not.
+CORE_LINES = 20_100
+SURFACE_LINES = 22_680
 TOOLS_LINES = 11_475
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
@@ -42,13 +43,9 @@ CORE = (
 TOOLS = ("tools", "observe.program")
 SURFACE = (
     "engine.elastic",
-    "engine.facts",
-    "engine.hybrid",
     "engine.weights",
     "config.model.elastic",
-    "zero.client",
     "checkpoint.save.client_files",
-    "tier.aio_handle",
 )
 # Files a folder, sub-folders not counted.
 FOLDER_FILES = 15

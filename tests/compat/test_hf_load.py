@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.client.zero import incoming, init
 from deepspeed.observe import hostmem
-from deepspeed.zero.client import incoming, init
 from tests.compat.common import forget_clients, llama_config, need
 from tests.harness.pool import RankPool
 

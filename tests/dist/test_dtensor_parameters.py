@@ -12,8 +12,8 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import ReleasedParameterError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import dense_topology
-from deepspeed.zero.attributes import mark_zero_parameter
 from deepspeed.zero.layout import FlatLayout, Granularity, Segment, build_layout
+from deepspeed.zero.module.attributes import mark_zero_parameter
 from deepspeed.zero.param import ReleasedFace, local_of, take_gradient
 from deepspeed.zero.partition import UnitFacts, square_sum
 from deepspeed.zero.plan import Spread, StateKind, StatePlan, UnitPlan

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deepspeed.comm as comm
-from deepspeed.comm import trace
+from deepspeed.client.comm import log as trace
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.comm.group_getters import register_mpu, register_topology
+from deepspeed.client.comm.groups import register_mpu, register_topology
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError
 from deepspeed.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.utils import groups

@@ -28,8 +28,8 @@ from deepspeed.comm.point_to_point import Wire, clock_offset
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import read_run
-from deepspeed.timeline import collect
-from deepspeed.timeline.observer import Observer
+from deepspeed.profiling.timeline import collect
+from deepspeed.profiling.timeline.observer import Observer
 from deepspeed.tools.report.run import page
 from tests.harness import pipes
 from tests.harness.logs import logged
@@ -229,7 +229,7 @@ def test_a_rank_that_sleeps_is_named_once_and_the_others_are_not(pool3: RankPool
 def _short(folder: str) -> tuple[list[bool], list[Any], list[Any]]:
     """Updates so short, for the price, that their notes would cost too much: whether ``need`` was listened to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.timeline.listen._PRICE", 1e-9)
+        patch.setattr("deepspeed.profiling.timeline.listen._PRICE", 1e-9)
         config = _config(3, folder, observe={"steps": [16, 17]})
         bare = start(_model(), {k: v for k, v in config.items() if k != "observe"})
         before = _state(bare)
@@ -385,7 +385,7 @@ def test_off_runs_no_thread_and_no_listener(pool2: RankPool) -> None:
 
 def _many(folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.timeline.observer._MOST_SPANS", 150)
+        patch.setattr("deepspeed.profiling.timeline.observer._MOST_SPANS", 150)
         engine = start(_model(), _config(3, folder, observe={"run": None, "steps": [1, 4]}))
         _train(engine, 4)
         engine.destroy()

@@ -12,7 +12,17 @@ from deepspeed.zero.update.registry import policies
 from tests.budget.source import PACKAGE, ROOT
 
 # The files that know no policy by name: everything that trains but the policies, and the registry, which finds them.
-CORE = ("zero/*.py", "zero/memory/*.py", "zero/client/*.py", "tier/*.py", "optim/*.py", "engine/*.py", "api.py")
+CORE = (
+    "zero/*.py",
+    "zero/memory/*.py",
+    "zero/module/*.py",
+    "client/*.py",
+    "client/zero/*.py",
+    "tier/*.py",
+    "optim/*.py",
+    "engine/*.py",
+    "api.py",
+)
 BESIDE = ("apply", "inline", "partial", "policy", "publish", "registry", "result", "tiled")  # of zero/update
 # How policies are called in code; the keys of the configuration stand in the sentences of errors.
 NAMES = re.compile(

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.client.zero import incoming
+from deepspeed.client.zero.incoming import Incoming
 from deepspeed.errors import UsageError
-from deepspeed.zero.client import incoming
-from deepspeed.zero.client.incoming import Incoming
-from deepspeed.zero.client.mapped import FilePart
+from deepspeed.zero.module.mapped import FilePart
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.optim.lr_schedules import WarmupLR
+from deepspeed.client.lr_schedules import WarmupLR
 from deepspeed.tools.verify.models import MicroBatch
 from deepspeed.tools.verify.reference import clip_factor, global_norm
 from tests.dist.test_optimizers import BY_NAME, CLIENT, CONFIG_TYPE

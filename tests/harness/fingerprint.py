@@ -21,13 +21,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.activation import checkpointing as activation
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.activation import checkpointing as activation
 from deepspeed.checkpoint.save.writer import RankFile
+from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.comm import trace
-from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log

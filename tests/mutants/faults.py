@@ -98,7 +98,7 @@ _PURE = (
     ),
     Mutant(
         "D1",
-        "deepspeed/data/position.py",
+        "deepspeed/client/data_position.py",
         "self.source.start = position.samples",
         "self.source.start = -(-position.samples // self.step) * self.step",
         _POSITION,
@@ -106,7 +106,7 @@ _PURE = (
     ),
     Mutant(
         "D2",
-        "deepspeed/data/position.py",
+        "deepspeed/client/data_position.py",
         "return self._last if running and self._sampler else",
         "return self._last if False else",
         _POSITION,
@@ -226,7 +226,7 @@ _PURE = (
     ),
     Mutant(
         "PK1",
-        "deepspeed/zero/client/pickles.py",
+        "deepspeed/zero/module/pickles.py",
         "if name != _REDUCE",
         "if name",
         ("tests/dist/test_pickled_modules.py::test_a_pickled_module_is_the_plain_one[2]",),
@@ -419,7 +419,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "I1",
-        "deepspeed/zero/client/init.py",
+        "deepspeed/client/zero/init.py",
         "collectives.broadcast(unit.buffer.full,",
         "(lambda *_: None)(unit.buffer.full,",
         _ZERO_INIT,
@@ -427,7 +427,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "I2",
-        "deepspeed/zero/client/init.py",
+        "deepspeed/client/zero/init.py",
         "collectives.broadcast(values,",
         "(lambda *_: None)(values,",
         _ZERO_INIT,
@@ -435,7 +435,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "X1",
-        "deepspeed/zero/client/safe_state.py",
+        "deepspeed/client/zero/safe_state.py",
         "if part.numel() and unit.dtype == part.dtype and not unit.master_is_param:",
         "if False:",
         ("tests/dist/test_offload_state_access.py::test_a_local_value_belongs_to_the_caller_again",),
@@ -443,7 +443,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "X3",
-        "deepspeed/zero/client/safe_state.py",
+        "deepspeed/client/zero/safe_state.py",
         "value.reshape(-1)).wait()",
         "value.reshape(-1))",
         ("tests/dist/test_offload_state_access.py::test_a_local_value_belongs_to_the_caller_again",),
@@ -451,7 +451,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "X2",
-        "deepspeed/zero/client/safe_state.py",
+        "deepspeed/client/zero/safe_state.py",
         "if unit.buffer.full.untyped_storage().nbytes():",
         "if False:",
         ("tests/dist/test_access.py::test_a_master_written_while_gathered_is_seen_and_stays",),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.activation import checkpointing
+from deepspeed.client import activation as checkpointing
 from deepspeed.errors import UsageError
 
 

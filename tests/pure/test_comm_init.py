@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 import deepspeed.comm as ds_comm
-from deepspeed.comm import init, trace
-from deepspeed.comm.discovery import Rendezvous, adopted, discover, first_host, interface_with, job_port
+from deepspeed.client.comm import log as trace
+from deepspeed.client.comm.discovery import Rendezvous, adopted, discover, first_host, interface_with, job_port
+from deepspeed.comm import init
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness.devices import two_devices

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from deepspeed.client import lr_schedules
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 from deepspeed.config.model.optim_params import (
     NOT_ON_DEVICE,
@@ -27,7 +28,6 @@ from deepspeed.config.model.optim_params import (
     accepts,
 )
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.optim import lr_schedules
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.registry import KNOWN_NAMES, build_optimizer
 from deepspeed.optim.rules import (

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed.data.position import ResumableSampler
+from deepspeed.client.data_loader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.client.data_position import ResumableSampler
 from deepspeed.errors import CheckpointError
 
 

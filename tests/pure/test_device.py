@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.client import legacy
 from deepspeed.device import (
     Accelerator,
     NullEvent,
@@ -26,7 +27,6 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
 from deepspeed.observe import hostmem, log, timers
-from deepspeed.precision import legacy
 from deepspeed.tier.arena import aligned_empty
 
 

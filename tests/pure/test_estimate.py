@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.zero.client import leaf
+from deepspeed.client.zero import leaf
 from deepspeed.zero.memory import estimate
 
 P, L, N_PER, NODES, F = 1_000_000, 10_000, 4, 2, 1.5

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from deepspeed.attrs import recursive_getattr, recursive_setattr
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.client.data_loader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.device import move_to_device
 from deepspeed.errors import DeepSpeedConfigError
 

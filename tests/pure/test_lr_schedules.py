@@ -10,10 +10,17 @@ import sys
 import pytest
 import torch
 
+from deepspeed.client import lr_schedules
+from deepspeed.client.lr_schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.observe.log import logger
-from deepspeed.optim import lr_schedules
-from deepspeed.optim.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 
 
 def adam(*rates):

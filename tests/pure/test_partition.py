@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.client.zero.leaf import set_z3_leaf_modules
 from deepspeed.config import load_config
 from deepspeed.tools.verify.models import Stack, Tied
-from deepspeed.zero.client.leaf import set_z3_leaf_modules
 from deepspeed.zero.partition import Partition, find_blocks, partition, square_sum
 from deepspeed.zero.plan import make_plan
 from tests.harness.cases import all_cases

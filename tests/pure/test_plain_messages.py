@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed.api import _log_notes
 from deepspeed.checkpoint.format.folders import begin
-from deepspeed.comm import trace
+from deepspeed.client.comm import log as trace
 from deepspeed.config import load_config
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.launcher import runner

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.absent import INSTEAD
+from deepspeed.client.absent import INSTEAD
 from deepspeed.errors import NotYetError
 
 _ROOT = Path(__file__).resolve().parents[2]

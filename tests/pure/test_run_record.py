@@ -22,9 +22,9 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
 from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
 from deepspeed.observe.tracefile import TraceFile, lanes
-from deepspeed.timeline.board import Board
-from deepspeed.timeline.collect import on_first_clock, rows_of
-from deepspeed.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
+from deepspeed.profiling.timeline.board import Board
+from deepspeed.profiling.timeline.collect import on_first_clock, rows_of
+from deepspeed.profiling.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
 from deepspeed.tools.report.cli import main
 from deepspeed.tools.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
 from deepspeed.tools.report.run.live import spark

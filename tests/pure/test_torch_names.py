@@ -19,16 +19,16 @@ ROOT = Path(__file__).parents[2] / "deepspeed"
 
 PRIVATE = {
     "torch.Tensor._make_subclass": "tools/simulate/install.py",
-    "torch._C": "tools/simulate/install.py zero/client/incoming.py zero/hooks.py zero/param.py",
-    "torch._C.DisableTorchFunctionSubclass": "zero/client/incoming.py zero/param.py",
+    "torch._C": "tools/simulate/install.py client/zero/incoming.py zero/hooks.py zero/param.py",
+    "torch._C.DisableTorchFunctionSubclass": "client/zero/incoming.py zero/param.py",
     "torch._C._current_graph_task_id": "zero/hooks.py",
     "torch._C._distributed_c10d.FakeWork": "tools/simulate/install.py tools/simulate/record.py",
     "torch._C._distributed_c10d.FakeWork.unbox": "tools/simulate/record.py",
     "torch._C._set_only_lift_cpu_tensors": "tools/simulate/install.py",
     "torch._C._storage_Use_Count": "zero/param.py",
     "torch._dynamo": (
-        "profiling/flops_profiler/profiler.py timeline/listen.py tools/simulate/install.py tools/verify/ranks.py "
-        "zero/hooks.py"
+        "profiling/flops_profiler/profiler.py profiling/timeline/listen.py tools/simulate/install.py "
+        "tools/verify/ranks.py zero/hooks.py"
     ),
     "torch._dynamo.utils": "tools/verify/grads.py",
     "torch._foreach_add_": "optim/rules.py",
@@ -60,7 +60,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d._world.pg_map": "comm/collectives.py comm/hang/ledger.py",
     "torch.nn.Module._call_impl": "zero/hooks.py",
     "torch.nn.Module._call_impl.__code__": "zero/hooks.py",
-    "torch.nn.Module._load_from_state_dict": "zero/client/incoming.py",
+    "torch.nn.Module._load_from_state_dict": "client/zero/incoming.py",
     "torch.nn.modules.dropout._DropoutNd": "tensor/apply.py tools/verify/three_axes.py",
     "torch.ops.aten._scaled_dot_product_attention_math": "tools/simulate/install.py",
     "torch.ops.aten._scaled_dot_product_efficient_attention": "tools/simulate/install.py",
@@ -91,10 +91,10 @@ PRIVATE_OF_OBJECTS = {
     "Tensor._cdata": "tools/simulate/stores.py tools/verify/teardown.py zero/param.py",
     "Storage._checkpoint_offset": "checkpoint/weights/weights.py",
     "ProcessGroup._get_sequence_number_for_group": "comm/collectives.py comm/hang/ledger.py",
-    "Module._load_from_state_dict": "zero/client/incoming.py",
-    "Module._load_state_dict_pre_hooks": "zero/client/incoming.py",
+    "Module._load_from_state_dict": "client/zero/incoming.py",
+    "Module._load_state_dict_pre_hooks": "client/zero/incoming.py",
     "aten._local_scalar_dense": "tools/simulate/record.py",
-    "Module._non_persistent_buffers_set": "tensor/generation.py zero/client/gathered.py",
+    "Module._non_persistent_buffers_set": "tensor/generation.py zero/module/state.py",
     "OpOverload._overloadpacket": "tools/simulate/record.py",
     "Tensor._post_accumulate_grad_hooks": "tools/verify/teardown.py",
     "OpOverload._schema": "tools/simulate/record.py",

@@ -94,7 +94,7 @@ def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) ->
 
 
 # In the first three steps parameters are compared with those at rest, for what a forward has written through ``data``.
-LOOKED_FOR = {"blocking copy: zero/client/tree.py <listcomp>"}
+LOOKED_FOR = {"blocking copy: zero/module/tree.py <listcomp>"}
 # Where the client itself reads and moves states, it waits too.
 ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending", "asking"))]
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.api import initialize
+from deepspeed.client.zero.init import Init
 from deepspeed.errors import DivergenceError, RankFailedError
 from deepspeed.mesh import groups
 from deepspeed.tools.simulate.control import talking
 from deepspeed.tools.simulate.costs import load_machine
 from deepspeed.tools.simulate.device import NAME
 from deepspeed.tools.simulate.install import recording
-from deepspeed.zero.client.init import Init
 from tests.sim.loops import Block
 from tests.sim.matrix import CASES
 

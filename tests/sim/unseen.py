@@ -22,8 +22,8 @@ SEEN: dict[str, str] = {
     "zero.gradients:_zero: self._land_all()": "skipping-on-host",
     "zero.gradients:land_all: self._land_all()": "looking",
     "zero.gradients:_continued: before.wait()": "mics",
-    "zero.client.safe_state:_opened: runtime.gradients.settle()": "looking",
-    "zero.client.safe_state:safe_set_local_fp32_param: unit.publish_part(master.segment.offset ...": "setting-on-drive",
+    "client.zero.safe_state:_opened: runtime.gradients.settle()": "looking",
+    "client.zero.safe_state:safe_set_local_fp32_param: unit.publish_part(master.segment.offset ...": "setting-on-drive",
     "tier.drive:put: round_into(inside, values[lo - start:hi ...": "drive",
     "zero.runtime:attached: self.before_update()": "slots",
     "zero.unit:values: keeper.before_update()": "writing",
@@ -132,7 +132,7 @@ UNSEEN: dict[str, str] = {
     ),
     "zero.unit:forget_pending: self._finish_fetch()": _DOOR,
     "zero.gradients:_zero: unit.wait(StateKind.GRAD, write=True, co...": _DOOR,
-    "zero.client.safe_state:_opened: runtime.update.wait_together(groups=grou...": (
+    "client.zero.safe_state:_opened: runtime.update.wait_together(groups=grou...": (
         f"not reached: states that several ranks answer for. Else {_DOOR}"
     ),
     "engine.engine:_wait_together: self.runtime.update.wait_together()": _DOOR,
@@ -231,19 +231,19 @@ UNSEEN: dict[str, str] = {
 
 # Modules whose waits are no matter of streams: how their names begin -> what they wait for.
 OUTSIDE: dict[str, str] = {
-    "timeline": "what is recorded of a run, whose events nobody's memory depends on",
+    "profiling.timeline": "what is recorded of a run, whose events nobody's memory depends on",
     "engine.elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
-    "zero.client.client_optimizer": "what each call waits for by itself; tests/dist/test_update_behind.py",
+    "client.zero.optimizer": "what each call waits for by itself; tests/dist/test_update_behind.py",
     "device": "the events of a host that is its own device",
     "tools.": "the simulator itself, measurements and checks, which stand beside the runtime",
     "checkpoint.": "files, of bytes that simulated tensors have not got; tests/dist/test_checkpoint_*",
     "engine.checkpoint": "as checkpoint; what it does first is in engine.weights.offload_states too",
     "reallocate.": "messages between ranks in host memory; tests/dist/test_reallocate.py",
-    "comm.calls": "the clients' own collectives, and clocks",
+    "client.comm.calls": "the clients' own collectives, and clocks",
     "comm.differentiable": "collectives of layers in parts, on the compute stream; tests/dist/test_tensor_parallel.py",
     "comm.init": "the end of other processes",
-    "comm.trace": "clocks",
+    "client.comm.log": "clocks",
     "launcher.": "processes",
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
@@ -254,8 +254,8 @@ OUTSIDE: dict[str, str] = {
     "zero.param": "and where a parameter is read by itself; there too",
     "zero.sync.failures": "the end of what waits for a program that has failed",
     "comm.hang": "threads that watch, on a clock",
-    "zero.client.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",
-    "zero.client.incoming": "as zero.client.mapped",
-    "zero.client.gathered": "what each gather waits for by itself, so that all ranks hear how it has ended",
-    "tier.aio_handle": "files of clients, through an engine of IO that is looked at",
+    "zero.module.mapped": "values of files, which simulated tensors have not; tests/dist/test_weights_from_files.py",
+    "client.zero.incoming": "as zero.module.mapped",
+    "client.zero.gathered": "what each gather waits for by itself, so that all ranks hear how it has ended",
+    "client.aio_handle": "files of clients, through an engine of IO that is looked at",
 }

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.load.restore import open_everywhere
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.weights.weights import Stream, open_facts, shared_names, stream
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.client.gathered import state_names, whole_weights
+from deepspeed.zero.module.state import state_names, whole_weights
 
 _CHUNK_BYTES = 16 << 20
 

@@ -12,8 +12,8 @@ from deepspeed.checkpoint.save.collect import States, names_of
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
-from deepspeed.zero.client.gathered import persistent_buffers
 from deepspeed.zero.layout import Granularity
+from deepspeed.zero.module.state import persistent_buffers
 
 WEIGHTS = ("master", "param")
 _LISTED = 12

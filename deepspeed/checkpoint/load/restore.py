@@ -21,9 +21,9 @@ from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
-from deepspeed.zero.client.gathered import persistent_buffers
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.layout import Granularity
+from deepspeed.zero.module.state import persistent_buffers
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime

@@ -21,7 +21,7 @@ from deepspeed.device import get_accelerator
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.drive import Held
 from deepspeed.version import __version__
-from deepspeed.zero.client.gathered import persistent_buffers
+from deepspeed.zero.module.state import persistent_buffers
 
 
 @dataclass

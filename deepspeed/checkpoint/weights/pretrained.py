@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.checkpoint.weights.flow import Parcel, WeightFlow
 from deepspeed.checkpoint.weights.weights import Stream, write_weights
 from deepspeed.observe.log import log_dist
-from deepspeed.zero.client.gathered import whole_shape
+from deepspeed.zero.module.state import whole_shape
 
 Tensors = dict[str, torch.Tensor]
 

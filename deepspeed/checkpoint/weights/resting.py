@@ -11,8 +11,8 @@ from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.checkpoint.save.collect import regions
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
-from deepspeed.zero.client.gathered import segment_of
 from deepspeed.zero.layout import Place, Segment
+from deepspeed.zero.module.state import segment_of
 from deepspeed.zero.param import local_of, place_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit

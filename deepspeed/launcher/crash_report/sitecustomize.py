@@ -28,7 +28,7 @@ def _install(report_file: str) -> None:
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         # A forked child (a data loader worker) inherits the hook, but its failure is not the rank's.
         if os.getpid() == owner and not issubclass(kind, KeyboardInterrupt):
-            moment, is_shown = time.time(), getattr(value, "is_shown", False)  # by deepspeed.comm.faults
+            moment, is_shown = time.time(), getattr(value, "is_shown", False)  # by deepspeed.client.comm.faults
             text = "" if is_shown else "".join(traceback.format_exception(kind, value, trace))
             # The report is a convenience; the traceback below is printed in any case.
             with contextlib.suppress(OSError), open(report_file, "w", encoding="utf-8", errors="replace") as file:

@@ -1,2 +1,2 @@
+from deepspeed.client.legacy import ZenFlowCPUAdam, ZenFlowSelectiveAdamW
 from deepspeed.optim.rules import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.precision.legacy import ZenFlowCPUAdam, ZenFlowSelectiveAdamW

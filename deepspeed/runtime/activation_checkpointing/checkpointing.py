@@ -1,4 +1,4 @@
-from deepspeed.activation.checkpointing import (
+from deepspeed.client.activation import (
     _CUDA_RNG_STATE_TRACKER,
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     _set_cuda_rng_state,

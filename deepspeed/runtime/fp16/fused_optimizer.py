@@ -1,1 +1,1 @@
-from deepspeed.precision.legacy import FP16_Optimizer
+from deepspeed.client.legacy import FP16_Optimizer

@@ -1,1 +1,1 @@
-from deepspeed.precision.legacy import FP16_UnfusedOptimizer
+from deepspeed.client.legacy import FP16_UnfusedOptimizer

@@ -1,1 +1,1 @@
-from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload
+from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload

@@ -1,1 +1,1 @@
-from deepspeed.zero.client.tiled import TiledLinear, TiledLinearReturnBias
+from deepspeed.client.zero.tiled import TiledLinear, TiledLinearReturnBias

@@ -28,7 +28,7 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.program import CheckFailedError, size
 from deepspeed.tools.bench.common import titled
 from deepspeed.tools.bench.trained import on_ranks
-from deepspeed.zero.client.mapped import identity_of
+from deepspeed.zero.module.mapped import identity_of
 
 _SLACK_BYTES = 16 << 20  # of the process: modules, messages, the allocator
 _ROWS = ("seconds", "bytes read", "memory grew by")

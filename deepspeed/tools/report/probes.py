@@ -215,7 +215,7 @@ def variable_rows(env: Mapping[str, str]) -> list[Row]:
 
 def identity_row(env: Mapping[str, str]) -> Row:
     """Who a script started from here would take itself for."""
-    from deepspeed.comm.discovery import discover  # noqa: PLC0415 - its package imports torch, which may fail
+    from deepspeed.client.comm.discovery import discover  # noqa: PLC0415 - its package imports torch, which may fail
 
     try:
         process = discover(env)

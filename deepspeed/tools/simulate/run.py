@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.api import initialize
+from deepspeed.client.zero.init import Init
 from deepspeed.config import load_config
 from deepspeed.device import move_to_device
 from deepspeed.observe import hostmem
@@ -27,7 +28,6 @@ from deepspeed.tools.simulate.models import Subject
 from deepspeed.tools.simulate.order import Unordered
 from deepspeed.tools.simulate.record import Recorder
 from deepspeed.tools.simulate.timeline import Interval, Timeline
-from deepspeed.zero.client.init import Init
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import make_plan
 

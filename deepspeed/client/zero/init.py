@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from deepspeed.client.zero.incoming import Incoming, follow_transformers
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
@@ -28,12 +29,11 @@ from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
-from deepspeed.zero.attributes import mark_zero_parameter
 from deepspeed.zero.build import memory_of_ranks
-from deepspeed.zero.client.incoming import Incoming, follow_transformers
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present
 from deepspeed.zero.memory.tiers import Tiers
+from deepspeed.zero.module.attributes import mark_zero_parameter
 from deepspeed.zero.param import castable, is_composed
 from deepspeed.zero.partition import UnitFacts, statistics_dtypes
 from deepspeed.zero.plan import TIERS, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.errors import UsageError
 from deepspeed.pipe.partition import partition_uniform
-from deepspeed.zero.client.gathered import GatheredParameters
 
 
 class TiledLinear(nn.Module):

@@ -17,7 +17,7 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ranks
 from deepspeed.observe.runfile import RunFile
-from deepspeed.timeline.spans import SAMPLED, StepSpans
+from deepspeed.profiling.timeline.spans import SAMPLED, StepSpans
 
 BEAT_S = 1.0
 _MANY_RANKS = 128  # of which each tells half as often

@@ -1,33 +1,19 @@
 """Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 
+from deepspeed.client.zero.incoming import incoming_of
 from deepspeed.comm import collectives
-from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
-from deepspeed.tier.arena import Arena
-from deepspeed.zero.client.incoming import incoming_of
-from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_view import move_state
-from deepspeed.zero.param import is_composed, local_of, part_of, pieces_of, point, whole_of
-from deepspeed.zero.plan import StateKind
-from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.module.state import bit_sums, runtime_of, segment_of
+from deepspeed.zero.param import local_of, part_of, point, whole_of
 from deepspeed.zero.unit import Unit
-
-_ROW_BYTES = 8192
-
-
-def runtime_of(unit: Unit) -> Runtime | None:
-    """The runtime of the living engine that trains the unit, if there is one."""
-    keeper = unit.keeper
-    return keeper if isinstance(keeper, Runtime) and keeper.client() is not None else None
 
 
 def _unpack(saved: Any) -> torch.Tensor:
@@ -223,30 +209,10 @@ class GatheredParameters:
             unit.absorb(position)
 
 
-def segment_of(param: torch.Tensor) -> Segment:
-    """The place in its unit of a parameter that an engine has."""
-    unit: Unit = param._ds_unit  # type: ignore[attr-defined]
-    return unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
-
-
-def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a parameter the global tensor's shape."""
-    taken = isinstance(tensor, nn.Parameter) and hasattr(tensor, "_ds_unit")
-    return segment_of(tensor).whole_shape if taken else tuple(tensor.shape)
-
-
 def _is_cut(param: nn.Parameter) -> bool:
     """Whether it belongs to a model that is more than this rank has at rest."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
     return unit is not None and (hasattr(param, "ds_id") or unit.mesh.tp.size > 1)
-
-
-def bit_sums(flat: torch.Tensor) -> torch.Tensor:
-    """Row and column sums over the bits of the values: an edit that leaves all of them as they were was made to."""
-    data = flat.detach().view(torch.uint8)
-    cut = data.numel() // _ROW_BYTES * _ROW_BYTES
-    rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
-    return torch.cat([rows.sum(1), rows.sum(0), data[cut:]])
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -267,91 +233,3 @@ def unwrap_model_for_generation(model: Any) -> AbstractContextManager[nn.Module]
     """``engine.unsharded()``; a ``model`` that is no engine is handed back as it is."""
     unsharded = model.unsharded() if getattr(model, "_offload", None) is not None else nullcontext(model)
     return cast(AbstractContextManager[nn.Module], unsharded)
-
-
-def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by name, each once, and the further names of tied ones."""
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if is_composed(param) or (exclude_frozen and not param.requires_grad):
-            continue
-        if id(param) in first:
-            aliases[name] = first[id(param)]
-        else:
-            first[id(param)], tensors[name] = name, param
-    return tensors | persistent_buffers(module, pieces=not exclude_frozen), aliases
-
-
-def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a module's state, by their names there, and ``pieces`` of opaque parameters, by theirs."""
-    params = module.named_parameters() if pieces else ()
-    of_params = {f"{name}.{path}": piece for name, param in params for path, piece, _ in pieces_of(param)}
-    return of_params | {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules()
-        for name, buffer in child._buffers.items()
-        if buffer is not None and name not in child._non_persistent_buffers_set
-    }
-
-
-def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of ``tensors`` (of ``state_names``) with its whole values, valid until the next unit's. Collective."""
-    names = {id(t): n for n, t in tensors.items()}
-    units: dict[Unit, None] = dict.fromkeys(p._ds_unit for p in module.parameters() if hasattr(p, "_ds_unit"))
-    for unit in sorted(units, key=lambda unit: unit.index):
-        unit.pin()
-        try:
-            for param in unit.params:
-                if id(param) in names:
-                    place = segment_of(param).place
-                    whole = param if place is None else whole_of(local_of(param).detach(), place, unit.mesh.tp)
-                    yield names.pop(id(param)), whole
-        finally:
-            unit.unpin()
-    for name in names.values():
-        yield name, tensors[name]
-
-
-def leave_device(
-    back: ExitStack, units: list[Unit], optimizer: Optimizer | None, include: Any, *, arena: Arena, pin: bool
-) -> bool:
-    """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
-
-    Parameters that are whole on every rank stay. Whether parameters moved. Raises UsageError while the model is in use.
-    """
-    if any(not unit.idle for unit in units):
-        raise UsageError("offload_states() inside a forward, backward or GatheredParameters; call it between steps")
-    # a single state may stand alone, by name or as the enum
-    wanted = {State(s) for s in ([include] if isinstance(include, str) else State if include is None else include)}
-
-    def home(tensor: torch.Tensor) -> torch.Tensor:
-        return arena.empty(tensor.shape, dtype=tensor.dtype, pin=pin).copy_(tensor)
-
-    def leave(unit: Unit, kind: StateKind) -> None:
-        store = unit.rest.get(kind)
-        if store is None or store.on_drive or store.tensor.device.type == "cpu":
-            return
-        if kind is StateKind.GRAD and not unit.window.filled:
-            unit.drop_rest(kind)  # only memory; the next reduction makes it again
-            return
-        device = store.tensor.device
-        move_state(unit, kind, home(store.tensor))
-        back.callback(lambda: move_state(unit, kind, unit.rest[kind].tensor.to(device)) if kind in unit.rest else None)
-
-    for unit in units:
-        master = State.hp_params in wanted
-        if unit.movable and (State.lp_params in wanted or (unit.master_is_param and master)):
-            leave(unit, StateKind.PARAM)
-        if master and not unit.master_is_param:
-            leave(unit, StateKind.OPTIM)
-        if wanted & {State.lp_grads, State.contiguous_grad_buffer}:
-            leave(unit, StateKind.GRAD)
-        states = optimizer.state if State.optim_states in wanted and optimizer is not None else {}
-        for view in unit.views:
-            for value in states.get(view.param, {}).values():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type != "cpu":
-                    back.callback(lambda tensor, place: point(tensor, tensor.data.to(place)), value, value.device)
-                    point(value, home(value.data))
-    return State.lp_params in wanted or (State.hp_params in wanted and any(u.master_is_param for u in units))

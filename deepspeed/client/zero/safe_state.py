@@ -15,8 +15,8 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
-from deepspeed.zero.client.gathered import runtime_of
 from deepspeed.zero.layout import Segment
+from deepspeed.zero.module.state import runtime_of
 from deepspeed.zero.param import part_of, whole_of
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit

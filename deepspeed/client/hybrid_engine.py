@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.weights.adapters import adapted_layer, fused_adapters
+from deepspeed.client.mpu import Ways
 from deepspeed.comm.collectives import describe, failures, gather_objects, is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
-from deepspeed.mesh.mpu import Ways
 from deepspeed.observe.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed.comm.calls import CALLS
+from deepspeed.client.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.mesh.groups import group_over

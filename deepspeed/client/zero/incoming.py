@@ -21,7 +21,7 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.tier.transfer import ARRIVED
-from deepspeed.zero.client.mapped import FilePart, identity_of, parts_of, read_segment
+from deepspeed.zero.module.mapped import FilePart, identity_of, parts_of, read_segment
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit, UnitState
 

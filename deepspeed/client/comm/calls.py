@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from deepspeed.client.comm.log import LOG
 from deepspeed.comm.collectives import Collective, gather_flat, require_group, scatter_flat
-from deepspeed.comm.trace import LOG
 from deepspeed.device import get_accelerator
 
 # Collective: its parameters, in torch's order; "*" marks the one whose bytes are the message.

@@ -17,8 +17,17 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.profiling.timeline.spans import (
+    COLLECTIVES,
+    COMPUTE,
+    PHASES,
+    PREFETCH,
+    TIERS,
+    WAITS,
+    MarkClock,
+    StepSpans,
+)
 from deepspeed.tier.transfer import Transfer
-from deepspeed.timeline.spans import COLLECTIVES, COMPUTE, PHASES, PREFETCH, TIERS, WAITS, MarkClock, StepSpans
 from deepspeed.zero.hooks import inside_backward, tensors_in
 from deepspeed.zero.unit import UnitState
 

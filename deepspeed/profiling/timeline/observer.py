@@ -24,10 +24,10 @@ from deepspeed.observe.anomaly import AnomalyWatch
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import RunFile
 from deepspeed.observe.tracefile import check_writable
-from deepspeed.timeline.board import Board
-from deepspeed.timeline.collect import rows_of, write_trace
-from deepspeed.timeline.listen import Listener, Wraps
-from deepspeed.timeline.spans import StepSpans, clock_for
+from deepspeed.profiling.timeline.board import Board
+from deepspeed.profiling.timeline.collect import rows_of, write_trace
+from deepspeed.profiling.timeline.listen import Listener, Wraps
+from deepspeed.profiling.timeline.spans import StepSpans, clock_for
 from deepspeed.version import __version__
 
 _MOST_SPANS = 200_000  # of one rank in a trace

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.attrs import answers
-from deepspeed.comm.group_getters import GETTERS
+from deepspeed.client.comm.groups import GETTERS
 from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 

@@ -1,0 +1,1 @@
+"""What clients import or call beside the engine; the mechanism is elsewhere."""
