@@ -1,7 +1,9 @@
-"""Dotted attribute paths, as in ``model.encoder.layers.0.weight``, and methods that only read one."""
+"""Dotted attribute paths, as in ``model.encoder.layers.0.weight``, methods that only read one, and lazy modules."""
 
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 
@@ -30,3 +32,21 @@ class _Answer(NamedTuple):
 def answers(what: str | Callable[[Any], Any], text: str | None = None) -> Any:
     """A method, with the docstring ``text``, that answers with what its object has at the path, or ``what(self)``."""
     return _Answer(operator.attrgetter(what) if isinstance(what, str) else what, text)
+
+
+def loads_names(package: str, places: Callable[[], Mapping[str, Any]]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for ``package`` (PEP 562) that takes names from ``places()`` at their first use.
+
+    A value of ``places`` that is a text names the module that has the name. AttributeError for every other name.
+    """
+
+    def load(name: str) -> Any:
+        known = places() if name == "__all__" or not name.startswith("_") else {}
+        if name != "__all__" and name not in known:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        value = [*known] if name == "__all__" else known[name]
+        value = getattr(import_module(value), name) if isinstance(value, str) else value
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load

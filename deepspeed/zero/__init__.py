@@ -1,16 +1,17 @@
-"""ZeRO: the public helpers of ``deepspeed.zero``; the machinery lives in the submodules."""
+"""ZeRO: the public helpers of ``deepspeed.zero``, loaded at their first use; the machinery lives in the submodules."""
 
-from types import ModuleType as _Module
+from typing import Any
 
-from deepspeed.client.zero.gathered import (
-    GatheredParameters as GatheredParameters,
-    register_external_parameter as register_external_parameter,
-    unregister_external_parameter as unregister_external_parameter,
-    unwrap_model_for_generation as unwrap_model_for_generation,
-)
-from deepspeed.client.zero.init import Init as Init
-from deepspeed.client.zero.tiled import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
-from deepspeed.zero.module.attributes import ZeroParamType as ZeroParamType
-from deepspeed.zero.param import ZeroParamStatus as ZeroParamStatus
+from deepspeed.attrs import loads_names
 
-__all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]
+_GATHERED = ("GatheredParameters", "register_external_parameter", "unregister_external_parameter")
+_PLACES: dict[str, Any] = {
+    "Init": "deepspeed.client.zero.init",
+    "TiledLinear": "deepspeed.client.zero.tiled",
+    "TiledLinearReturnBias": "deepspeed.client.zero.tiled",
+    "ZeroParamStatus": "deepspeed.zero.param",
+    "ZeroParamType": "deepspeed.zero.module.attributes",
+    **dict.fromkeys((*_GATHERED, "unwrap_model_for_generation"), "deepspeed.client.zero.gathered"),
+}
+__all__ = [*_PLACES]
+__getattr__ = loads_names(__name__, lambda: _PLACES)

@@ -16,7 +16,6 @@ CORE = (
     "zero/*.py",
     "zero/memory/*.py",
     "zero/module/*.py",
-    "client/*.py",
     "client/zero/*.py",
     "tier/*.py",
     "optim/*.py",

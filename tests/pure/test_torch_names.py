@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2] / "deepspeed"
 
 PRIVATE = {
     "torch.Tensor._make_subclass": "tools/simulate/install.py",
-    "torch._C": "tools/simulate/install.py client/zero/incoming.py zero/hooks.py zero/param.py",
+    "torch._C": "client/zero/incoming.py tools/simulate/install.py zero/hooks.py zero/param.py",
     "torch._C.DisableTorchFunctionSubclass": "client/zero/incoming.py zero/param.py",
     "torch._C._current_graph_task_id": "zero/hooks.py",
     "torch._C._distributed_c10d.FakeWork": "tools/simulate/install.py tools/simulate/record.py",

@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from deepspeed.client.comm.log import LOG
 from deepspeed.comm.collectives import Collective, gather_flat, require_group, scatter_flat
 from deepspeed.device import get_accelerator
+from deepspeed.errors import pending_class
 
 # Collective: its parameters, in torch's order; "*" marks the one whose bytes are the message.
 _COLLECTIVES = {
@@ -154,3 +155,7 @@ _HAS = ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "has_all_redu
 CALLS |= dict.fromkeys(_HAS, lambda: True) | {"has_coalescing_manager": lambda: False}  # calls are issued one by one
 CALLS |= {call.__name__: call for call in (P2POp, destroy_process_group, new_group)}
 CALLS |= dict(is_available=dist.is_available, is_initialized=dist.is_initialized)
+BESIDE = {
+    "ReduceOp": ReduceOp,
+    "TorchBackend": pending_class("deepspeed.comm.TorchBackend", "The calls are functions of deepspeed.comm."),
+}
