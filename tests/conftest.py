@@ -11,7 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 
-from tests.harness.exhaustive import corner, unmatched
+from tests.harness.exhaustive import corner, covering, unmatched
 from tests.harness.pool import PatientPool, RankPool
 
 LIMIT_S = 120.0  # of a test without a mark of its own
@@ -79,6 +79,24 @@ def _order(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (place.get(item.path.parent.name, 0), -size[item.path], item.path.name))
 
 
+def _plain(value: object) -> object:
+    """Make what tells one setting of a test from another: its text, or what it is."""
+    return repr(value) if isinstance(value, (str, int, float, bool, tuple, list, dict, type(None))) else id(value)
+
+
+def _mark_beyond_covering(items: list[pytest.Item]) -> None:
+    """Leave to ``make test-all`` the rows of parametrized tests of ranks that show no new pair of settings."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        of_ranks = isinstance(item, pytest.Function) and item.path.parent.name == "dist" and hasattr(item, "callspec")
+        if of_ranks and item.get_closest_marker("exhaustive") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in tests.values():
+        kept = covering([tuple(map(_plain, row.callspec.params.values())) for row in rows])
+        for position in set(range(len(rows))) - kept:
+            rows[position].add_marker("exhaustive")
+
+
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the corners of matrices and sets limits; a pattern that no test of a whole run answers to is a failure."""
     for item in items:
@@ -86,6 +104,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             item.add_marker("exhaustive")
         limit = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(PATIENCE * (limit.args[0] if limit else LIMIT_S)), append=False)
+    _mark_beyond_covering(items)
     if config.args == ["tests"]:
         _order(items)
     name = "tests/harness/exhaustive.py::test_every_pattern_names_a_test"

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import deepspeed
 import deepspeed.comm as comm
+from deepspeed.client.comm import calls, groups, log as trace
 from deepspeed.client.comm.norms import clip_grad_norm_
 from deepspeed.client.comm.partitioned import PartitionedTensor
-from deepspeed.comm import calls, collectives, group_getters as groups, trace
+from deepspeed.comm import collectives
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
 from deepspeed.observe import log

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm import trace
+from deepspeed.client.comm import log as trace
 from deepspeed.observe.log import warning_once
 from deepspeed.observe.monitor import MonitorMaster, prometheus_name
 from deepspeed.observe.runfile import read_run
@@ -328,10 +328,9 @@ def test_a_spike_of_loss_and_norm_is_said_by_the_first_rank(recorded: bool, pool
     assert len(said) == 2 and "the loss is" in said[0] and "the gradient norm is" in said[1], first
     assert not [line for line in second if "step 31: " in line]
     if recorded:
-        assert [warning["text"].partition(" is ")[0] for warning in read_run(tmp_path).of("warning")] == [
-            "step 31: the loss",
-            "step 31: the gradient norm",
-        ]
+        texts = [warning["text"].partition(" is ")[0] for warning in read_run(tmp_path).of("warning")]
+        # beside those of a rank that is slow, as a rank on a machine with other work may be
+        assert [t for t in texts if t.startswith("step")] == ["step 31: the loss", "step 31: the gradient norm"]
 
 
 def evaluated(folder: str) -> list[tuple[str, float]]:

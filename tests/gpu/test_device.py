@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.activation import checkpointing
+from deepspeed.client import activation as checkpointing
 from deepspeed.device import get_accelerator
 from tests.gpu.target import needs_device
 

@@ -4,7 +4,8 @@ What stays runs the settings that differ most: the lowest and the highest stage,
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 
 CORNERS: dict[str, str] = {
     r"test_hybrid_engine.py::test_it_generates_as.*_without\[(0|3, small.*)\]": "bf16, and layers all cut, stay",
@@ -304,3 +305,25 @@ def corner(test_id: str) -> str | None:
 def unmatched(test_ids: Iterable[str]) -> set[str]:
     """Patterns that name no test any more."""
     return set(CORNERS) - {corner(test_id) for test_id in test_ids}
+
+
+def covering(rows: Sequence[tuple[object, ...]]) -> set[int]:
+    """Choose rows of a matrix so that each value of each column is there, and of three columns and more each pair of
+    values that the matrix has: positions, greedily, the row with the most that is new first (a covering array).
+
+    ``rows``: for each row its value in every column, hashable. Columns that always change together count as one.
+    """
+    columns = {column: None for column in zip(*rows, strict=True) if len(set(column)) > 1}
+    if len(columns) < 2:
+        return set(range(len(rows)))
+    sizes = (1, 2) if len(columns) > 2 else (1,)
+    wanted = [
+        {(chosen, tuple(column[row] for column in chosen)) for size in sizes for chosen in combinations(columns, size)}
+        for row in range(len(rows))
+    ]
+    kept, missing = set[int](), set().union(*wanted)
+    while missing:
+        best = max(range(len(rows)), key=lambda row: (len(wanted[row] & missing), -row))
+        kept.add(best)
+        missing -= wanted[best]
+    return kept

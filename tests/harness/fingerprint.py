@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.checkpoint.save.writer import RankFile
+from deepspeed.client.comm import log as trace
 from deepspeed.client.data_loader import RepeatingLoader
-from deepspeed.comm import trace
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log

@@ -223,7 +223,7 @@ def squared_error(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
     """Return the mean squared error in fp32; inputs follow the dtype of the model."""
     x, y = batch
     dtypes = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
-    return [F.mse_loss(model(x.to(next(dtypes, torch.float32))).float(), y)]
+    return [F.mse_loss(model(x.to(next(dtypes, torch.float32))).float(), y.float())]
 
 
 def cross_entropy(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
@@ -236,7 +236,7 @@ def squared_error_branch(model: nn.Module, batch: Any, place: MicroBatch) -> Los
     """Skip block 1 on odd ranks in every step, block 2 on even ranks in the second step."""
     x, y = batch
     skip = 1 if place.rank % 2 else (2 if place.step == 1 else -1)
-    return [F.mse_loss(model(x, skip).float(), y)]
+    return [F.mse_loss(model(x, skip).float(), y.float())]
 
 
 # -- a decoder as a list of layers: an uneven vocabulary, fewer heads of keys, uneven parts, biases on both sides of a
