@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
+import signal
 import sys
 import torch
 import deepspeed
@@ -36,13 +37,15 @@ def main(fault):
         engine.step()
     if fault == "ordinary":
         raise ValueError("of the user's")
+    if fault == "ctrl-c":
+        engine.module.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     engine.backward(engine(torch.ones(1, 4)).sum())
 
 main(sys.argv[-1])
 """
 
 
-def _ended(folder: Path, fault: str, *, torchrun: bool = False, **variables: str) -> str:
+def _ended(folder: Path, fault: str, *, torchrun: bool = False, status: int = 1, **variables: str) -> str:
     """Standard error of two ranks that end by ``fault``."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
@@ -55,7 +58,7 @@ def _ended(folder: Path, fault: str, *, torchrun: bool = False, **variables: str
     done = subprocess.run(
         [*command, str(script), fault], cwd=folder, env=env, text=True, capture_output=True, timeout=200
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stderr
 
 
@@ -97,3 +100,8 @@ def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path) -> N
 def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) -> None:
     err = _ended(tmp_path, "ordinary")
     assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err
+
+
+def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "ctrl-c", status=130)
+    assert err.count("KeyboardInterrupt") == 1 and "engine.py" not in err, err

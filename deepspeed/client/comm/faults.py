@@ -1,4 +1,6 @@
-"""How an error of the configuration or of a call ends a script: said once, without frames of ours, unless at DEBUG."""
+"""How an error of the configuration or of a call, or Ctrl-C, ends a script: said once, without frames of ours, unless at
+DEBUG.
+"""
 
 import contextlib
 import functools
@@ -31,10 +33,13 @@ def _of_users(trace: TracebackType | None) -> TracebackType | None:
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def _speaks(text: str) -> bool:
-    """Whether this rank says ``text``: the first does, others where the first does not end with the same."""
+def _speaks(error: BaseException) -> bool:
+    """Whether this rank says ``error``: the first does, others where the first does not end with the same."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return True
+    if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
+        return dist.get_rank() == 0
+    text = str(error)
     key, end = str(zlib.crc32(text.encode())), time.monotonic() + _FIRST_S
     with contextlib.suppress(RuntimeError, ValueError):  # the store went with the first rank, which has spoken then
         store = own_store("deepspeed/said")
@@ -54,14 +59,14 @@ def show_plainly() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, _PLAIN) or logger.isEnabledFor(logging.DEBUG):
+        if not isinstance(error, (*_PLAIN, KeyboardInterrupt)) or logger.isEnabledFor(logging.DEBUG):
             previous(kind, error, trace)
             return
         error.__cause__, error.__suppress_context__ = None, True
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
         error.is_shown = "DS_RANK_LOG" not in os.environ
-        with contextlib.nullcontext() if _speaks(str(error)) else contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.nullcontext() if _speaks(error) else contextlib.redirect_stderr(io.StringIO()):
             previous(kind, error, error.__traceback__)
 
     sys.excepthook = hook
