@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.client.zero import tree
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from deepspeed.tools.verify.reference import gate_optimizer
+from deepspeed.zero.module import tree
 from tests.harness.lockstep import TOLERANCE, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start

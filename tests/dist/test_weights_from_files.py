@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.client.zero import mapped
 from deepspeed.observe import hostmem
 from deepspeed.tools.verify.ranks import RankFailure
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero import build
 from deepspeed.zero.layout import Place
+from deepspeed.zero.module import mapped
 from deepspeed.zero.module.mapped import FilePart
 from tests.harness.control_group import limited
 from tests.harness.decoders import GPT2, Llama, batch, loss_of

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.client.zero import leaf
-from deepspeed.zero.memory import estimate
+from deepspeed.client.zero import estimate, leaf
 
 P, L, N_PER, NODES, F = 1_000_000, 10_000, 4, 2, 1.5
 G = N_PER * NODES

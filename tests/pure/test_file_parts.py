@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from deepspeed.client.zero import mapped
 from deepspeed.errors import UsageError
 from deepspeed.zero.layout import Box, Place
+from deepspeed.zero.module import mapped
 from deepspeed.zero.module.mapped import FilePart, MappedFiles, identity_of
 from deepspeed.zero.param import part_of
 

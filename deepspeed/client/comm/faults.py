@@ -1,6 +1,4 @@
-"""How an error of the configuration or of a call, or Ctrl-C, ends a script: said once, without frames of ours, unless at
-DEBUG.
-"""
+"""How an error of the configuration or of a call, or Ctrl-C, ends a script: once, without our frames, but at DEBUG."""
 
 import contextlib
 import functools
