@@ -21,8 +21,8 @@ FUNCTION_LINES = 60
 # memory that clients call to what clients see (108). Then what clients call went into a folder of its own: 540 lines of
 # how units are tied to a module turned out to be core, 600 of schedules, an mpu and the variables of launchers not.
 CORE_LINES = 20_096
-SURFACE_LINES = 22_695
-TOOLS_LINES = 11_475
+SURFACE_LINES = 22_696
+TOOLS_LINES = 11_474
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (

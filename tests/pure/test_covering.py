@@ -1,0 +1,26 @@
+"""Rows that ``make test`` runs of a matrix show each setting, and each pair of settings of three columns and more."""
+
+from itertools import combinations, product
+
+from tests.harness.exhaustive import covering
+
+
+def test_of_two_columns_each_value_stays() -> None:
+    rows = [*product((0, 1, 2, 3), ("fp32", "bf16"))]
+    kept = [rows[position] for position in covering(rows)]
+    assert {stage for stage, _ in kept} == {0, 1, 2, 3} and {dtype for _, dtype in kept} == {"fp32", "bf16"}
+    assert len(kept) == 4
+
+
+def test_of_three_columns_each_pair_stays() -> None:
+    rows = [*product((0, 1, 2, 3), ("fp32", "bf16"), (1, 2))]
+    kept = [rows[position] for position in covering(rows)]
+    for first, second in combinations(range(3), 2):
+        assert {(row[first], row[second]) for row in kept} == {(row[first], row[second]) for row in rows}
+    assert len(kept) < len(rows)
+
+
+def test_rows_of_one_setting_and_columns_that_change_together_stay_whole() -> None:
+    assert covering([("a",), ("b",), ("c",)]) == {0, 1, 2}
+    assert covering([("a", 1), ("b", 2), ("c", 3)]) == {0, 1, 2}
+    assert covering([(1, "x", "a"), (1, "x", "b")]) == {0, 1}
