@@ -39,7 +39,11 @@ def main(fault):
         raise ValueError("of the user's")
     if fault == "ctrl-c":
         engine.module.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-    engine.backward(engine(torch.ones(1, 4)).sum())
+    for step in range(5 if fault == "ends" else 1):
+        if step == 3 and engine.global_rank == 1:
+            sys.exit()
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
 
 main(sys.argv[-1])
 """
@@ -105,3 +109,9 @@ def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) ->
 def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path) -> None:
     err = _ended(tmp_path, "ctrl-c", status=130)
     assert err.count("KeyboardInterrupt") == 1 and "engine.py" not in err, err
+
+
+def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "ends")
+    assert "rank 1 has ended after 3 updates: its script has ended" in err, err
+    assert "peer" not in err and "engine.py" not in err, err

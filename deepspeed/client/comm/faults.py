@@ -12,9 +12,18 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from deepspeed.comm.collectives import is_of_backend
+from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.hang.stacks import origin
-from deepspeed.comm.hang.watch import own_store
-from deepspeed.errors import CheckpointError, DeepSpeedConfigError, NotYetError, ReleasedParameterError, UsageError
+from deepspeed.comm.hang.watch import ended_ranks, own_store
+from deepspeed.errors import (
+    CheckpointError,
+    DeepSpeedConfigError,
+    NotYetError,
+    RankFailedError,
+    ReleasedParameterError,
+    UsageError,
+)
 from deepspeed.observe.log import logger
 
 _PLAIN = (DeepSpeedConfigError, UsageError, NotYetError, ReleasedParameterError, CheckpointError)
@@ -29,6 +38,18 @@ def _of_users(trace: TracebackType | None) -> TracebackType | None:
     if origin(trace.tb_frame.f_code.co_filename) != "user":
         return rest
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _of_ended(reports: list[RankReport]) -> RankFailedError:
+    """Make the error of a rank that has waited for others, which have ended."""
+    texts = []
+    for report in reports:
+        step = "" if report.step is None else f" after {report.step} updates"
+        texts.append(f"rank {report.rank} has ended{step}: {report.error or report.what}")
+    return RankFailedError(
+        f"{'; '.join(texts)}. This rank waits for it. Every rank has to take part in each forward, backward and step: "
+        "give all of them as many batches"
+    )
 
 
 def _speaks(error: BaseException) -> bool:
@@ -57,14 +78,17 @@ def show_plainly() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, (*_PLAIN, KeyboardInterrupt)) or logger.isEnabledFor(logging.DEBUG):
+        plain = isinstance(error, (*_PLAIN, KeyboardInterrupt))
+        if not plain and is_of_backend(error) and (ended := ended_ranks()):
+            error, plain = _of_ended(ended), True
+        if not plain or logger.isEnabledFor(logging.DEBUG):
             previous(kind, error, trace)
             return
         error.__cause__, error.__suppress_context__ = None, True
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
-        error.is_shown = "DS_RANK_LOG" not in os.environ
+        error.is_shown = "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
         with contextlib.nullcontext() if _speaks(error) else contextlib.redirect_stderr(io.StringIO()):
-            previous(kind, error, error.__traceback__)
+            previous(type(error), error, error.__traceback__)
 
     sys.excepthook = hook

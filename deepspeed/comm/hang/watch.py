@@ -119,6 +119,11 @@ class HangWatch:
         for thread in self._threads:
             thread.start()
 
+    def ended_ranks(self) -> list[RankReport]:
+        """Return the last words of ranks whose watch has ended. RuntimeError where the store is gone."""
+        keys = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
+        return [RankReport.from_text(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+
     def stop(self, why: str = "its script has ended") -> None:
         """End the watch of this rank, and leave word of that for the others, as they may come to wait for it."""
         if self._stopped.is_set() or os.getpid() != self._owner:  # a fork has neither the threads nor the connection
@@ -415,6 +420,13 @@ _USERS: list[object] = []
 
 def _living() -> HangWatch | None:
     return next((each for each in _WATCHES if not each.ended), None)
+
+
+def ended_ranks() -> list[RankReport]:
+    """Return the last words of ranks that have ended, as far as this process watches them."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        return guard.ended_ranks() if (guard := _living()) is not None else []
+    return []
 
 
 def follow(engine: Any) -> None:
