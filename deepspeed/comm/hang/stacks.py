@@ -246,16 +246,18 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
     if client is not None and client is not users[0]:
         line += f", called from {line_of(client.f_code, number_of(client))}"
     inside = frames[: frames.index(users[0])] if users else []
-    call = next((f.f_code.co_name for f in reversed(inside) if origin(f.f_code.co_filename) == "deepspeed"), "")
-    calls = [f for f in frames if whole and origin(f.f_code.co_filename) in ("user", "deepspeed")][:_SHOWN_FRAMES]
-    shown = traceback.StackSummary.extract((f, number_of(f)) for f in reversed(calls)).format()
+    ours = [f.f_code.co_name for f in reversed(inside or frames) if origin(f.f_code.co_filename) == "deepspeed"]
+    shown = list[str]()
+    if whole:  # the user's frames, and one line of the package's
+        shown = traceback.StackSummary.extract((f, number_of(f)) for f in reversed(users[:_SHOWN_FRAMES])).format()
+        shown += [f"  inside deepspeed: {', '.join(ours)}\n"] if ours else []
     asks = any(map(_asks, frames))  # its words name the unit
     return Spot(
         *(kind, waits),
         next((text for frame in frames if not asks and (text := unit_of(frame))), ""),
         next((name for frame in frames if (name := _module_of(frame, modules))), ""),
         *(line, group),
-        call=call,
+        call=ours[0] if ours and inside else "",
         ends=not frames or frames[-1].f_code.co_name not in _STARTS,
         mark=f"{kind} {waits} {mark}",
         stack=tuple(shown),
