@@ -23,7 +23,7 @@ from models import ADAMW, WORKLOADS, build_model
 import deepspeed
 from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.reallocate import ParameterReallocation, plan_reallocation
-from deepspeed.reallocate.plan import GlobalShape
+from deepspeed.reallocate.moves import GlobalShape
 
 TENSOR_PARALLEL = {
     "layer_specs": [

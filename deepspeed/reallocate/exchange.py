@@ -18,7 +18,7 @@ from deepspeed.config.model.values import byte_count
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import plain_mesh
-from deepspeed.reallocate.plan import PIECE_BYTES, RegionTransfer, in_rounds, plan_reallocation
+from deepspeed.reallocate.moves import PIECE_BYTES, RegionTransfer, in_rounds, plan_reallocation
 from deepspeed.reallocate.sides import Inventory, Side, follow, match
 from deepspeed.zero.unit import Unit
 

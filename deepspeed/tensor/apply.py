@@ -20,8 +20,8 @@ from deepspeed.observe.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss
-from deepspeed.tensor.plan import Planner, Split, TensorPlan
 from deepspeed.tensor.sequence import split_sequence
+from deepspeed.tensor.splits import Planner, Split, TensorPlan
 
 _HOOKS = (
     "_forward_hooks",

@@ -23,7 +23,7 @@ from deepspeed.reallocate.exchange import ParameterReallocation
 from deepspeed.reallocate.sides import units_of
 from deepspeed.tensor.apply import draws, replace_layers
 from deepspeed.tensor.layers import SharedInput
-from deepspeed.tensor.plan import Planner, TensorPlan
+from deepspeed.tensor.splits import Planner, TensorPlan
 from deepspeed.zero.module.state import bit_sums, persistent_buffers
 from deepspeed.zero.param import castable, is_composed, point
 from deepspeed.zero.plan import StateKind

@@ -60,7 +60,7 @@ LAYERS = {
     "deepspeed.module_inject": 6,
     "deepspeed.profiling": 6,
     "deepspeed.reallocate": 6,
-    "deepspeed.reallocate.plan": 2,
+    "deepspeed.reallocate.moves": 2,
     "deepspeed.tensor": 6,
     "deepspeed.engine": 7,
     "deepspeed.api": 7,

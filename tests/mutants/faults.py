@@ -170,7 +170,7 @@ _PURE = (
     ),
     Mutant(
         "RA1",
-        "deepspeed/reallocate/plan.py",
+        "deepspeed/reallocate/moves.py",
         "if target in ranks:",
         "if target in ranks[:1]:",
         ("tests/pure/test_reallocation_plan.py",),
@@ -178,7 +178,7 @@ _PURE = (
     ),
     Mutant(
         "RA2",
-        "deepspeed/reallocate/plan.py",
+        "deepspeed/reallocate/moves.py",
         "if places.get(rank) == places.get(target)] or ranks",
         "] or ranks",
         ("tests/pure/test_reallocation_plan.py::test_random_layouts_of_random_tensors",),
@@ -186,7 +186,7 @@ _PURE = (
     ),
     Mutant(
         "RA3",
-        "deepspeed/reallocate/plan.py",
+        "deepspeed/reallocate/moves.py",
         "(sent[rank], rank < target, rank)",
         "(rank < target, rank)",
         ("tests/pure/test_reallocation_plan.py::test_ranks_that_have_the_same_send_the_same",),

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.errors import UsageError
-from deepspeed.reallocate.plan import (
+from deepspeed.reallocate.moves import (
     GlobalShape,
     ReallocationPlan,
     RegionTransfer,
