@@ -33,6 +33,7 @@ def _raised(folder: Path, *options: str) -> float:
     return float(found[2]) - float(found[1])
 
 
+@pytest.mark.exhaustive  # two minutes on a busy machine; what it stands on is tested by itself
 def test_the_reward_rises(tmp_path: Path) -> None:
     assert _raised(tmp_path) > 0.2
 

@@ -21,11 +21,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.activation import checkpointing as activation
 from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.checkpoint.save.writer import RankFile
+from deepspeed.client import activation
 from deepspeed.client.comm import log as trace
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator

@@ -37,11 +37,10 @@ WAITS = {
 
 # Of what differs most, one each: ``make test`` simulates these, ``make test-all`` every case.
 COVERING = {
-    "stage0", "stage1-unclipped", "stage2-accumulated-unclipped", "stage3", "stage3-accumulated", "stage3-derived",
+    "stage0", "stage1-unclipped", "stage2-accumulated-unclipped", "stage3-accumulated", "stage3-derived",
     "stage1-accumulated", "hpz", "recomputed-both-on-host", "parameters-on-host", "both-on-host-accumulated",
     "stage1-optimizer-on-host-unpinned", "optimizer-on-drive", "both-on-drive", "skipping", "held", "looking",
-    "failing-on-host", "saving-both-on-host", "writing", "both-on-host-unchecked", "setting-on-host",
-    "stage2-optimizer-on-host", "stage2-optimizer-on-host-accumulated", "single-stage2-on-host-unchecked",
+    "failing-on-host", "saving-both-on-host", "writing", "setting-on-host", "stage2-optimizer-on-host",
     "stage2-visiting-on-host-unchecked", "single-early-on-host",
 }  # fmt: skip
 
