@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
 from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
 from deepspeed.client.lr_schedules import build_scheduler
@@ -239,11 +239,11 @@ def _optimizer(
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
     mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(ways))
-    trace.configure(cfg)
+    comms_log.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
         groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)
         for axis in {id(group): group for group in groups}.values():
-            axis.ledger.append(trace.begin)
+            axis.ledger.append(comms_log.begin)
     return mesh
 
 

@@ -7,7 +7,7 @@ from deepspeed.attrs import loads_names
 
 
 def _names() -> dict[str, Any]:
-    calls, log = (import_module(f"deepspeed.client.comm.{name}") for name in ("calls", "log"))
+    calls, log = (import_module(f"deepspeed.client.comm.{name}") for name in ("calls", "comms_log"))
     start = dict.fromkeys(("init_distributed", "mpi_discovery"), "deepspeed.comm.init")
     return calls.CALLS | log.LOG_CALLS | calls.BESIDE | start | {"comms_logger": log.LOG}
 

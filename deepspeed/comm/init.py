@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
 from deepspeed.client.comm.faults import show_plainly
 from deepspeed.comm.hang.watch import watch
@@ -201,7 +201,7 @@ def init_distributed(
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.
     """
     if config is not None:
-        trace.configure(deepspeed_config=config)
+        comms_log.configure(deepspeed_config=config)
     if dist.is_initialized():
         _adopt()
         show_plainly()

@@ -1,1 +1,1 @@
-from deepspeed.client.comm.log import CommsLog as CommsLogger
+from deepspeed.client.comm.comms_log import CommsLog as CommsLogger

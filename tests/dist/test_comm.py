@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import deepspeed
 import deepspeed.comm as comm
-from deepspeed.client.comm import calls, groups, log as trace
+from deepspeed.client.comm import calls, comms_log, groups
 from deepspeed.client.comm.norms import clip_grad_norm_
 from deepspeed.client.comm.partitioned import PartitionedTensor
 from deepspeed.comm import collectives
@@ -114,7 +114,7 @@ def test_the_log_changes_no_result(pool2: RankPool) -> None:
 def _latencies_with_bf16_as_the_default() -> float:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return trace._Stragglers({("all_reduce", 8)}).row("all_reduce", 8, [1.001, 2.003])["total_comm_lat_ms"]
+        return comms_log._Stragglers({("all_reduce", 8)}).row("all_reduce", 8, [1.001, 2.003])["total_comm_lat_ms"]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -326,7 +326,7 @@ def _with_a_late_rank(late_s: float) -> tuple[dict[str, Any], str]:
             time.sleep(late_s * rank)
             comm.all_reduce(torch.ones(2))
         if rank == 0:
-            trace.LOG.record("all_reduce", 4096, 1.0)
+            comms_log.LOG.record("all_reduce", 4096, 1.0)
         with contextlib.redirect_stdout(written):
             summary = comm.log_summary(show_straggler=True, return_dict=True)
         assert summary is not None
@@ -345,7 +345,7 @@ def test_the_rank_that_comes_last_is_named(pool2: RankPool) -> None:
 
 
 def test_bus_bandwidth_goes_by_the_ranks_of_the_group() -> None:
-    log = trace.CommsLog()
+    log = comms_log.CommsLog()
     log.record("all_reduce", 10**6, 1.0, 4)
     log.record("all_gather", 10**6, 1.0, 2)
     log.record("scatter", 10**6, 1.0, 2)
@@ -355,14 +355,14 @@ def test_bus_bandwidth_goes_by_the_ranks_of_the_group() -> None:
 
 
 def test_the_log_knows_the_names_of_all_calls() -> None:
-    assert set(calls._COLLECTIVES) | {"merge", "receive"} == trace.KNOWN_OPS
+    assert set(calls._COLLECTIVES) | {"merge", "receive"} == comms_log.KNOWN_OPS
 
 
 def test_an_operation_that_does_not_exist_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(logger, "propagate", True)
-    log = vars(trace.LOG).copy()
+    log = vars(comms_log.LOG).copy()
     try:
         comm.configure(prof_ops=["all_gathr"])
     finally:
-        vars(trace.LOG).update(log)
+        vars(comms_log.LOG).update(log)
     assert "comms_logger.prof_ops names 'all_gathr'" in caplog.text and "did you mean 'all_gather'?" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deepspeed.comm as comm
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
@@ -137,7 +137,7 @@ def logged_collectives() -> tuple[dict[str, int], dict[str, Any]]:
         assert summary is not None and counts["reduce_scatter"] == expected
         return counts, summary["summary"]["reduce_scatter"]
     finally:
-        trace.LOG.__init__()  # type: ignore[misc]
+        comms_log.LOG.__init__()  # type: ignore[misc]
 
 
 def test_the_communication_log_holds_the_collectives_of_an_engine(pool2: RankPool) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.observe.log import warning_once
 from deepspeed.observe.monitor import MonitorMaster, prometheus_name
 from deepspeed.observe.runfile import read_run
@@ -360,11 +360,11 @@ def units_of_calls() -> list[str]:
         for step in range(2):
             engine.backward(engine(torch.randint(30, (4, 16), generator=torch.Generator().manual_seed(step))))
             engine.step()
-        names = trace.LOG.ops()
+        names = comms_log.LOG.ops()
         engine.destroy()
         return names
     finally:
-        trace.LOG.__init__()  # type: ignore[misc]
+        comms_log.LOG.__init__()  # type: ignore[misc]
 
 
 def test_the_log_names_the_unit_of_an_engines_collective(pool2: RankPool) -> None:

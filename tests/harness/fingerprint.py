@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.client import activation
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.engine.elastic import SaveKeeper
@@ -126,7 +126,7 @@ class _Watch:
 
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        trace.LOG.__init__()  # type: ignore[misc]
+        comms_log.LOG.__init__()  # type: ignore[misc]
         for once in (log._log_once, log.warning_once):
             once.cache_clear()
         try:
@@ -139,7 +139,7 @@ class _Watch:
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
-            trace.LOG.__init__()  # type: ignore[misc]
+            comms_log.LOG.__init__()  # type: ignore[misc]
 
     def follow(self, engine: Any) -> None:
         for group in {id(g): g for g in (engine.mesh.zero, *engine.mesh.groups)}.values():
@@ -207,7 +207,7 @@ def run(config: dict[str, Any], scenario: str) -> Fingerprint:
             except Exception as error:
                 out["error"] = f"{type(error).__name__}: {_NUMBERS.sub('#', str(error)).replace(folder, WORKDIR)}"
         out["files"] = _say_files(Path(folder))
-        out["comm log"] = {op: trace.LOG.count(op) for op in trace.LOG.ops()}
+        out["comm log"] = {op: comms_log.LOG.count(op) for op in comms_log.LOG.ops()}
         out["level afterwards"], out["collection afterwards"] = logger.level, gc.isenabled() == gc_before
         out["log"] = [line.replace(folder, WORKDIR) for line in watch.lines]
     out["printed"] = _NUMBERS.sub("#", printed.getvalue())

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import deepspeed.comm as ds_comm
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.discovery import Rendezvous, adopted, discover, first_host, interface_with, job_port
 from deepspeed.comm import init
 from deepspeed.config import load_config
@@ -327,7 +327,7 @@ def test_one_process_needs_no_variable_and_may_start_twice_and_fork() -> None:
 
 
 def test_log_arithmetic() -> None:
-    log = trace.CommsLog()
+    log = comms_log.CommsLog()
     assert not log.wants("all_reduce", True)
     log.enabled, log.prof_all, log.prof_ops = True, False, ["all_reduce"]
     assert log.wants("all_reduce", False) and log.wants("broadcast", True) and not log.wants("broadcast", False)
@@ -342,20 +342,25 @@ def test_log_arithmetic() -> None:
 
 
 def test_size_text() -> None:
-    assert [trace.size_str(n) for n in (0, 1536, 2**20, 3 * 2**40)] == ["0 B", "1.5 KB", "1 MB", "3072 GB"]
+    assert [comms_log.size_str(n) for n in (0, 1536, 2**20, 3 * 2**40)] == ["0 B", "1.5 KB", "1 MB", "3072 GB"]
 
 
 def test_configure_reads_a_block_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "LOG", trace.CommsLog())
-    trace.configure({"comms_logger": {"prof_all": False, "prof_ops": ["send"]}}, verbose=True)
-    assert trace.LOG.enabled and not trace.LOG.prof_all and trace.LOG.prof_ops == ["send"] and trace.LOG.verbose
-    trace.configure(load_config({"train_batch_size": 1}, world_size=1))
-    assert trace.LOG.enabled and trace.LOG.verbose, "a configuration without the block changes nothing"
-    trace.configure("ds_config.json")  # nothing to read a block from
-    trace.configure({"train_batch_size": 1}, enabled=False)
-    assert not trace.LOG.enabled
-    trace.configure(load_config({"train_batch_size": 1, "comms_logger": {"debug": True}}, world_size=1))
-    assert trace.LOG.enabled and trace.LOG.debug and trace.LOG.prof_all and not trace.LOG.verbose
+    monkeypatch.setattr(comms_log, "LOG", comms_log.CommsLog())
+    comms_log.configure({"comms_logger": {"prof_all": False, "prof_ops": ["send"]}}, verbose=True)
+    assert (
+        comms_log.LOG.enabled
+        and not comms_log.LOG.prof_all
+        and comms_log.LOG.prof_ops == ["send"]
+        and comms_log.LOG.verbose
+    )
+    comms_log.configure(load_config({"train_batch_size": 1}, world_size=1))
+    assert comms_log.LOG.enabled and comms_log.LOG.verbose, "a configuration without the block changes nothing"
+    comms_log.configure("ds_config.json")  # nothing to read a block from
+    comms_log.configure({"train_batch_size": 1}, enabled=False)
+    assert not comms_log.LOG.enabled
+    comms_log.configure(load_config({"train_batch_size": 1, "comms_logger": {"debug": True}}, world_size=1))
+    assert comms_log.LOG.enabled and comms_log.LOG.debug and comms_log.LOG.prof_all and not comms_log.LOG.verbose
 
 
 TWO_NODES = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed.api import _log_notes
 from deepspeed.checkpoint.format.folders import begin
-from deepspeed.client.comm import log as trace
+from deepspeed.client.comm import comms_log
 from deepspeed.config import load_config
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.launcher import runner
@@ -89,18 +89,18 @@ def test_the_table_of_dtypes_comes_with_the_keys(tmp_path: Path, capsys: pytest.
 
 
 def test_a_communication_log_shows_its_table_at_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, ends = trace.CommsLog(), []
-    monkeypatch.setattr(trace, "LOG", log)
-    monkeypatch.setattr(trace.atexit, "register", ends.append)
-    trace._summarize_at_end.cache_clear()
-    trace.configure({"comms_logger": {"enabled": False}})
+    log, ends = comms_log.CommsLog(), []
+    monkeypatch.setattr(comms_log, "LOG", log)
+    monkeypatch.setattr(comms_log.atexit, "register", ends.append)
+    comms_log._summarize_at_end.cache_clear()
+    comms_log.configure({"comms_logger": {"enabled": False}})
     assert not ends
-    trace.configure({"comms_logger": {}})
+    comms_log.configure({"comms_logger": {}})
     (end,) = ends
     log.record("all_reduce", 4096, 1.5, 2)
     with logged() as lines:
         end()
         log.shown = log.count()  # as log_summary() leaves it
         end()
-    trace._summarize_at_end.cache_clear()
+    comms_log._summarize_at_end.cache_clear()
     assert len([line for line in lines if "all_reduce" in line and "4096" in line]) == 1

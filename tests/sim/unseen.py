@@ -243,7 +243,7 @@ OUTSIDE: dict[str, str] = {
     "client.comm.calls": "the clients' own collectives, and clocks",
     "comm.differentiable": "collectives of layers in parts, on the compute stream; tests/dist/test_tensor_parallel.py",
     "comm.init": "the end of other processes",
-    "client.comm.log": "clocks",
+    "client.comm.comms_log": "clocks",
     "launcher.": "processes",
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
