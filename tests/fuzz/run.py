@@ -470,6 +470,8 @@ class Run:
         assert loss.grad_fn is not None
         with failing(loss.grad_fn.next_functions[0][0].register_prehook(_fail)):
             self.engine.backward(loss)
+        with torch.no_grad():
+            self.plain.losses(place)  # what a forward writes into weights stays, whatever becomes of its backward
         self.plain.drop()
         return "anew"
 
@@ -499,7 +501,10 @@ class Run:
         self.engine = self.start(self.built())
         for name, param in self.params.items():
             param.requires_grad_(trains[name])
+        ahead = self.ahead
         self.on_load(len(self.checkpoints) - 1)
+        if ahead:  # weights of a new engine are its masters, rounded
+            self.plain.show()
 
     def on_rebirth(self, pick: int) -> None:
         model = self.engine.module
