@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed.client.comm.faults import _of_ended
+from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,3 +117,9 @@ def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path)
     err = _ended(tmp_path, "ends")
     assert "rank 1 has ended after 3 updates: its script has ended" in err, err
     assert "peer" not in err and "engine.py" not in err, err
+
+
+def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches() -> None:
+    failed, ended = RankReport(1, step=3, error="ValueError: bad"), RankReport(2, step=4, what="its script has ended")
+    assert str(_of_ended([failed])) == "rank 1 has ended after 3 updates: ValueError: bad. This rank waits for it"
+    assert "as many batches" in str(_of_ended([ended])) and "as many batches" not in str(_of_ended([failed, ended]))

@@ -46,10 +46,10 @@ def _of_ended(reports: list[RankReport]) -> RankFailedError:
     for report in reports:
         step = "" if report.step is None else f" after {report.step} updates"
         texts.append(f"rank {report.rank} has ended{step}: {report.error or report.what}")
-    return RankFailedError(
-        f"{'; '.join(texts)}. This rank waits for it. Every rank has to take part in each forward, backward and step: "
-        "give all of them as many batches"
-    )
+    text = f"{'; '.join(texts)}. This rank waits for it"
+    if not any(report.error for report in reports):
+        text += ". Every rank has to take part in each forward, backward and step: give all of them as many batches"
+    return RankFailedError(text)
 
 
 def _speaks(error: BaseException) -> bool:
