@@ -4,11 +4,12 @@ The optimizer object, its ``param_groups`` list and its group dicts stay the cal
 change.
 """
 
+import bisect
 import copy
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.store import TierStore
-from deepspeed.zero.layout import Granularity
+from deepspeed.zero.layout import Granularity, Segment
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -35,6 +36,8 @@ class OptimView:
     stop: int
     param: nn.Parameter
     name: str
+    # By name of parameters that were frozen for a while: what the optimizer keeps beside slots, as a count of updates.
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def on_drive(self) -> bool:
@@ -121,6 +124,14 @@ def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tu
 def copied(value: Any) -> Any:
     """A copy of a number, a tensor or what a group holds."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def segments_of(view: OptimView) -> list[Segment]:
+    """The parameters that a view has a part of; they lie in ascending order."""
+    segments = view.unit.layout.segments
+    first = bisect.bisect_right(segments, view.start, key=lambda s: s.stop)
+    last = bisect.bisect_left(segments, view.stop, key=lambda s: s.offset)
+    return [s for s in segments[first:last] if s.numel]
 
 
 class MasterList(list[nn.Parameter]):

@@ -1,5 +1,6 @@
 """From a checkpoint into an engine: every rank reads what its own ranges overlap with; one that fails tells all."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
-from deepspeed.checkpoint.save.collect import States, region_of, regions, segments_of
+from deepspeed.checkpoint.save.collect import States, region_of, regions
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
@@ -24,7 +25,7 @@ from deepspeed.observe.log import logger
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.module.state import persistent_buffers
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, copied, segments_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -185,7 +186,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
         group.update({k: v for k, v in values["options"].items() if k != "params"})
     for view in states.views:
         tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
-        fresh, scalars = _fillings(view, source, match), _scalars_of(view, match)
+        fresh, (scalars, view.numbers) = _fillings(view, source, match), _scalars_of(view, match)
         if fresh.keys() != tensors or not fresh and not scalars:
             optimizer.state.pop(view.param, None)
         if not fresh and not scalars:
@@ -246,18 +247,17 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
             yield first + shift, last + shift, key, at, region
 
 
-def _scalars_of(view: OptimView, match: Comparison) -> dict[str, Any]:
-    names = [s.name for s in segments_of(view)]
+def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The numbers of a view, and by name those of parameters in it that have others."""
     # A parameter without any is one that the checkpoint does not have (which strict loading refuses).
-    numbers = [s for n in names if (s := match.scalars.get(n))] or [{}]
-    packed = [{k: collect.pack_scalar(v) for k, v in one.items()} for one in numbers]
-    differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
-    if differing:
-        raise CheckpointError(
-            f"optimizer state {', '.join(differing)} differs between {names[0]} and {names[-1]}, but this layout keeps "
-            "one number for both; put them into different parameter groups, or load with load_optimizer_states=False"
-        )
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in numbers[0].items()}
+    by_name = {s.name: numbers for s in segments_of(view) if (numbers := match.scalars.get(s.name))}
+    shared: dict[str, dict[str, Any]] = {}
+    packed = {name: repr({k: collect.pack_scalar(v) for k, v in by_name[name].items()}) for name in by_name}
+    for name, numbers in by_name.items():
+        shared.setdefault(packed[name], numbers)
+    most = next((key for key, _ in Counter(packed.values()).most_common(1)), "")
+    own = {name: shared[key] for name, key in packed.items() if key != most}
+    return {k: copied(v) for k, v in shared.get(most, {}).items()}, own
 
 
 def _fill_view(

@@ -2,7 +2,7 @@
 
 import base64
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,7 +16,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, segments_of
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.policy import UpdatePolicy
@@ -215,28 +215,24 @@ def part_key(name: str, region: Region) -> str:
     return f"{name}@{','.join(map(str, region.start))}+{','.join(map(str, region.shape))}"
 
 
-def segments_of(view: OptimView) -> list[Segment]:
-    """The parameters that a view has a part of; they lie in ascending order."""
-    segments = view.unit.layout.segments
-    first = bisect.bisect_right(segments, view.start, key=lambda s: s.stop)
-    last = bisect.bisect_left(segments, view.stop, key=lambda s: s.offset)
-    return [s for s in segments[first:last] if s.numel]
-
-
 def scalar_state(states: States) -> dict[str, dict[str, Any]]:
     """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from one of replicas."""
     scalars: dict[str, dict[str, Any]] = {}
     for view in states.views:
         if _turn(view.unit, StateKind.OPTIM)[1] and view.unit.layout.granularity is Granularity.ELEMENT:
             continue
-        packed = {
-            slot: pack_scalar(value)
-            for slot, value in states.state_of(view).items()
-            if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
-        }
-        if packed:
+        if packed := _packed(states.state_of(view)):
             scalars |= dict.fromkeys([s.name for s in segments_of(view)], packed)
+        scalars |= {name: _packed(numbers) for name, numbers in view.numbers.items()}
     return scalars
+
+
+def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        slot: pack_scalar(value)
+        for slot, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
+    }
 
 
 def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -1,11 +1,10 @@
 """The rule of an optimizer over some of its views: from gradients new weights and slots, and PARAM in passing.
 
 Parameters frozen after ``initialize`` stand still, as for an optimizer that finds no gradient of them: an update
-changes neither their values nor what is kept for them, though momentum and decay of their neighbours go on.
+changes neither their values nor what is kept for them (``pieces``), though their neighbours train on.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,21 +13,20 @@ import torch
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.store import TierStore
-from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import OptimView, copied
 from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.update.partial import by_group, step_over
+from deepspeed.zero.update.pieces import Frozen, divided
 
 Groups = list[dict[str, Any]]  # the settings of an optimizer's groups, without parameters
-Frozen = dict[Unit, list[Segment]]  # by unit the parameters that stand still
-_Spans = list[tuple[int, int]]
 
 
 def apply_rule(
     optimizer: torch.optim.Optimizer,
     views: Sequence[OptimView],
-    step: Callable[[], object],
+    step: Callable[[Sequence[OptimView]], object],
     factor: Scalar,
     *,
     source: torch.Tensor | None = None,
@@ -37,11 +35,11 @@ def apply_rule(
     apart: Mapping[Unit, TierStore] | None = None,
     undisturbed: bool = False,
 ) -> list[OptimView]:
-    """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
-    returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
-    ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``: if that was asked
-    before. ``apart``: where the units' gradients are, and PARAM is rounded into what is free behind each.
-    ``undisturbed``: no code of the user's runs in ``step``, as the caller knows.
+    """Call ``step``, which updates ``views`` or pieces of them, with their gradients (one view's may be ``source``)
+    times ``factor``; returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only
+    optimizers with ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``:
+    if that was asked before. ``apart``: where the units' gradients are, and PARAM is rounded into what is free behind
+    each. ``undisturbed``: no code of the user's runs in ``step``, as the caller knows.
     """
     places: Mapping[Unit, TierStore] = apart or {}
     frozen = frozen_since(views) if frozen is None else frozen
@@ -49,26 +47,25 @@ def apply_rule(
     ours: Any = optimizer
     writes = hasattr(type(optimizer), "writing_outputs")
     outputs = _outputs(views, places, frozen) if writes else {}
-    scales = _scales(views, factor) if undisturbed or (writes and ours.undisturbed()) else {}
-    guard = FrozenGuard(optimizer, frozen)
     written: Any = ()
-    try:
-        for view in views:
-            place = places.get(view.unit)
-            piece = source if place is None else view.within(StateKind.GRAD, place.tensor)
-            grad = view.gradient(factor, source=piece, plain=view.param in scales)
-            if grad.dtype is not view.param.dtype:
-                view.param.grad_dtype = None  # any
-            view.param.grad = grad if guard.hold(view) else None
-        asked: Any = contextlib.nullcontext(())
-        if outputs or scales or skip is not None:
-            asked = ours.writing_outputs(outputs, skip=skip, scales=scales, undisturbed=undisturbed)
-        with asked as written:
-            step()
-    finally:
-        guard.put_back()
-        for view in views:
-            view.param.grad = None
+    with divided(optimizer, views, frozen) as shown:
+        scales = _scales(shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
+        try:
+            for view in shown:
+                place = places.get(view.unit)
+                piece = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
+                grad = view.gradient(factor, source=piece, plain=view.param in scales)
+                if grad.dtype is not view.param.dtype:
+                    view.param.grad_dtype = None  # any
+                view.param.grad = grad
+            asked: Any = contextlib.nullcontext(())
+            if outputs or scales or skip is not None:
+                asked = ours.writing_outputs(outputs, skip=skip, scales=scales, undisturbed=undisturbed)
+            with asked as written:
+                step(shown)
+        finally:
+            for view in shown:
+                view.param.grad = None
     return [view for view in views if view.param in written]
 
 
@@ -85,12 +82,26 @@ def apply_to_part(
     """Apply the rule of one of this package's optimizers to ``views`` alone, with the settings ``groups``, whatever
     the optimizer's own are by now; as ``apply_rule``.
     """
-    params: list[list[torch.Tensor]] = [[] for _ in groups]
-    for view in views:
-        params[view.group].append(view.param)
-    theirs = [{**group, "params": some} for group, some in zip(groups, params, strict=True) if some]
-    step = functools.partial(optimizer.update, theirs)
+
+    def step(shown: Sequence[OptimView]) -> None:
+        pairs = zip(groups, by_group(shown, len(groups)), strict=True)
+        optimizer.update([{**group, "params": params} for group, params in pairs if params])
+
     return apply_rule(optimizer, views, step, factor, source=source, frozen=frozen, apart=apart, undisturbed=True)
+
+
+def apply_whole(
+    optimizer: torch.optim.Optimizer, views: Sequence[OptimView], factor: Scalar, **facts: Any
+) -> list[OptimView]:
+    """Apply the rule by one call of the optimizer's own ``step``, which hooks of the user's see; as ``apply_rule``."""
+
+    def step(shown: Sequence[OptimView]) -> None:
+        if shown is views:
+            optimizer.step()
+        else:
+            step_over(optimizer, by_group(shown, len(optimizer.param_groups)))
+
+    return apply_rule(optimizer, views, step, factor, **facts)
 
 
 def captured_groups(optimizer: torch.optim.Optimizer) -> Groups:
@@ -101,9 +112,16 @@ def captured_groups(optimizer: torch.optim.Optimizer) -> Groups:
 def _outputs(
     views: Sequence[OptimView], places: Mapping[Unit, TierStore], frozen: Frozen
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Where the optimizer may round weights to; not for units with frozen parameters, which are put back."""
-    outputs = {view.param: view.output(places.get(view.unit)) for view in views if view.unit not in frozen}
+    """Where the optimizer may round weights to; not for views of which it sees pieces."""
+    whole = (view for view in views if not view.numbers and view.unit not in frozen)
+    outputs = {view.param: view.output(places.get(view.unit)) for view in whole}
     return {param: out for param, out in outputs.items() if out is not None}
+
+
+def _part_of(source: torch.Tensor | None, view: OptimView, piece: OptimView) -> torch.Tensor | None:
+    if source is None or piece is view:
+        return source
+    return source.view(-1)[piece.start - view.start : piece.stop - view.start]
 
 
 def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Scalar]:
@@ -132,53 +150,3 @@ def frozen_since(views: Iterable[OptimView], before: Mapping[Unit, Collection[in
             if segments := [s for i, s in enumerate(unit.layout.segments) if i not in trains]:
                 still[unit] = segments
     return still
-
-
-class FrozenGuard:
-    """Of one call of ``optimizer``; ``frozen`` as by ``frozen_since``."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, frozen: Frozen) -> None:
-        self._frozen = frozen
-        self._state = vars(optimizer).get("state", {})  # not by its door, which waits for this very update
-        self._kept: list[tuple[OptimView, _Spans, list[torch.Tensor], list[str]]] = []
-
-    def hold(self, view: OptimView) -> bool:
-        """Whether the optimizer is to see ``view``; what of it must stand still is kept for ``put_back``. Once, when it
-        makes the slots that checkpoints count on, it sees also what stands still as a whole.
-        """
-        if view.unit not in self._frozen:
-            return True
-        spans = _spans(view, self._frozen[view.unit])
-        if not spans:
-            return True
-        whole = sum(hi - lo for lo, hi in _spans(view, view.unit.layout.segments))
-        if sum(hi - lo for lo, hi in spans) == whole and self._state.get(view.param):
-            return False
-        slots = self._slots(view)
-        parts = _parts([view.param, *slots.values()], spans)
-        self._kept.append((view, spans, [part.clone() for part in parts], [*slots]))
-        return True
-
-    def put_back(self) -> None:
-        """After the call. Slots that are new are as before a first gradient."""
-        for view, spans, copies, known in self._kept:
-            slots = self._slots(view)
-            for part, values in zip(_parts([view.param, *map(slots.get, known)], spans), copies, strict=True):
-                part.copy_(values)
-            for part in _parts([slot for name, slot in slots.items() if name not in known], spans):
-                part.zero_()
-
-    def _slots(self, view: OptimView) -> dict[str, torch.Tensor]:
-        state = self._state.get(view.param, {})
-        return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == view.param.shape}
-
-
-def _spans(view: OptimView, segments: Iterable[Segment]) -> _Spans:
-    """Where these parameters are in the view, as far as they are."""
-    pairs = (view.unit.layout.overlap(segment, view.start, view.stop) for segment in segments)
-    return [(lo - view.start, hi - view.start) for lo, hi in pairs if lo < hi]
-
-
-def _parts(tensors: Iterable[torch.Tensor | None], spans: _Spans) -> list[torch.Tensor]:
-    flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor is not None]
-    return [values[lo:hi] for values in flat for lo, hi in spans]

@@ -15,7 +15,7 @@ from deepspeed.tier.behind import Turn
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, apply_rule, apply_to_part, captured_groups, frozen_since
+from deepspeed.zero.update.apply import Groups, apply_to_part, apply_whole, captured_groups, frozen_since
 from deepspeed.zero.update.policy import Step, UpdateHost, UpdatePolicy
 from deepspeed.zero.update.publish import Publication
 
@@ -80,7 +80,7 @@ class InlineUpdate(UpdatePolicy):
         return [(home, [view for _, view in those]) for home, those in itertools.groupby(pairs, lambda pair: pair[0])]
 
     def _update_all(self, views: Sequence[OptimView], factor: Scalar, skip: torch.Tensor | None) -> list[OptimView]:
-        return apply_rule(self.optimizer, views, self.optimizer.step, factor, skip=skip)
+        return apply_whole(self.optimizer, views, factor, skip=skip)
 
     def _update_parts(self, parts: list[Part], groups: Groups, factor: Scalar, publication: Publication) -> None:
         for unit, views in parts:

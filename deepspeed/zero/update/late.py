@@ -11,8 +11,9 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Frozen, Groups, apply_rule, apply_to_part
+from deepspeed.zero.update.apply import Groups, apply_to_part, apply_whole
 from deepspeed.zero.update.inline import BackgroundUpdate
+from deepspeed.zero.update.pieces import Frozen
 from deepspeed.zero.update.policy import Step, UpdateHost
 from deepspeed.zero.update.publish import Publication
 
@@ -91,7 +92,7 @@ class LateUpdate(BackgroundUpdate):
         """Call the optimizer's own ``step`` once, over all that has begun."""
         Several([begun.after for begun in self._begun]).wait()
         apart = {begun.unit: begun.store for begun in self._begun}
-        written = apply_rule(self.optimizer, step.views, self.optimizer.step, factor, frozen=frozen, apart=apart)
+        written = apply_whole(self.optimizer, step.views, factor, frozen=frozen, apart=apart)
         for begun in self._begun:
             begun.note_rounded([view for view in written if view.unit is begun.unit])
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ class Turns:
         self._before = {"its state": {}, **{name: _numbers(holder) for name, holder in self._holders().items()}}
         self._after: dict[str, dict[Any, Any]] = {}
 
-    def take(self, views: list[OptimView]) -> None:
+    def take(self, views: Sequence[OptimView]) -> None:
         """One call of ``step`` that sees the parameters of ``views`` only; what it leaves must be what others left."""
-        lists = [[v.param for v in views if v.group == i] for i in range(len(self._optimizer.param_groups))]
+        lists = by_group(views, len(self._optimizer.param_groups))
         self._restore(self._before)
         step_over(self._optimizer, lists)
         idle = {f"group {i}" for i in range(len(lists))} - {f"group {v.group}" for v in views}
@@ -64,7 +65,15 @@ class Turns:
                 _put_back(holder, numbers[name])
 
 
-def step_over(optimizer: torch.optim.Optimizer, lists: list[list[torch.nn.Parameter]]) -> None:
+def by_group(views: Iterable[OptimView], count: int) -> list[list[torch.Tensor]]:
+    """The tensors of ``views`` that are in each of ``count`` groups."""
+    lists: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    for view in views:
+        lists[view.group].append(view.param)
+    return lists
+
+
+def step_over(optimizer: torch.optim.Optimizer, lists: Sequence[list[torch.Tensor]]) -> None:
     """One call of ``step`` that sees of each group only the parameters in one of ``lists``."""
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]

@@ -26,9 +26,10 @@ from deepspeed.zero.optim_view import OptimView, move_state
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import Bytes, StateKind, Tier, UpdateSettings
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Frozen, Groups, captured_groups, frozen_since
+from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
 from deepspeed.zero.update.inline import BackgroundUpdate
 from deepspeed.zero.update.partial import same
+from deepspeed.zero.update.pieces import Frozen
 from deepspeed.zero.update.policy import UpdateHost
 
 _SHARE = 3  # of the elements that the host updates, one in so many has a place for new states beside the old ones
@@ -254,7 +255,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         for view in unit.views:
             state, group = view.kept_by(optimizer), optimizer.param_groups[view.group]
             tensors = [view.param, *(state.get(name) for name in _MOMENTS)]
-            if any(t is None or t.dtype is not torch.float32 or not t.is_contiguous() for t in tensors):
+            if view.numbers or any(t is None or t.dtype is not torch.float32 or not t.is_contiguous() for t in tensors):
                 return False  # before the first update there is nothing
             if any(group.get(key) for key in optimizer.torch_keys):
                 return False

@@ -299,7 +299,7 @@ class TiledUpdate(UpdatePolicy):
         turns = Turns(self.optimizer)
 
         def update(views: list[OptimView], grad: torch.Tensor | None) -> list[OptimView]:
-            return apply_rule(self.optimizer, views, functools.partial(turns.take, views), step.factor, source=grad)
+            return apply_rule(self.optimizer, views, turns.take, step.factor, source=grad)
 
         return update
 

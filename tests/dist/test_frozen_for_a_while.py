@@ -1,0 +1,110 @@
+"""What is frozen after initialize stands still and counts its own updates, as in plain PyTorch: a count of updates sets
+Adam's bias correction, so that a parameter that joins late takes the steps of a first update.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(90)
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+CPU = {"device": "cpu"}
+# by update: what does not train in it, by the ends of names
+STILL: dict[int, tuple[str, ...]] = {
+    0: ("1.bias", "3.weight"),
+    1: ("3.weight",),
+    2: ("0.bias", "1.weight", "1.bias"),
+    3: ("0.bias", "0.weight", "1.weight", "1.bias", "3.weight", "3.bias"),
+    5: ("1.weight",),
+}
+STEPS = 8
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2 host": {"stage": 2, "offload_optimizer": CPU},
+    "stage 3": {"stage": 3},
+    "stage 3 host": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+    "stage 2 drive": {"stage": 2, "offload_optimizer": {"device": "nvme", "buffer_count": 2}},
+    "stage 3 ahead": {"stage": 3, "offload_optimizer": {**CPU, "super_offload": True}},
+}
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 7), nn.Linear(7, 3))
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+    return (model(x) - y).square().mean()
+
+
+def freeze(model: nn.Module, step: int) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith(STILL.get(step, ())) or not STILL.get(step))
+
+
+def plain(kind: str) -> dict[str, Tensor]:
+    model, world = build(), dist.get_world_size()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **ADAM["params"])
+    for step in range(STEPS):
+        freeze(model, step)
+        for rank in range(world):
+            (loss_of(model, step, rank) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+def train(zero: dict[str, Any], folder: str, kind: str, then: dict[str, Any] | None) -> float:
+    """The largest error after all updates; ``then``: the second half is another engine's, from a checkpoint."""
+    for place in (zero, then or {}):
+        if place.get("offload_optimizer", {}).get("device") == "nvme":
+            place["offload_optimizer"] |= {"nvme_path": folder}
+    client = None if kind == "AdamW" else getattr(torch.optim, kind)
+    changes: dict[str, Any] = {"optimizer": None} if client else {"optimizer": ADAM}
+
+    def engine_of(place: dict[str, Any]) -> Any:
+        model = build()
+        given = {"optimizer": client(model.parameters(), **ADAM["params"])} if client else {}
+        return start(model, make_config(place["stage"], zero=place, **changes), **given)
+
+    engine = engine_of(zero)
+    for step in range(STEPS):
+        if step == STEPS // 2 and then is not None:
+            engine.save_checkpoint(folder, tag="half")
+            engine.destroy()
+            engine = engine_of(then)
+            engine.load_checkpoint(folder, tag="half")
+        freeze(engine.module, step)
+        engine.backward(loss_of(engine, step, dist.get_rank()))
+        engine.step()
+    whole, expected = full_parameters(engine.module), plain(kind)
+    engine.destroy()
+    return max(scaled_error(value, expected[name].detach()) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_parameter_counts_its_own_updates(pool2: RankPool, place: str, tmp_path: Path) -> None:
+    assert max(pool2.run(train, PLACES[place], str(tmp_path), "AdamW", None)) < 2e-6
+
+
+@pytest.mark.parametrize("place", ["stage 0", "stage 3", "stage 2 drive"])
+def test_so_do_clients_optimizers(pool2: RankPool, place: str, tmp_path: Path) -> None:
+    assert max(pool2.run(train, PLACES[place], str(tmp_path), "NAdam", None)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("stage 1", "stage 3"), ("stage 3 host", "stage 0"), ("stage 0", "stage 2 drive")]
+)
+def test_a_checkpoint_keeps_the_counts(pool2: RankPool, first: str, then: str, tmp_path: Path) -> None:
+    assert max(pool2.run(train, PLACES[first], str(tmp_path), "AdamW", PLACES[then])) < 2e-6
