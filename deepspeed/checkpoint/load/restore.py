@@ -256,8 +256,8 @@ def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dic
     for name, numbers in by_name.items():
         shared.setdefault(packed[name], numbers)
     most = next((key for key, _ in Counter(packed.values()).most_common(1)), "")
-    own = {name: shared[key] for name, key in packed.items() if key != most}
-    return {k: copied(v) for k, v in shared.get(most, {}).items()}, own
+    others = {name: shared[key] for name, key in packed.items() if key != most}
+    return {k: copied(v) for k, v in shared.get(most, {}).items()}, others
 
 
 def _fill_view(

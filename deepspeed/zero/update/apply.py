@@ -147,6 +147,6 @@ def frozen_since(views: Iterable[OptimView], before: Mapping[Unit, Collection[in
         trains = unit.window.trained.union((before or {}).get(unit, ()))
         if len(trains) < len(unit.params):
             trains.update(requiring(unit.params))
-            if segments := [s for i, s in enumerate(unit.layout.segments) if i not in trains]:
-                still[unit] = segments
+            if names := {s.name for i, s in enumerate(unit.layout.segments) if i not in trains}:
+                still[unit] = names
     return still

@@ -7,7 +7,6 @@ for all of its parameters until some of them are frozen; from then on these have
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import OptimView, copied, segments_of
 from deepspeed.zero.unit import Unit
 
-Frozen = dict[Unit, list[Segment]]  # by unit the parameters that stand still
+Frozen = dict[Unit, set[str]]  # by unit the names of the parameters that stand still
 
 
 @contextlib.contextmanager
@@ -32,96 +31,76 @@ def divided(
         yield views
         return
     try:
-        yield [shown for view in views for shown in (cut[id(view)].shown() if id(view) in cut else [view])]
+        yield [piece for view in views for piece in (cut[id(view)].show() if id(view) in cut else [view])]
     finally:
         for one in cut.values():
             one.join()
 
 
-@dataclass
-class _Piece:
-    """Consecutive parameters with the same numbers. ``values``: those that stand still are to have again."""
-
-    view: OptimView
-    names: list[str]
-    values: torch.Tensor | None
-
-
 class _Cut:
-    """The pieces of one view. What stands still is among them only until its slots are made, as checkpoints need it."""
+    """Cut one view into runs of parameters with the same numbers. Those that stand still are shown only until the
+    view has slots, which checkpoints need, and are put back.
+    """
 
     def __init__(self, view: OptimView, optimizer: torch.optim.Optimizer, frozen: Frozen) -> None:
-        self._states = vars(optimizer)["state"]  # not by its door, which waits for this very update
+        self._states = vars(optimizer)["state"]  # the optimizer's own ``state`` would wait for this very update
         self._view, self._state = view, self._states.get(view.param) or {}
-        still = {segment.name for segment in frozen.get(view.unit, ())}
-        segments = segments_of(view)
-        names = [segment.name for segment in segments]
-        if self._state and not still.issuperset(names):
-            stops = [name for name in names if name in still and name not in view.numbers]
-            view.numbers |= dict.fromkeys(stops, self._numbers(self._state, view.param))
-        runs = itertools.groupby(segments, lambda s: (s.name in still, id(view.numbers.get(s.name))))
-        self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and self._state)]
+        self._numbers = _numbers(self._state, view.param)
+        self._pieces: list[tuple[OptimView, torch.Tensor | None]] = []  # with the values to be put back
+        still, segments = frozen.get(view.unit, set()), segments_of(view)
+        if self._state and any(segment.name not in still for segment in segments):
+            stops = [s.name for s in segments if s.name in still and s.name not in view.numbers]
+            view.numbers |= dict.fromkeys(stops, self._numbers)
+        for (stands, _), run in itertools.groupby(segments, lambda s: (s.name in still, id(view.numbers.get(s.name)))):
+            if not (stands and self._state):
+                piece = self._piece([*run])
+                self._pieces.append((piece, piece.param.detach().clone() if stands else None))
 
-    def shown(self) -> Iterator[OptimView]:
+    def show(self) -> Iterator[OptimView]:
         """Let the optimizer have the state of each piece."""
-        own = self._numbers(self._state, self._view.param)
-        for piece in self._pieces:
-            numbers = self._view.numbers.get(piece.names[0], own)
-            if self._state and numbers.get("step", 1):  # without an update it makes a state of its own
+        for piece, _ in self._pieces:
+            numbers = next(iter(piece.numbers.values()))
+            if numbers.get("step", self._state):  # what has had no update gets a new state
                 slots = {k: self._of(piece, v) for k, v in self._state.items() if _is_slot(v, self._view.param)}
-                self._states[piece.view.param] = slots | {k: copied(v) for k, v in numbers.items()}
-            yield piece.view
+                self._states[piece.param] = slots | {k: copied(v) for k, v in numbers.items()}
+            yield piece
 
     def join(self) -> None:
         """Give the view what the optimizer has made of its pieces."""
-        own = self._view.numbers
-        for piece in self._pieces:
-            made = self._states.pop(piece.view.param, {})
-            for key, value in made.items():
-                if _is_slot(value, piece.view.param):
-                    self._take(piece, key, value)
-            numbers = self._numbers(made, piece.view.param)
-            if piece.values is not None:  # as before a first update
-                piece.view.param.detach().copy_(piece.values)
+        view = self._view
+        for piece, before in self._pieces:
+            made = self._states.pop(piece.param, {})
+            for key in (key for key, value in made.items() if _is_slot(value, piece.param)):
+                whole = self._state.setdefault(key, made[key].new_zeros(view.param.shape))
+                self._of(piece, whole).copy_(made[key] if before is None else torch.zeros_like(made[key]))
+            numbers = _numbers(made, piece.param)
+            if before is not None:
+                piece.param.detach().copy_(before)
                 numbers |= {key: 0 * value for key, value in numbers.items() if key == "step"}
-            whole = (piece.view.start, piece.view.stop) == (self._view.start, self._view.stop)
-            if piece.values is not None or (piece.names[0] in own and not whole):
-                own |= dict.fromkeys(piece.names, numbers)
-                continue
-            self._state |= numbers
-            for name in piece.names:
-                own.pop(name, None)
+            if before is None and (piece.param.shape == view.param.shape or not view.numbers.keys() & piece.numbers):
+                self._state |= numbers
+                view.numbers = {k: v for k, v in view.numbers.items() if k not in piece.numbers}
+            else:
+                view.numbers |= dict.fromkeys(piece.numbers, numbers)
         if self._state:
-            self._states[self._view.param] = self._state
+            self._states[view.param] = self._state
 
-    def _piece(self, run: list[Segment], *, still: bool) -> _Piece:
+    def _piece(self, run: list[Segment]) -> OptimView:
         view = self._view
         start, stop = max(run[0].offset, view.start), min(run[-1].stop, view.stop)
-        values = view.param.detach()
-        if (start, stop) != (view.start, view.stop):
-            values = values[start - view.start : stop - view.start]
-        name = f"{view.name}[{start}:{stop}]"
-        piece = OptimView(view.unit, view.group, start, stop, nn.Parameter(values), name)
-        return _Piece(piece, [segment.name for segment in run], values.clone() if still else None)
+        numbers = {segment.name: view.numbers.get(segment.name, self._numbers) for segment in run}
+        piece = OptimView(view.unit, view.group, start, stop, view.param, f"{view.name}[{start}:{stop}]", numbers)
+        piece.param = nn.Parameter(self._of(piece, view.param.detach()))
+        return piece
 
-    def _of(self, piece: _Piece, slot: torch.Tensor) -> torch.Tensor:
-        if piece.view.param.shape == slot.shape:
-            return slot
-        return slot[piece.view.start - self._view.start : piece.view.stop - self._view.start]
+    def _of(self, piece: OptimView, values: torch.Tensor) -> torch.Tensor:
+        first, last = piece.start - self._view.start, piece.stop - self._view.start
+        return values if last - first == values.numel() else values[first:last]
 
-    def _take(self, piece: _Piece, key: str, value: torch.Tensor) -> None:
-        if key not in self._state:
-            self._state[key] = value.new_zeros(self._view.param.shape)
-        part = self._of(piece, self._state[key])
-        if piece.values is not None:
-            part.zero_()
-        elif part.data_ptr() != value.data_ptr():
-            part.copy_(value)
 
-    @staticmethod
-    def _numbers(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """What is kept beside slots, each a copy."""
-        return {key: copied(value) for key, value in state.items() if not _is_slot(value, param)}
+def _numbers(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Copy what is kept beside slots."""
+    return {key: copied(value) for key, value in state.items() if not _is_slot(value, param)}
 
 
 def _is_slot(value: Any, param: torch.Tensor) -> bool:

@@ -284,7 +284,7 @@ class SelectiveUpdate(LateUpdate):
                 unit.wait(StateKind.GRAD)
                 chosen.grad.copy_(chosen.compact(view.within(StateKind.GRAD, unit.grad)))
             param.grad = chosen.grad.mul_(factor * unit.facts.after)
-            names, state = {segment.name for segment in frozen.get(unit, ())}, optimizer.state[param]
+            names, state = frozen.get(unit, set()), optimizer.state[param]
             for values in (param.detach(), *(state[name] for name in _MOMENTS)) if names else ():
                 pieces = zip(chosen.parts, values.split(chosen.sizes), strict=True)
                 still += [
