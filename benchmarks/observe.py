@@ -51,33 +51,29 @@ class _Stopwatch:
 
 def _time_notes(patch: pytest.MonkeyPatch, watch: _Stopwatch) -> None:
     """Let ``watch`` time the functions of observers that begin from here on."""
-    from deepspeed.profiling.timeline import listen
+    from deepspeed.profiling.timeline.listen import Listener, Wraps
     from deepspeed.profiling.timeline.observer import Observer
 
-    put, collective, wait = listen.Wraps.put, listen.Listener._collective, listen._Watched.wait
+    put = Wraps.put
 
     def timed_put(self: Any, owner: Any, name: str, call: Any, *given: Any) -> None:
-        if name == "_clock":  # a context, which holds the whole phase
-            return put(self, owner, name, call, *given)
-
         def outer(*args: Any, **kwargs: Any) -> Any:
             *first, method = args[: len(given) + 1]
             return call(*first, watch.around(method, counted=False), *args[len(given) + 1 :], **kwargs)
 
         return put(self, owner, name, watch.around(outer, counted=True), *given)
 
-    def timed_wait(self: Any) -> None:
-        transfer = self._transfer
-        object.__setattr__(transfer, "wait", watch.around(type(transfer).wait.__get__(transfer), counted=False))
-        wait(self)
+    def with_its_end(hear: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            end = hear(*args)
+            return None if end is None else watch.around(end, counted=True)
 
-    def timed_collective(*args: Any) -> Any:
-        return watch.around(collective(*args), counted=True)
+        return timed
 
-    changes = [(listen.Listener, "_collective", timed_collective), (listen._Watched, "wait", timed_wait)]
-    for owner, name, function in [*changes, (Observer, "_boundary", Observer._boundary)]:
-        patch.setattr(owner, name, watch.around(function, counted=True))
-    patch.setattr(listen.Wraps, "put", timed_put)
+    for name in ("_collective", "_event", "_phase"):
+        patch.setattr(Listener, name, watch.around(with_its_end(getattr(Listener, name)), counted=True))
+    patch.setattr(Observer, "_boundary", watch.around(Observer._boundary, counted=True))
+    patch.setattr(Wraps, "put", timed_put)
 
 
 def _own(engine: Any, steps: Any, count: int) -> None:

@@ -5,7 +5,6 @@ Switched off, the measurements synchronise and time nothing.
 
 import contextlib
 import copy
-import functools
 import importlib
 import math
 import weakref
@@ -23,8 +22,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.errors import UsageError, counted
 from deepspeed.observe import hostmem
+from deepspeed.observe.events import FLUSH, METRICS, PHASE, Events
 from deepspeed.observe.log import log_dist, logger
-from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, profiled, see_memory_usage
+from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.version import __version__
@@ -163,14 +163,14 @@ class EngineReports(EngineFacts):
 
     # -- clocks and metrics ---------------------------------------------------------------------------------------
     def _start_timing(self, config: DeepSpeedConfig) -> None:
+        self._events = Events()
         self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._spent_ms: dict[str, float] = {}  # by phase, since the last update
         self._phases: list[str] = []
         self._over_limit = False  # of host memory, and the log says so
         self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
         if config.wall_clock_breakdown:
-            self.runtime.flush = functools.partial(self._timed_flush, self.runtime.flush)
-            self._lasting.callback(vars(self.runtime).pop, "flush", None)
+            self.runtime.events.append(self._time_flush)
         throughput, every = config.timers.throughput, config.steps_per_print
         # A report that is never due needs no measurement.
         reports = throughput.enabled and every is not None and math.isfinite(every)
@@ -179,11 +179,12 @@ class EngineReports(EngineFacts):
         self.update_metrics, self.step_profile = UpdateMetrics(config, self.monitor), None
         self.flops_profiler: Any = None
         if config.anomalies.per_layer and config.anomalies.enabled is not False:
-            self.runtime.watch_gradients = LayerWatch(self.module, self.runtime, config.anomalies.window)
+            self.runtime.events.append(LayerWatch(self.module, self.runtime, config.anomalies.window))
         if config.flops_profiler.enabled:  # torch's counter takes a while to import
             kind = importlib.import_module("deepspeed.profiling.flops_profiler.in_engine").StepProfile
             self.step_profile = kind(self.module, config, self.mesh.job)
             self.flops_profiler = self.step_profile.profiler
+            self._events.append(self.step_profile)
             self._lasting.callback(self.step_profile.close)
 
     def _watch_memory(self) -> None:
@@ -205,11 +206,11 @@ class EngineReports(EngineFacts):
             yield
             return
         self._phases.append(name)
-        timer, profile = self.timers(name), self.step_profile
+        timer = self.timers(name)
         before = timer.elapsed(reset=False)
         timer.start()
         try:
-            with profiled(name), contextlib.nullcontext() if profile is None else profile.phase(name):
+            with self._events.range(name, PHASE, name):
                 yield
         finally:
             timer.stop()
@@ -217,18 +218,21 @@ class EngineReports(EngineFacts):
             self._spent_ms[name] = self._spent_ms.get(name, 0.0) + timer.elapsed(reset=False) - before
         see_memory_usage(f"memory after {name}", force=self._config.memory_breakdown)
 
-    def _timed_flush(self, flush: Callable[[], None]) -> None:
-        """The end of a backward; ``elapsed_time_ms_backward`` is made of this and of "backward_inner"."""
+    def _time_flush(self, kind: str, _: object) -> Callable[[], None] | None:
+        """Time the end of a backward; ``elapsed_time_ms_backward`` is made of this and of "backward_inner"."""
+        if kind != FLUSH:
+            return None
         timer = self.timers("backward_allreduce")
         before = timer.elapsed(reset=False)
         timer.start()
-        try:
-            flush()
-        finally:
+
+        def end() -> None:
             timer.stop()
             reduced = timer.elapsed(reset=False) - before
             for name, share in (("backward_allreduce", reduced), ("backward_inner", -reduced)):
                 self._spent_ms[name] = self._spent_ms.get(name, 0.0) + share
+
+        return end
 
     def _write_metrics(self) -> None:
         """The metrics of one update: learning rate, mean loss here, loss scale, times, and more."""
@@ -238,6 +242,8 @@ class EngineReports(EngineFacts):
         losses, self._losses = self._losses, []
         if self.update_metrics.wanted:
             self.update_metrics.report(self, losses, spent)
+        if self._events:
+            self._events.begin(METRICS)
 
 
 def _rest(state: StatePlan | None) -> str:

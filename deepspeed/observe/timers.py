@@ -1,14 +1,11 @@
 """Wall-clock timers of named phases, samples per second, profiler ranges, and the memory in use."""
 
-import contextlib
 import functools
 import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
-
-from torch.autograd import profiler
 
 from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
@@ -251,11 +248,6 @@ class ThroughputTimer:
         """Samples per second over all counted updates; -inf before the first."""
         counted, seconds = self.global_step_count - self.start_step, self.total_elapsed_time
         return counted * self.batch_size / seconds if counted > 0 and seconds > 0 else float("-inf")
-
-
-def profiled(what: str) -> contextlib.AbstractContextManager[object]:
-    """Inside is a range of that name for a profiler of torch's that records now (NVTX: under ``emit_nvtx()``)."""
-    return profiler.record_function(what) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:

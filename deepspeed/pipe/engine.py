@@ -91,7 +91,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.grid = self.mpu = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, mesh.pp.index
         self._links = Links(mesh.pp, module.falling or mesh.pp, mesh.talk, self.device, self._who)
-        self._links.dynamic = module.dynamic_shape
+        self._links.dynamic, self._links.events = module.dynamic_shape, self.runtime.events
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._kinds: list[str] | None = None  # of the last batch, on every rank

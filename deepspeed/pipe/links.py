@@ -20,8 +20,9 @@ import torch
 from deepspeed.comm import point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import PipelineError, UsageError
+from deepspeed.observe.events import Events
 from deepspeed.pipe.orders import Message, Program
-from deepspeed.tier.transfer import Transfer
+from deepspeed.tier.transfer import Several, Transfer
 
 
 class Part(NamedTuple):
@@ -73,6 +74,7 @@ class Links:
         self._rising, self._falling, self._host, self._device, self._name = rising, falling, host, device, name
         self.rank = rising.index
         self.dynamic = False
+        self.events = Events()
         self._known: dict[tuple[int, Hashable], Signature] = {}
         self.begin(None, ())
 
@@ -158,6 +160,8 @@ class Links:
 
     def _wait(self, transfers: Sequence[Transfer], message: Message, *, sending: bool = False) -> None:
         try:
+            if self.events:
+                self.events.wait(Several(transfers), "messages of the pipeline")
             for transfer in transfers:
                 transfer.wait()
         except RuntimeError as error:

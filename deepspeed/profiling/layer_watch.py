@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import sum_in_place
+from deepspeed.observe.events import GRADIENTS
 from deepspeed.observe.log import logger
 from deepspeed.tensor.layers import HiddenParallelEmbedding, VocabParallelEmbedding
 from deepspeed.zero.layout import Segment
@@ -24,7 +25,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, HiddenParallel
 
 
 class LayerWatch:
-    """Of one engine. Called between the arrival of gradients and the update, by all ranks; ``window``: see above."""
+    """Listen to one engine, on all ranks, between the arrival of gradients and the update; ``window``: see above."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, window: int) -> None:
         self._runtime, self._window, self._updates = runtime, window, 0
@@ -37,8 +38,10 @@ class LayerWatch:
         self._zero_for = dict.fromkeys(self._names, 0)
         self._noted: set[tuple[str, str]] = set()
 
-    def __call__(self, units: Sequence[Unit]) -> None:
+    def __call__(self, kind: str, units: Sequence[Unit]) -> None:
         """Look at the gradients of ``units``, which are at rest, and log what is new. Collective; waits for them."""
+        if kind != GRADIENTS:
+            return
         sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._runtime.device)
         place = {name: i for i, name in enumerate(self._names)}
         try:

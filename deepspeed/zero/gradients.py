@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.observe.timers import profiled
+from deepspeed.observe.events import ISSUE
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.param import (
@@ -184,7 +184,7 @@ class Gradients:
             self._land()
         target = self._rest(unit, contribution=partial.dtype)
         ways, add = self._streams, target.filled
-        with profiled(f"reduce {unit.name}"):
+        with unit.events.range(f"reduce {unit.name}", ISSUE, unit):
             transfer = reduce_over_axes(unit, partial, target.memory, ways, accumulate=add, after=target.ready)
         if self._reuses and partial.device.type == "cpu":  # whose pages the system has to clear each time
             target = target._replace(spent=partial)
@@ -236,6 +236,8 @@ class Gradients:
 
     def _land(self) -> None:
         unit, transfer, target = self._flying.pop(0)
+        if unit.events:
+            unit.events.wait(transfer, f"reduction of {unit.title}")
         transfer.wait()
         if target.spent is not None:
             unit.window.keep_spare(target.spent)

@@ -19,6 +19,7 @@ from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
+from deepspeed.observe.events import FLUSH, NEED, Events
 from deepspeed.tier.behind import Worker
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimView
@@ -45,12 +46,11 @@ class CollectiveCounts:
 class Runtime:
     """Owns schedule, gradients and collectives of one engine's units, and the policy of their update."""
 
-    watch_gradients: Callable[[list[Unit]], None] | None = None  # called before each update; collective
-
     def __init__(
         self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, accum: torch.dtype, device: torch.device
     ) -> None:
         self.units, self.plan, self.mesh, self.device = units, plan, mesh, device
+        self.events = Events()
         self._stream, self.up = collectives.SideStream(device), collectives.SideStream(device)
         self.worker, self.schedule = _worker(units, device), Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
@@ -83,7 +83,7 @@ class Runtime:
         self._trim: Callable[[], object] = hostmem.HeapTrimmer().trim if saves_memory else lambda: None
         self.second_order = False  # the last backward keeps a graph: its units stay until one that does not
         for unit in units:
-            unit.keep_by(weakref.ref(self))
+            unit.keep_by(weakref.ref(self), self.events)
 
     @property
     def after(self) -> float:
@@ -169,6 +169,8 @@ class Runtime:
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
         units = list(units)
+        if self.events:
+            self.events.begin(NEED, units)
         movable = [u for u in units if u.movable]
         for unit in units if len(movable) < len(units) else ():
             unit.wait(StateKind.PARAM)
@@ -280,6 +282,13 @@ class Runtime:
 
     def flush(self) -> None:
         """End of a backward (or of a pipeline's): reduce what is left, release everything. Idempotent (I4)."""
+        if self.events:
+            with self.events.span(FLUSH):
+                self._flush()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
         self.flushes += 1
         if self.in_one_pass:
             self._end_backward()
@@ -359,7 +368,7 @@ class Runtime:
         """PARAM of ``units`` follows OPTIM, which changes."""
         self._trim()
         self._discard_idle(units)
-        return Publication(units, up=self.up, gathers=self._stream, **how)
+        return Publication(units, up=self.up, gathers=self._stream, events=self.events, **how)
 
     def publish(self, units: list[Unit]) -> None:
         """After a change: bring PARAM of ``units`` in line with OPTIM. Collective."""

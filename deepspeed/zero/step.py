@@ -7,11 +7,13 @@ gradients are not finite by themselves.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.observe.events import GRADIENTS, UPDATE
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import error_of
@@ -43,8 +45,8 @@ def take_step(
     ranks' is to divide by the mean of that.
     """
     units, failure = runtime.gather_gradients()
-    if runtime.watch_gradients is not None:
-        runtime.watch_gradients(units)
+    if runtime.events:
+        runtime.events.begin(GRADIENTS, units)
     runtime.steps += 1
     step = Step(views, units, 1.0 / options.loss_scale, failure)
     result = StepResult()
@@ -56,7 +58,8 @@ def take_step(
     else:
         runtime.before_update()
         try:
-            runtime.update.apply(step)
+            with runtime.events.span(UPDATE) if runtime.events else nullcontext():
+                runtime.update.apply(step)
         except Exception as error:
             runtime.failures.note_half_updated(error)
             raise

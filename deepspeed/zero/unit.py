@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError
-from deepspeed.observe.timers import profiled
+from deepspeed.observe.events import ISSUE, Events
 from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import Landing, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer
@@ -82,6 +82,7 @@ class Unit:
         self.kept = False  # something that autograd cannot announce will read the parameters: they stay until the flush
         self.borrowed = False  # modules that do not own the parameters read them, too
         self._keeper: Callable[[], Keeper | None] = lambda: None
+        self.events = Events()
         self._transfer = ARRIVED
 
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
@@ -270,6 +271,8 @@ class Unit:
     def _finish_fetch(self) -> None:
         """FETCHING -> READY, when everything is here; parameters show their own class again."""
         if self.state is UnitState.FETCHING:
+            if self.events:
+                self.events.wait(self._transfer, f"gather of {self.title}")
             self._transfer.wait()
             self._transfer = ARRIVED
             self._move(UnitState.READY)
@@ -315,7 +318,7 @@ class Unit:
         cut = self.facts.sharing(self.plan.param.spread)
         start, stop = self.range_of(StateKind.PARAM)
         piece, rest = full[start:stop], self.rest[StateKind.PARAM]
-        with profiled(f"gather {self.name}"):
+        with self.events.range(f"gather {self.name}", ISSUE, self):
             if cut and not rest.on_drive and rest.tensor.device == piece.device:
                 return collectives.all_gather(full, rest.tensor, cut[0])
             rest.get(piece).wait()
@@ -463,9 +466,11 @@ class Unit:
         self.rest[StateKind.PARAM] = TierStore(self.buffer.full)
         self._keeper = lambda: None
 
-    def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
-        """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""
-        self._keeper = keeper
+    def keep_by(self, keeper: Callable[[], Keeper | None], events: Events | None = None) -> None:
+        """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive.
+        ``events``: its listeners.
+        """
+        self._keeper, self.events = keeper, Events() if events is None else events
 
     keeper = property(lambda self: self._keeper(), doc="Who gathers the unit; None when nobody does any more.")
 

@@ -298,7 +298,7 @@ def unwatched() -> tuple[list[str], list[str]]:
 
     def run() -> None:
         engine = start(OddLayers(), make_config(1, anomalies={"enabled": False, "per_layer": True, "window": 2}))
-        assert engine.runtime.watch_gradients is None and not engine.update_metrics.wanted
+        assert not engine.runtime.events and not engine.update_metrics.wanted
         for _ in range(4):
             engine.backward(engine(torch.zeros(2, 3, dtype=torch.int64), 0.5))
             engine.step()

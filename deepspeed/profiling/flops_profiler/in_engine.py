@@ -3,8 +3,7 @@
 Counting takes longer than computing, and compiled code runs uncompiled for it: so times come from another update.
 """
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.observe.events import PHASE
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.profiling.flops_profiler.counter import BACKWARD, FORWARD, RECOMPUTED
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, write_report
@@ -56,22 +56,21 @@ class StepProfile:
         tflops = self._settings.peak_tflops or peak_tflops(get_accelerator().product_name(), self._dtype)
         return None if tflops is None else tflops * 1e12
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The engine's "forward", "backward" or "step" runs inside."""
+    def __call__(self, kind: str, name: str) -> Callable[[], None] | None:
+        """Listen to the engine's "forward", "backward" and "step"."""
+        if kind != PHASE:
+            return None
         if name == "step":
             self.profiler.stop_profile()
         elif self.busy and not self.profiler.started and torch.is_grad_enabled() and self.profiler.model.training:
             counts = self.state is ProfileState.COUNTING
             self.profiler.resume(count=counts, time=not counts)
         if self.state is not ProfileState.TIMING or not (self.profiler.started or name == "step"):
-            yield
-            return
+            return None
         start, end = (get_accelerator().Event(enable_timing=True) for _ in range(2))
         start.record()
-        yield
-        end.record()
         self._spans.setdefault(name, []).append((start, end))
+        return lambda: end.record()
 
     def micro_batch_ends(self, update: int | None) -> None:
         """A call of ``engine.step`` ends, with so many updates if it was one. Collective after the counted one."""

@@ -21,6 +21,7 @@ from deepspeed.comm.point_to_point import clock_offset
 from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.anomaly import AnomalyWatch
+from deepspeed.observe.events import METRICS
 from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import RunFile
 from deepspeed.observe.tracefile import check_writable
@@ -92,7 +93,7 @@ class Observer:
         self._owner = os.getpid()
         file = self._open(settings)
         self._listener, self._wraps = Listener(engine, self._clock), Wraps()
-        self._wraps.put(engine, "_write_metrics", self._after_metrics)
+        engine._events.append(self._after_metrics)
         self._metered = engine.update_metrics
         self._metered.observed = True
         # Loss and norm, which a record reads without a wait, say what is unusual, unless the metrics do.
@@ -150,6 +151,7 @@ class Observer:
             return
         atexit.unregister(self._at_exit)
         self._wraps.close()
+        self._engine._events.remove(self._after_metrics)
         self._listener.close()
         self._metered.observed = False
         window = self._window
@@ -182,9 +184,9 @@ class Observer:
         self._waiting = [each for each in self._waiting if each[0].known()]
 
     # -- what the engine does ---------------------------------------------------------------------------------------
-    def _after_metrics(self, method: Callable[..., Any], *args: Any) -> None:
-        method(*args)
-        self._boundary()
+    def _after_metrics(self, kind: str, _: object) -> None:
+        if kind == METRICS:
+            self._boundary()
 
     def _hear_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``backward`` is given a loss; ``train_batch`` returns one, after the boundary."""

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, SideStream
+from deepspeed.observe.events import Events
 from deepspeed.tier.behind import Turn, Worker
 from deepspeed.tier.store import Landing, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
@@ -27,10 +28,12 @@ class Publication:
         *,
         up: SideStream,
         gathers: SideStream,
+        events: Events,
         over: Callable[[Unit, torch.Tensor, Transfer], object] | None = None,
         masters: bool = True,
     ) -> None:
         self._units, self._up, self._gathers, self._over, self._masters = units, up, gathers, over, masters
+        self._events = events
         self._waiting = deque(unit for unit in units if unit.master is not None)
         self._transfers: list[Transfer] = []
         self._written = defaultdict[Unit, list[tuple[int, int]]](list)
@@ -73,6 +76,8 @@ class Publication:
         self._note(written or ())
         while self._waiting:
             self._start(spent=written is not None)
+        if self._events:
+            self._events.wait(Several(self._transfers), "publish the update")
         for transfer in self._transfers:
             transfer.wait()
         for unit in self._units:
