@@ -12,8 +12,8 @@ from deepspeed.zero.param import expose, hide, keep_view, storage_uses
 
 
 class ParameterBuffer:
-    """``full`` is flat, in the compute dtype; its storage has no bytes while the unit is released. ``hidden``: the
-    values are here, and whoever reads a parameter asks first.
+    """Flat buffer ``full`` of one unit's whole parameters, in the compute dtype; its storage has no bytes while the
+    unit is released. ``hidden``: the values are in the buffer, and a read of a parameter waits first.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
@@ -26,17 +26,17 @@ class ParameterBuffer:
         self._uses_bare = self._uses_own = 0  # of the storage: by the buffer and its views; by the parameters, too
 
     def hold(self, full: torch.Tensor) -> None:
-        """Let ``full`` be the buffer; parameters follow with ``expose``."""
+        """Use ``full`` as the buffer; the parameters point to it after ``expose``."""
         self.full = full
         self._views = [self.view(s) for s in self._layout.segments]
         self._uses_bare = storage_uses(full)
 
     def view(self, segment: Segment) -> torch.Tensor:
-        """The place of a parameter, in logical shape."""
+        """Return the view of ``full`` that holds one parameter, in its logical shape."""
         return self.full[segment.offset : segment.stop].view(segment.shape)
 
     def expose(self) -> None:
-        """Let the parameters show their values."""
+        """Point the parameters at their values in the buffer."""
         self.hidden = False
         expose(self._params, self._views)
 
@@ -47,13 +47,13 @@ class ParameterBuffer:
         hide(self._params, self._void)
 
     def hide(self) -> None:
-        """Hide the values, which are here, so that whoever reads a parameter waits for what is pending."""
+        """Hide the values, which are present, so that a read of a parameter waits for pending updates."""
         if not self.hidden:
             self.hidden = True
             self._hide()
 
     def fill(self) -> torch.Tensor:
-        """Make room for the values, which is filled next."""
+        """Allocate the storage for the values, which the caller fills next, and return ``full``."""
         numel = self._layout.numel
         if self.full.numel() != numel:
             self.hold(self.full.new_empty(numel))
@@ -64,15 +64,15 @@ class ParameterBuffer:
         return self.full
 
     def note_own_uses(self) -> None:
-        """All that uses the storage now is the unit's own: the buffer, its views and the parameters over it."""
+        """Record the current number of uses of the storage as the unit's own: buffer, views and parameters."""
         self._uses_own = storage_uses(self.full)
 
     def read_by_others(self) -> bool:
-        """True while others than the unit hold views of the buffer: in a backward, operations that read."""
+        """Tell whether tensors outside the unit share the storage, as those that autograd has saved for a backward."""
         return storage_uses(self.full) > self._uses_own
 
     def empty(self) -> None:
-        """Keep no bytes, or leave the storage to whom it was lent: then ``fill`` makes another one."""
+        """Free the storage, or leave it to a reader it was lent to; ``fill`` then allocates a new one."""
         self.hidden = False
         self._hide()
         storage = self.full.untyped_storage()
@@ -84,8 +84,8 @@ class ParameterBuffer:
         self.lent = False
 
     def bring_back(self, *, sample: bool = False) -> bool:
-        """Whether any parameter (``sample``: the last one) was moved off the buffer: frozen ones come back, others are
-        refused (``module.half()``, ...).
+        """Tell whether any parameter (``sample``: the last one) was moved off the buffer. Frozen ones are copied back;
+        for others (``module.half()``, ...) raise UsageError.
         """
         if not self._params:
             return False
@@ -98,6 +98,6 @@ class ParameterBuffer:
         return moved
 
     def drop(self) -> None:
-        """Give every byte back; parameters no longer belong to it."""
+        """Free all memory; the parameters no longer belong to the buffer."""
         self._params, self._views = [], []
         self.full = torch.empty(0)

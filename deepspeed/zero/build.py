@@ -47,12 +47,12 @@ from deepspeed.zero.update.shares import every_so_many
 
 @dataclass(frozen=True)
 class BuildRules:
-    """How parameter values become units.
+    """Rules by which parameter values become units.
 
-    ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every buffer; what has one of
-    ``keep_fp32`` among the parts of its name stays fp32. Parameters in ``beside`` follow the dtype of a buffer, those
-    in ``low`` rest (and travel) in ``low_dtype``. ``slot_bytes``: what the optimizer will keep for each element beside
-    the weight. ``accum_dtype``: of the rest gradient. ``window``: whether several micro-batches make an update.
+    ``compute_dtype`` None leaves each parameter in its own dtype, ``buffer_dtype`` None each buffer. Names with one of
+    ``keep_fp32`` among their parts stay fp32. Parameters in ``beside`` follow the dtype of a buffer; those in ``low``
+    rest and travel in ``low_dtype``. ``slot_bytes``: bytes of optimizer state an element, beside the weight.
+    ``accum_dtype``: dtype of the rest gradient. ``window``: whether several micro-batches make an update.
     """
 
     device: torch.device
@@ -69,11 +69,11 @@ class BuildRules:
     window: bool = True
 
     def kept(self, name: str) -> bool:
-        """Whether the parameter or buffer of that name stays fp32 in a 16-bit run."""
+        """Tell whether the parameter or buffer of that name stays fp32 in a 16-bit run."""
         return any(part in name.split(".") for part in self.keep_fp32)
 
     def rest_dtype(self, name: str, param: nn.Parameter) -> torch.dtype:
-        """What PARAM of that parameter is stored in."""
+        """Return the dtype in which PARAM of that parameter is stored."""
         if not castable(param.dtype):
             return param.dtype
         if self.compute_dtype is not None and self.kept(name):
@@ -85,7 +85,7 @@ class BuildRules:
 
 @dataclass
 class ZeroParts:
-    """What ``build`` makes: the runtime over its units, and the hooks that drive it."""
+    """Result of ``build``: the runtime over its units, the hooks that drive it, and their memory."""
 
     runtime: Runtime
     hooks: ModuleHooks
@@ -99,7 +99,7 @@ class ZeroParts:
 def _take_over(
     unit: Unit, spec: UnitSpec, values: torch.Tensor | None, rules: BuildRules, tiers: Tiers, *, plain: bool
 ) -> None:
-    """Give ``unit`` its ``values`` (None: those of its parameters), and mark the parameters as the unit's."""
+    """Move ``values`` (None: those of its parameters) into ``unit``, and mark the parameters as the unit's."""
     values = _values(unit, rules.device) if values is None else values
     unit.adopt(values, spec.rest, keep_master=rules.keep_master, tiers=tiers)
     for position, segment in enumerate(unit.layout.segments):
@@ -115,11 +115,11 @@ def build(
     optimizer: torch.optim.Optimizer | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
-    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of``: of single ones.
+    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor, for single ones ``facts_of``.
 
-    ``optimizer``: its groups hold the trained parameters, and views of the masters afterwards; None when nothing will
-    be trained (no gradients, no optimizer state). Values come from the first rank. Raises DivergenceError when ranks
-    hold different models.
+    ``optimizer``: its groups hold the trained parameters, and afterwards views of the masters; None when nothing is
+    trained (no gradients, no optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold
+    different models.
     """
     mesh, groups = facts.mesh, optimizer.param_groups if optimizer is not None else []
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
@@ -158,7 +158,7 @@ def build(
 
 
 def _train_by(optimizer: torch.optim.Optimizer, runtime: Runtime, tiers: Tiers) -> list[OptimView]:
-    """Let ``optimizer`` see views of the units, and update them by the policy of the plan; the views."""
+    """Attach views of the units to ``optimizer``, set the update policy of the plan, and return the views."""
     offload = runtime.plan.offload
     views = build_views(runtime.units, len(optimizer.param_groups), tile_numel=offload.tile_numel)
     attach(optimizer, views)
@@ -167,7 +167,7 @@ def _train_by(optimizer: torch.optim.Optimizer, runtime: Runtime, tiers: Tiers) 
 
 
 def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
-    """Open the drives on every rank, or raise on every rank, as the others would wait. Collective."""
+    """Open the drives; where one rank fails all ranks raise, as the others would wait. Collective."""
     failure = tiers.open(fitted.rows, fitted.memory, width=width)
     failed = collectives.failures(failure, mesh.job)
     if failed:
@@ -177,7 +177,7 @@ def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) ->
 
 
 def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
-    """Frozen parameters of ``model`` that stay with another engine. UsageError where this one wants another dtype."""
+    """Return frozen parameters that stay with another engine. UsageError where this engine wants another dtype."""
     named = [(name, param) for name, param in model.named_parameters() if is_shared(param)]
     for name, param in named:
         if (wanted := rules.rest_dtype(name, param)) is not param.dtype:
@@ -195,7 +195,7 @@ def _shared(model: nn.Module, rules: BuildRules) -> set[nn.Parameter]:
 def _fitted(
     params: list[nn.Parameter], units: list[tuple[UnitSpec, FlatLayout]], plan: ZeroPlan, mesh: Mesh, rules: BuildRules
 ) -> Fitted:
-    """The rows of the units, within the limits of the plan and, where something is offloaded, of the fullest host."""
+    """Return each unit's row within the plan's limits and, with offload, within the memory of the fullest host."""
     sizes: list[UnitSize] = []
     specs = [spec for spec, _ in units]
     trained = [s.numel if s.trainable else 0 for s in specs]
@@ -225,14 +225,14 @@ def _fitted(
 
 
 def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:
-    """What every rank sees now; ``replaced`` bytes of its host memory are for a while only. Collective."""
+    """Return the memory of each rank now; ``replaced``: bytes of its host memory that will be freed. Collective."""
     rss = hostmem.rss_bytes()
     short = min(rss, replaced)
     return collectives.gather_objects(RankMemory(rss - short, device, short, tuple(hostmem.memory_pools())), mesh.job)
 
 
 def _bytes_of(params: list[nn.Parameter], *, on_host: bool) -> int:
-    """Bytes of parameters, which are about to find new places."""
+    """Return the bytes of the parameters' storages on the host, or on the device."""
     units = ((p, getattr(p, "_ds_unit", None)) for p in params)
     tensors = [local_of(p) if unit is None else unit.shard for p, unit in units]
     storages = [t.untyped_storage() for t in tensors if (t.device.type == "cpu") is on_host]
@@ -240,12 +240,12 @@ def _bytes_of(params: list[nn.Parameter], *, on_host: bool) -> int:
 
 
 def _offload_tiers(row: UnitPlan) -> set[Tier]:
-    """Where parameters and optimizer state rest."""
+    """Return the tiers on which parameters and optimizer state rest."""
     return {state.tier for state in (row.param, row.optim) if state is not None}
 
 
 def check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank must hold the same parameters: names, shapes, dtypes, requires_grad. Collective."""
+    """Raise DivergenceError unless all ranks have equal names, shapes, dtypes and requires_grad. Collective."""
     if mesh.zero.size == 1:
         return
     mine = [f"{n!r} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
@@ -264,7 +264,7 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[nn.Parameter, int]) -> FlatLayout:
-    """Where each parameter is in the unit; no matter on which tiers that rests."""
+    """Build the unit's layout: the place of each parameter, independent of the tiers."""
     assert spec.facts is not None
     row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
     items = [(n, shape_on_rank(p), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
@@ -286,7 +286,7 @@ def _bare_unit(index: int, spec: UnitSpec, layout: FlatLayout, row: UnitPlan) ->
 
 
 def _values(unit: Unit, device: torch.device) -> torch.Tensor:
-    """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed."""
+    """Return the unit's full flat values in their source dtype, from rank 0; free each parameter's old storage."""
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     sources: dict[int, Unit] = {}
@@ -319,7 +319,7 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
 
 
 def _part(param: nn.Parameter, mesh: Mesh, device: torch.device, *, alike: bool) -> torch.Tensor:
-    """This rank's part of a parameter; of a whole one that may not be ``alike`` everywhere, of the first rank's."""
+    """Return this rank's part of a parameter, cut from the first rank's values unless ranks have them ``alike``."""
     local = local_of(param)
     if mesh.tp.size == 1:
         return local
@@ -335,7 +335,7 @@ def _part(param: nn.Parameter, mesh: Mesh, device: torch.device, *, alike: bool)
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
-    """Buffers (floating ones in ``buffer_dtype``) and pieces of opaque parameters go to the device, as on rank 0."""
+    """Move buffers (floating: to ``buffer_dtype``) and opaque parameters' pieces to the device, as on rank 0."""
     for path, module in model.named_modules():
         for param in module.parameters(recurse=False):
             move_composed(param, rules.device)
@@ -357,10 +357,10 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
 
 
 def dismantle(parts: ZeroParts, *, together: bool) -> None:
-    """End of an engine: give back the parameters and every buffer. Collective when sharded and ``together``.
+    """End an engine: give back the parameters and free every buffer. Collective when sharded and ``together``.
 
-    A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can
-    be, so its units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.
+    A model that was whole becomes whole again. Units stay behind as bare shards where the model was born sharded, as it
+    may not fit whole, or where other ranks did not come. ``GatheredParameters`` and another ``build`` understand those.
     """
     if not (together or parts.born_sharded) and any(
         unit.movable or unit.mesh.tp.size > 1 for unit in parts.runtime.units

@@ -31,10 +31,10 @@ from deepspeed.zero.window import GradState
 
 
 class _Target(NamedTuple):
-    """Where a reduction puts its result; ``filled``: it is added to what is there; ``buffer``: to be given back.
+    """Memory that a reduction writes to, or adds to if ``filled``. ``buffer``: the staging buffer to give back after.
 
-    ``rests``: there it stays; else it goes to the rest gradient. ``ready``: what it is added to has come. ``spent``:
-    what has been reduced, for another sum.
+    ``rests``: ``memory`` is the rest gradient; else it is copied there. ``ready``: the values to add to have arrived.
+    ``spent``: a reduced local sum, whose memory the next one may take.
     """
 
     memory: torch.Tensor
@@ -46,7 +46,7 @@ class _Target(NamedTuple):
 
 
 class Gradients:
-    """The gradient side of one runtime."""
+    """Gradients of one runtime: local sums, reductions in flight, and views shown in ``.grad``."""
 
     def __init__(self, units: list[Unit], plan: ZeroPlan, *, accum: torch.dtype, device: torch.device) -> None:
         self._units = units
@@ -82,7 +82,7 @@ class Gradients:
     def pack(self, unit: Unit, position: int) -> bool:
         """Move the gradient of ``unit.params[position]`` into the unit's partial sum and drop it.
 
-        Returns whether there was one; the caller notes it with the unit's window.
+        Returns whether there was a gradient; the caller notes that in the unit's window.
         """
         param, segment = unit.params[position], unit.layout.segments[position]
         grad = take_gradient(param)
@@ -113,13 +113,13 @@ class Gradients:
         return True
 
     def begin_pass(self) -> None:
-        """Many backwards as one begin, whose gradients are only summed here."""
+        """Begin a pass of many backwards, whose gradients are summed locally without reduction."""
         self.withdraw()
         self._passing = self.hold = True
         self._reuses = True  # the memory of sums: it comes at once, in every batch, so the peak has it anyway
 
     def end_pass(self) -> None:
-        """They are over. Idempotent. What a client's hook has put in the place of a sum is it; what it kept stays."""
+        """End the pass. Idempotent. A client's hook may have replaced a sum (it counts) or kept it (it stays valid)."""
         self._passing = self.hold = False
         alone = storage_uses(torch.empty(1))
         for unit in self._take_sums():
@@ -127,7 +127,7 @@ class Gradients:
                 unit.window.restore(unit.window.partial.clone(), unit.window.fired)
 
     def _take_sums(self) -> set[Unit]:
-        """Take the sums out of ``.grad``; whose they were."""
+        """Take the local sums out of ``.grad``, and return their units."""
         shown = {self._units[index] for index, _ in self.adding}
         while self.adding:
             (index, position), place = self.adding.popitem()
@@ -147,7 +147,7 @@ class Gradients:
             _put(param, place)
 
     def collect(self) -> bool:
-        """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
+        """Pack gradients that a client or a split backward wrote to ``.grad`` without a hook; tell if there is any."""
         if not self._passing:
             self._take_sums()  # what is packed goes to the same sums
         for unit in self._units:
@@ -166,15 +166,15 @@ class Gradients:
         return unit.facts.wire or unit.dtype if self.reduces_now(unit) else self._accum_dtype(unit)
 
     def reduces_now(self, unit: Unit) -> bool:
-        """Whether contributions of the running backward travel at once, or stay PARTIAL for a later one."""
+        """Tell whether gradients of the running backward are reduced at once, or stay PARTIAL for a later one."""
         return not self.hold and (unit.plan.reduce_each_backward or self.final)
 
     def _accum_dtype(self, unit: Unit) -> torch.dtype:
-        """Of the rest gradient; float64 parameters keep their precision."""
+        """Return the dtype of the rest gradient; float64 parameters keep their precision."""
         return torch.float64 if unit.dtype is torch.float64 else self._accum
 
     def reduce(self, unit: Unit) -> None:
-        """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
+        """Reduce the unit's sum (zeros without a gradient) onto its rest gradient. Collective, asynchronous."""
         unit.wait(StateKind.GRAD, write=True, copies=False)  # an update may read the last one
         self.withdraw()
         partial = unit.window.take(self._partial_dtype(unit), unit.device).to(unit.facts.wire or unit.dtype)
@@ -194,7 +194,7 @@ class Gradients:
             self._land()
 
     def _rest(self, unit: Unit, *, contribution: torch.dtype | None = None) -> _Target:
-        """Device memory for the rest gradient: what rests elsewhere comes, is added to, and goes back.
+        """Return device memory for the rest gradient; what rests elsewhere is fetched, to be added to and sent back.
 
         In host memory the only ``contribution`` of a window keeps its dtype, which holds the sum over ranks as it is.
         """
@@ -223,7 +223,7 @@ class Gradients:
         return target
 
     def _send(self, unit: Unit, transfer: Transfer, target: _Target) -> None:
-        """A reduction is under way. Into host memory its result follows on a stream of its own, beside the backward."""
+        """Track a reduction in flight. A result for host memory follows on its own stream, beside the backward."""
 
         def leave() -> Transfer:
             transfer.wait()
@@ -253,7 +253,7 @@ class Gradients:
             written.wait()
 
     def land(self, unit: Unit) -> None:
-        """Until the unit's sum is where it rests."""
+        """Wait until the unit's reduced sum is where it rests."""
         while any(flying is unit for flying, _, _ in self._flying):
             self._land()
 
@@ -262,7 +262,7 @@ class Gradients:
             self._land()
 
     def land_all(self) -> None:
-        """Wait for every reduction in flight, and until the program may read and write all of it, in its dtype."""
+        """Wait for all reductions in flight, until all rest gradients may be read and written in the rest dtype."""
         self._land_all()
         for unit in self._units:
             unit.wait(StateKind.GRAD, write=True)
@@ -270,16 +270,16 @@ class Gradients:
                 unit.widen_gradient(self._accum_dtype(unit))
 
     def pending(self) -> tuple[int, ...]:
-        """Units with local contributions that no reduction has taken yet."""
+        """Return the indices of units with local gradients that no reduction has taken yet."""
         return tuple(u.index for u in self._units if u.window.partial is not None)
 
     def after(self, unit: Unit) -> float:
-        """What the unit's rest gradient still has to be multiplied by to be the mean."""
+        """Return the factor that turns the unit's rest gradient into the mean."""
         return 1.0 if unit in self._shown else unit.facts.after
 
     def show(self) -> None:
-        """Let ``.grad`` be a view of a gradient that is whole on the device, in the accumulation dtype: of the reduced
-        one, or without reduction of this rank's sum. Of both together there is none.
+        """Set ``.grad`` to a view of the gradient that is whole on the device, in the accumulation dtype: of the
+        reduced one, or without reduction of this rank's local sum. Where both exist nothing is shown.
         """
         for unit in self._units:
             partial = unit.window.partial
@@ -300,7 +300,7 @@ class Gradients:
                 _put(param, view)
 
     def settle(self) -> None:
-        """Wait for every reduction; what a client put in the place of a shown gradient (None too) is the gradient."""
+        """Wait for all reductions; take what a client has put in place of a shown ``.grad`` (None: zeros)."""
         self.land_all()
         for unit, views in self._shown.items():
             for param, view in zip(unit.params, views, strict=True):
@@ -310,11 +310,11 @@ class Gradients:
 
     @property
     def showing(self) -> bool:
-        """Whether some ``.grad`` is a view of a gradient."""
+        """Tell whether some ``.grad`` is a view of a gradient."""
         return bool(self._shown or (self.adding and not self._passing))
 
     def withdraw(self) -> None:
-        """Take the shown gradients out of ``.grad``, so that nothing is added to them there; see ``settle``."""
+        """Take the shown gradients out of ``.grad``, so that autograd adds nothing to them there; see ``settle``."""
         if not self.showing:
             return  # asked at every gradient of a backward, whose reductions are under way
         self._take_sums()
@@ -327,9 +327,9 @@ class Gradients:
                 unit.grad.div_(unit.facts.after)
 
     def collapse(self) -> list[Unit]:
-        """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros.
+        """Return the trained units for the step, each with a reduced gradient; missing gradients become zeros.
 
-        Those in host memory may still be on their way there: see ``Unit.pending``.
+        Gradients in host memory may still be on their way: see ``Unit.pending``.
         """
         self._land_all()
         ready = [unit for unit in self._units if unit.trainable]
@@ -347,13 +347,13 @@ class Gradients:
         self._land_all()
 
     def refill(self, unit: Unit) -> None:
-        """Give the unit a reduced gradient of zeros, whose values a checkpoint has."""
+        """Set the unit's reduced gradient to zeros, to be filled with values from a checkpoint."""
         self._zero(unit)
         unit.window.move(GradState.LOCAL)
         unit.window.move(GradState.REDUCED)
 
     def clear(self, *, collected: bool = False) -> None:
-        """Drop every gradient but keep the rest gradients' buffers. ``collected``: none waits in a parameter."""
+        """Drop every gradient, but keep the rest gradients' buffers. ``collected``: no ``.grad`` is left to drop."""
         self.withdraw()
         self._land_all()
         self._probes.clear()
@@ -363,32 +363,32 @@ class Gradients:
             unit.window.reset()
 
     def close(self) -> None:
-        """Let go of the memory of rest gradients, all of which are cleared."""
+        """Free the views of rest gradients, which are all cleared."""
         self._views.clear()
 
     def any(self) -> bool:
-        """True when some unit holds a gradient (local or reduced)."""
+        """Tell whether some unit holds a gradient (local or reduced)."""
         return any(u.window.state is not GradState.EMPTY for u in self._units)
 
     def bad_units(self) -> list[str]:
-        """Units whose local (not yet reduced) gradients on this rank were not finite in this window."""
+        """Return the units whose local gradients on this rank were not finite in this window."""
         return sorted({unit.name for unit, _, probe in self._probes if not torch.isfinite(probe).item()})
 
     def evidence(self) -> Callable[[], list[str]]:
-        """What names, when called, the parameters whose local gradients were not finite in this window."""
+        """Return a callable that names the parameters whose local gradients were not finite in this window."""
         probes, self._probes = sorted(self._probes, key=lambda entry: entry[0].index), []
         return lambda: [name for _, name, probe in probes if not torch.isfinite(probe).item()]
 
 
 def _put(param: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Show ``view`` as the gradient."""
+    """Set ``view`` as the ``.grad`` of the parameter."""
     if view.dtype is not param.dtype:
         param.grad_dtype = None  # any
     param.grad = view
 
 
 def _take(param: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Take the shown ``view`` away; what a client has put in its place, None too, is written to it."""
+    """Remove the shown ``view`` from ``.grad``; a replacement by the client (None: zeros) is copied to it."""
     unchanged = param.grad is view
     written = take_gradient(param)
     if not unchanged:
@@ -398,14 +398,14 @@ def _take(param: torch.nn.Parameter, view: torch.Tensor) -> None:
 
 
 def _is_whole_sum(unit: Unit, grad: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``grad`` can be the unit's local sum as it is: of a large table a copy would be the backward's peak."""
+    """Tell whether ``grad`` can be the local sum itself: a copy of a large table would set the backward's peak."""
     alike = unit.window.partial is None and grad.dtype is dtype and grad.is_contiguous() and not grad.requires_grad
     return alike and len(unit.params) == 1 and unit.layout.numel * dtype.itemsize == grad.untyped_storage().nbytes()
 
 
 def _probes(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:
-    """Values that are non-finite exactly when an element is: of a device's gradients one for each parameter; on the
-    CPU of the unit, the sum, or of fp16, whose sums overflow, the extent.
+    """Return values that are non-finite exactly when an element is. On a device: one for each parameter. On the CPU:
+    the sum over the unit or, for fp16, whose sums overflow, its range (maximum less minimum).
     """
     if partial.device.type != "cpu":
         return _probes_of_parameters(unit, partial)
@@ -416,7 +416,7 @@ def _probes(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Te
 
 
 def _probes_of_parameters(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:
-    """The largest of each, by one launch; none of those without elements, whose largest torch refuses to name."""
+    """Return each parameter's maximum norm, by one launch; torch refuses that norm of empty ones, left out here."""
     segments = [segment for segment in unit.layout.segments if segment.numel]
     norms = torch._foreach_norm([unit.view(partial, s) for s in segments], math.inf) if segments else ()
     return [(unit, s.name, norm) for s, norm in zip(segments, norms, strict=True)]
@@ -431,10 +431,10 @@ def reduce_over_axes(
     accumulate: bool,
     after: Transfer = ARRIVED,
 ) -> Transfer:
-    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce; ``after`` that.
+    """Reduce ``partial`` axis by axis, inner first: reduce-scatter where GRAD is sharded, else all-reduce.
 
-    Each axis has its stream, so that the next unit's sum over the inner axis does not wait for this one's over the
-    outer, whose links are slower; the dtype of ``partial`` travels on all of them.
+    It starts ``after`` that transfer. Each axis has its stream, so that the next unit's sum over the inner axis does
+    not wait for this one's over the outer, whose links are slower; the dtype of ``partial`` travels on all of them.
     """
     assert unit.plan.grad is not None
     ways = list(zip(unit.plan.grad.spread, unit.mesh.sums, streams[: len(unit.mesh.sums)], strict=True))
@@ -452,6 +452,6 @@ def reduce_over_axes(
 
 
 def _continued(before: Transfer, piece: torch.Tensor, wire: torch.dtype, call: Callable[..., Transfer]) -> Transfer:
-    """``call`` with ``piece``, once ``before`` has brought that."""
+    """Wait for ``before``, which brings ``piece``, then make ``call`` with it."""
     before.wait()
     return call(piece.to(wire))

@@ -44,12 +44,12 @@ _Hook = Callable[[nn.Module, Any, Any], None]
 
 
 def inside_backward() -> bool:
-    """True on a thread that is executing a backward (so a forward here is a recomputation)."""
+    """Tell whether this thread executes a backward (so that a forward here is a recomputation)."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects, without needing pytree registration."""
+    """Yield every tensor in nested containers, dataclasses and plain objects, without pytree registration."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
@@ -70,7 +70,7 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def _are_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Whether the client has compiled one of the modules: a copy of it, its call, or its forward."""
+    """Tell whether the client has compiled one of the modules: a copy of it, its call, or its forward."""
     for module in modules:
         attributes = vars(module)
         if "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None:
@@ -85,7 +85,7 @@ def _drop_gradient(param: nn.Parameter) -> None:
 
 
 def _calls_under_way(module: nn.Module) -> int:
-    """How many calls of ``module`` there are on this thread's stack."""
+    """Count the calls of ``module`` on this thread's stack."""
     stack = traceback.walk_stack(None)
     return sum(f.f_code is nn.Module._call_impl.__code__ and f.f_locals.get("self") is module for f, _ in stack)
 
@@ -99,7 +99,7 @@ def _settling(units: list[Unit]) -> Callable[..., None]:
 
 
 def hold_clipping() -> Borrowed:
-    """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use where it sees no gradients: on shards."""
+    """Make ``clip_grad_norm_`` warn, until the result is given back, of gradients in shards that it cannot see."""
     clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
@@ -127,11 +127,11 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class _Graph:
-    """Of a forward of the whole model: autograd holds it, by its hooks, as long as a backward may come."""
+    """Mark of one forward of the whole model: autograd holds it, by its hooks, as long as a backward may come."""
 
 
 class ModuleHooks:
-    """All hooks of one runtime on one module tree; ``remove()`` takes every one away, ``install()`` puts them back."""
+    """Hooks of one runtime on one module tree; ``remove()`` takes all away, ``install()`` puts them back."""
 
     def __init__(
         self, model: nn.Module, runtime: Runtime, *, touches: dict[nn.Module, list[int]], roots: set[nn.Module]
@@ -171,7 +171,7 @@ class ModuleHooks:
         self.install()
 
     def install(self, *, compiled: bool = False) -> None:
-        """Register every hook (idempotent); ``compiled``: some forward is. After an error all is as it was."""
+        """Register every hook (idempotent); ``compiled``: some forward is. After an error the old hooks stay."""
         known = self._compiled
         old = self.forward_handles, self.backward_handles
         self.forward_handles, self.backward_handles = [], []
@@ -206,7 +206,7 @@ class ModuleHooks:
             self._hook_parameter(param, _drop_gradient)
 
     def _hook_parameter(self, param: nn.Parameter, ready: Callable[[Any], None], *, shown: bool = False) -> None:
-        """Register ``ready`` for its gradient, which may be ``shown``. What was frozen since may be trained again."""
+        """Register ``ready`` for its gradient, which may be ``shown``; for a frozen one, too, which may train again."""
         trained, param.requires_grad = param.requires_grad, True  # without, torch takes no hooks
         try:
             self.backward_handles.append(param.register_post_accumulate_grad_hook(ready))
@@ -216,17 +216,17 @@ class ModuleHooks:
             param.requires_grad = trained
 
     def take_edits(self, *, unseen: bool = False) -> None:
-        """Masters follow what was written into whole parameters in place, ``unseen``: through ``data``, too."""
+        """Update masters from in-place writes to whole parameters; ``unseen``: also those through ``data``."""
         self._tree.take_edits(unseen=unseen)
 
     def _late(self, unit: Unit) -> bool:
-        """Whether the unit stays, and may be updated behind the program: what reads it past torch's functions, as an
-        extension does, finds it when its module, or the block around that, has begun.
+        """Tell whether the unit is never released and may be updated behind the program. Its module's hook, or the
+        block's, then waits for the update, as readers past torch's functions (an extension) would not.
         """
         return not unit.movable and self._runtime.update.runs_late(unit)
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         for handle in [*self.forward_handles, *self.backward_handles]:
             handle.remove()
         self.forward_handles.clear()
@@ -235,7 +235,7 @@ class ModuleHooks:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, no hook is there; afterwards each has its place among the client's again."""
+        """Remove all hooks inside the context; afterwards each has its place among the client's hooks again."""
         handles = [*self.forward_handles, *self.backward_handles]
         places = [(handle.id, handle.hooks_dict_ref() or {}) for handle in handles]
         before = [(hooks, {**hooks}) for hooks in {id(hooks): hooks for _, hooks in places}.values()]
@@ -251,7 +251,7 @@ class ModuleHooks:
                 hooks.update({key: hook for key, hook in those.items() if key in ours or key in now} | now)
 
     def compile(self, compiler: Callable[[Any], Any]) -> Callable[[], None]:
-        """Pass every forward without hooks inside through ``compiler``; returns what brings back what was there."""
+        """Pass every forward without hooks inside through ``compiler``; return a callable that undoes that."""
         movable = {m for m, indices in self._touches.items() if any(self._runtime.units[i].movable for i in indices)}
         before: dict[nn.Module, Any] = {}
         made: dict[nn.Module, Any] = {}
@@ -301,7 +301,7 @@ class ModuleHooks:
         pickle_plainly(module, self)
 
     def _hooks_inside(self, root: nn.Module, units: list[Unit], enter: _Hook, leave: _Hook) -> tuple[_Hook, _Hook]:
-        """``enter`` and ``leave`` for calls without ``root``; with it, which are many, as little as can be."""
+        """Return hooks that ``enter`` and ``leave`` where ``root`` is not running; else they mark the output."""
         running, watch = self._running, functools.partial(self._before_backward, units, inner=True)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -376,7 +376,7 @@ class ModuleHooks:
         return before, after
 
     def _check_parameters(self) -> None:
-        """Once a step: refuse parameters that were replaced, moved, added or unfrozen after ``initialize``."""
+        """Refuse, once a step, parameters that were replaced, moved, added or unfrozen after ``initialize``."""
         if not self._compiled and _are_compiled(self._modules):
             self.install()
         for unit in self._runtime.units:
@@ -400,7 +400,7 @@ class ModuleHooks:
             del self._frozen[name]
 
     def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False, whole: bool = False) -> bool:
-        """Hook outputs that will carry a gradient, of a root if ``inner``, of the model if ``whole``; whether any."""
+        """Hook outputs that need gradients (of a root if ``inner``, of the model if ``whole``); tell if any does."""
         if not torch.is_grad_enabled():
             return False
         origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}
@@ -414,11 +414,11 @@ class ModuleHooks:
         return bool(origins)
 
     def awaits_backward(self) -> bool:
-        """Whether there is the graph of a forward of the model through which no backward has come."""
+        """Tell whether some forward of the model has left a graph through which no backward has come."""
         return len(self._graphs) > 0
 
     def _watch_stash(self, units: list[Unit], modules: list[nn.Module]) -> None:
-        """Hook what a forward has left on its modules (an auxiliary loss): it reaches a backward unreturned."""
+        """Hook tensors that a forward left on its modules (an auxiliary loss); a backward reaches them unreturned."""
         values = [v for m in modules for name, v in vars(m).items() if name not in _OWN_ATTRIBUTES]
         for tensor in tensors_in([v for v in values if isinstance(v, (torch.Tensor, list, tuple, dict))], 3):
             if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, "_ds_watched"):
@@ -440,7 +440,7 @@ class ModuleHooks:
             self._runtime.need(units)
 
     def _arm(self) -> None:
-        """Have the end of this backward call ``flush``; once per graph task (a reentrant checkpoint nests tasks)."""
+        """Queue ``flush`` for the end of this backward, once per graph task (a reentrant checkpoint nests tasks)."""
         self._runtime.begin_backward()
 
         def end_of_backward() -> None:
@@ -452,7 +452,7 @@ class ModuleHooks:
             torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     def disarm(self) -> None:
-        """Forget an armed callback that an error in backward has lost, and what it has cut short."""
+        """Forget an armed callback that an error in backward has lost, and the forwards that it has cut short."""
         self._armed = False
         self._running.clear()
         self._graphs.clear()

@@ -13,7 +13,7 @@ ALIGNMENT_NUMEL = 32  # segments start on 64-byte (bf16) or 128-byte (fp32) boun
 
 
 class Granularity(Enum):
-    """What a shard boundary may cut."""
+    """Smallest piece that no shard boundary cuts."""
 
     ELEMENT = "element"
     PARAMETER = "parameter"
@@ -24,10 +24,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # a rectangular part of a global 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor-parallel rank's part of a parameter sits in the global ``shape``.
+    """Position of a tensor-parallel rank's part of a parameter in the global ``shape``.
 
-    ``boxes``: the parts of it, flattened one after the other into a tensor of ``size``. ``copies``: how many ranks of
-    the tensor-parallel group have the same.
+    ``boxes``: the boxes of the part, flattened one after the other into a tensor of ``size``. ``copies``: number of
+    ranks of the tensor-parallel group that hold the same part.
     """
 
     boxes: tuple[Box, ...]
@@ -42,9 +42,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
+    """Place of one parameter: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
 
-    ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where other ranks hold it too. Of a
+    ``norm_weight``: weight of its squares in the job's gradient norm; less than 1 where other ranks hold it too. For a
     tensor-parallel one ``shape`` is this rank's part, from ``global_start`` of ``global_shape`` (None: the whole), or
     the ``boxes`` of it, one after the other.
     """
@@ -64,21 +64,21 @@ class Segment:
             assert all(0 <= start <= start + size <= whole for start, size, whole in ends), self
 
     def at(self, place: Place) -> "Segment":
-        """The same of a parameter that is a part of a larger one, or is on several ranks."""
+        """Return this segment for a parameter that is a part of a larger one, or is on several ranks."""
         start, boxes = place.boxes[0][0], place.boxes if len(place.boxes) > 1 else ()
         weight = self.norm_weight / place.copies
         return replace(self, norm_weight=weight, global_start=start, global_shape=place.shape, boxes=boxes)
 
     @cached_property
     def place(self) -> Place | None:
-        """Where the part sits in the global tensor; None: it is the whole."""
+        """Return the position of the part in the global tensor; None where it is the whole."""
         if self.global_start is None or self.global_shape in (None, self.shape):
             return None
         return Place(self.boxes or ((self.global_start, self.shape),), self.shape, self.global_shape or self.shape)
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """The global tensor's."""
+        """Return the shape of the global tensor."""
         return self.shape if self.global_shape is None else self.global_shape
 
     @cached_property
@@ -115,13 +115,13 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Padding ranges [start, stop): they must hold zeros in gradient buffers."""
+        """Return the padding ranges [start, stop), which must hold zeros in gradient buffers."""
         ends = (0, *(s.stop for s in self.segments))
         starts = (*(s.offset for s in self.segments), self.numel)
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def overlap(self, segment: Segment, start: int, stop: int) -> tuple[int, int]:
-        """The part [lo, hi) of ``segment`` (flat indices) inside [start, stop); empty when lo >= hi."""
+        """Return the part [lo, hi) of ``segment`` (flat indices) inside [start, stop); empty when lo >= hi."""
         return max(segment.offset, start), min(segment.stop, stop)
 
 
@@ -129,12 +129,12 @@ Item = tuple[str, tuple[int, ...], int]  # name, shape, optimizer group
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 def build_layout(items: list[Item], shards: int, granularity: Granularity) -> FlatLayout:
-    """The layout of (name, shape, group) ``items`` in ``shards`` equal aligned shards.
+    """Lay out (name, shape, group) ``items`` in ``shards`` equal aligned shards.
 
     ELEMENT: back to back in the order of groups. PARAMETER: each to the least filled shard so far, largest first.
     """

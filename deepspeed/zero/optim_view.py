@@ -28,7 +28,7 @@ _PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
 
 @dataclass
 class OptimView:
-    """``param`` covers flat indices [start, stop) of ``unit``; its ``.grad`` is set for the time of a step."""
+    """View by which the optimizer sees flat [start, stop) of ``unit``: ``param``, with ``.grad`` during a step only."""
 
     unit: Unit
     group: int
@@ -41,21 +41,21 @@ class OptimView:
 
     @property
     def on_drive(self) -> bool:
-        """Whether its values come into memory for the update only."""
+        """Tell whether the view's values come into memory for the update only."""
         return self.unit.on_drive(StateKind.OPTIM)
 
     def within(self, kind: StateKind, flat: torch.Tensor) -> torch.Tensor:
-        """Of ``flat``, this rank's range of a state of the unit, what the view covers."""
+        """Return the view's part of ``flat``, which is this rank's range of a state of the unit."""
         return self.unit.within(kind, flat, self.start, self.stop)
 
     def kept_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What ``optimizer`` keeps for it; not by its own door, at which everything comes home first."""
+        """Return the optimizer's state for this view, without triggering the wait that ``optimizer.state`` does."""
         state: dict[str, Any] = vars(optimizer)["state"].get(self.param, {})
         return state
 
     def output(self, apart: TierStore | None = None) -> torch.Tensor | None:
-        """The part of PARAM at rest, or on its way there, that the optimizer may round this view's weights into; None:
-        rounded afterwards. ``apart``: only on its way there, in what is free behind a gradient in that place.
+        """Return the part of PARAM at rest, or on its way there, that the optimizer may round this view's weights into;
+        None: rounded afterwards. ``apart``: only on its way there, in the free memory behind a gradient in that place.
         """
         unit, resting = self.unit, self.unit.shard
         if apart is not None:
@@ -70,11 +70,11 @@ class OptimView:
         return None if box is None else self.within(StateKind.OPTIM, box)
 
     def gradient(self, factor: Scalar, *, source: torch.Tensor | None = None, plain: bool = False) -> torch.Tensor:
-        """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
+        """Return the view's part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
 
         A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype
         the rest gradient itself is multiplied. ``source`` is that part where the gradient does not rest in memory.
-        ``plain``: as it is, for who multiplies it.
+        ``plain``: as it is, for a caller that multiplies it.
         """
         if source is None:
             assert self.unit.grad is not None
@@ -88,7 +88,7 @@ class OptimView:
 
 
 def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
-    """Cut every unit's master range into views (not group -1); on a drive of at most ``tile_numel`` elements."""
+    """Cut each unit's master range into views (not of group -1); on a drive of at most ``tile_numel`` elements."""
     views: list[OptimView] = []
     for unit in units:
         if unit.master is None:
@@ -102,7 +102,7 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
 
 
 def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tuple[int, ...]]]:
-    """Name, group, flat range and shape of each view: a parameter, or what is here of a group, on a drive in tiles.
+    """Yield name, group, flat range and shape of each view: a parameter, or the part here of a group, maybe in tiles.
 
     Padding inside a group has zero gradients: a longer loop is cheaper than a cut. Tiles end on pages of the range.
     """
@@ -122,12 +122,12 @@ def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tu
 
 
 def copied(value: Any) -> Any:
-    """A copy of a number, a tensor or what a group holds."""
+    """Copy a number, a tensor or another value of a group."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def segments_of(view: OptimView) -> list[Segment]:
-    """The parameters that a view has a part of; they lie in ascending order."""
+    """Return the parameters that a view has a part of, in ascending order."""
     segments = view.unit.layout.segments
     first = bisect.bisect_right(segments, view.start, key=lambda s: s.stop)
     last = bisect.bisect_left(segments, view.stop, key=lambda s: s.offset)
@@ -135,7 +135,7 @@ def segments_of(view: OptimView) -> list[Segment]:
 
 
 class MasterList(list[nn.Parameter]):
-    """The parameters of a group: who takes one out may read it, and waits for an update under way, as for ``state``."""
+    """Parameters of a group, as masters: access to one waits for an update under way, as ``state`` does."""
 
     def __init__(self, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         super().__init__(params)
@@ -168,8 +168,8 @@ def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """State per group, if filled at construction (torch's Adagrad): of what is as large as a parameter one element, or
-    none of a group without any. OptimizerConfigError after steps.
+    """Return the state per group that construction has filled (torch's Adagrad): of parameter-sized tensors one element
+    (or none, for an empty group). OptimizerConfigError after steps.
     """
     if not optimizer.state:
         return {}
@@ -194,7 +194,7 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def _like(value: Any, param: nn.Parameter) -> Any:
-    """An initial slot for ``param``: scalars are copied, of a constant tensor the first element fills its shape."""
+    """Build an initial slot for ``param``: scalars are copied, a constant tensor's element fills its shape."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return copied(value)
     return torch.full_like(param, value.sum().item(), requires_grad=False)

@@ -51,7 +51,7 @@ _FUNCTIONS = [
 
 @functools.cache
 def _metadata_functions() -> frozenset[Any]:
-    """Everything that reads only metadata and therefore works on a released parameter."""
+    """Return the functions that read only metadata and therefore work on a released parameter."""
     properties = [inspect.getattr_static(torch.Tensor, name, None) for name in _PROPERTIES]
     functions = {getattr(p, verb, None) for p in properties for verb in ("__get__", "__set__", "__delete__")}
     functions.update(getattr(torch.Tensor, name, None) for name in _METHODS)
@@ -69,7 +69,7 @@ _MOVES = tuple(getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "fl
 
 
 class ZeroParamStatus(Enum):
-    """What clients compare ``param.ds_status`` with."""
+    """Status constants that clients compare ``param.ds_status`` with."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -77,9 +77,9 @@ class ZeroParamStatus(Enum):
 
 
 def _pickled(unit: Any, position: int, protocol: Any) -> Any:
-    """What a pickle has of a parameter: a copy of its values, and what clients have hung on it; nothing of the unit.
+    """Pickle a parameter: a copy of its values, and attributes that clients have set on it; nothing of the unit.
 
-    Raises ReleasedParameterError where the values are not here, UsageError where they are a part.
+    Raises ReleasedParameterError where the values are not here, UsageError where this rank has only a part.
     """
     parameter: nn.Parameter = unit.params[position]
     if _is_hollow(parameter):
@@ -92,7 +92,7 @@ def _pickled(unit: Any, position: int, protocol: Any) -> Any:
 
 
 def parts_refusal(what: str) -> UsageError:
-    """For a pickle of ``what``, of which a rank has a part."""
+    """Return the error for a pickle of ``what``, of which a rank has only a part."""
     return UsageError(
         f"{what} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism), so a pickle or a "
         "copy on one of them would be no model: use engine.save_16bit_model() or engine.save_checkpoint()"
@@ -100,7 +100,7 @@ def parts_refusal(what: str) -> UsageError:
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """No values here: the unit is released or being filled. An alias never gets any; a pending update is waited for."""
+    """Tell whether values are absent: released, being fetched, or an alias. Waits for a pending update."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
             return False
@@ -152,7 +152,7 @@ class ReleasedFace:
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's values, of the last update."""
+        """Return this rank's shard as of the last update; AttributeError where parameters are not sharded."""
         if (values := self.__dict__.get("ds_tensor")) is None:
             raise AttributeError("ds_tensor is there where parameters are sharded")
         self.__dict__["_ds_unit"].wait(StateKind.PARAM)
@@ -177,16 +177,16 @@ class ReleasedFace:
 
 
 class ReleasedTensor(ReleasedFace, torch.Tensor):
-    """What ``detach()`` or ``.data`` of a released parameter gives (``state_dict`` entries, for example)."""
+    """Result of ``detach()`` or ``.data`` on a released parameter (``state_dict`` entries, for example)."""
 
 
 @functools.cache
 def released_class(base: type) -> type:
-    """The released twin of a parameter class; instances swap to it and back."""
+    """Return the released twin of a parameter class; instances swap to it and back."""
     names = [name for name in ("to_local", "full_tensor", "redistribute") if hasattr(base, name)]
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of DTensor that reads its local tensor past ``__torch_function__``, sent through it."""
+        """Wrap a method of DTensor that reads its local tensor past ``__torch_function__``: send it through that."""
         return lambda self, *args, **kwargs: ReleasedFace.__torch_function__(method, (), (self, *args), kwargs)
 
     reads = {name: guarded(getattr(base, name)) for name in names}
@@ -199,28 +199,28 @@ def _alias_class(base: type) -> type:
 
 
 def requiring(params: Sequence[torch.Tensor]) -> list[int]:
-    """Positions of those that require a gradient; asked after every backward, so past the faces."""
+    """Return positions of ``params`` that require a gradient; bypasses released faces, as it runs every backward."""
     with torch._C.DisableTorchFunctionSubclass():
         return [position for position, param in enumerate(params) if param.requires_grad]
 
 
 def storage_uses(flat: torch.Tensor) -> int:
-    """How many tensors, those saved by autograd among them, share the storage of ``flat``."""
+    """Count the tensors that share the storage of ``flat``, including those that autograd has saved."""
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that is on this rank: a DTensor's local tensor, itself for any other."""
+    """Return the part of ``tensor`` on this rank: a DTensor's local tensor, any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def castable(dtype: torch.dtype) -> bool:
-    """Whether values may change to another precision: 8-bit floats are codes that mean nothing without their scales."""
+    """Tell whether values may change precision: 8-bit floats are codes that mean nothing without their scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
-    """Whether it is made of other tensors (as torchao's) and has no memory of its own to be cut; no DTensor is."""
+    """Tell whether ``tensor`` wraps other tensors (as torchao's) and has no memory to be cut; no DTensor does."""
     return not hasattr(tensor, "_local_tensor") and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -229,10 +229,10 @@ Piece = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]  # path, tensor
 
 
 def pieces_of(parameter: torch.Tensor) -> Iterator[Piece]:
-    """The tensors beside its own memory that the values of a frozen ``parameter`` depend on, each once.
+    """Yield the tensors beside its own memory that the values of a frozen ``parameter`` depend on, each once.
 
-    Of one that is composed those that it is made of; of codes (whole numbers, 8-bit floats) what hangs on its
-    attributes: scales, in objects, dicts and lists down to four levels. Modules and parameters are not entered.
+    For a composed one: the tensors it wraps. For codes (whole numbers, 8-bit floats): tensors on its attributes, as
+    scales, in objects, dicts and lists down to four levels. Modules and parameters are not entered.
     """
     if is_composed(parameter):
         yield from _composing(parameter)
@@ -251,7 +251,7 @@ def _composing(tensor: Any, path: str = "") -> Iterator[Piece]:
 
 
 def _within(items: Any, holder: Any, seen: set[int], path: str = "") -> Iterator[Piece]:
-    """Tensors among the values of a dict or list ``items``, or of what they hold; ``holder`` is where they are kept."""
+    """Yield tensors in the dict or list ``items``, and in its values, to ``_DEEPEST``; ``holder`` stores them."""
     for key, value in list(items.items() if isinstance(items, dict) else enumerate(items)):
         if isinstance(value, nn.Module | nn.Parameter | type) or id(value) in seen or path.count(".") == _DEEPEST:
             continue
@@ -265,16 +265,16 @@ def _within(items: Any, holder: Any, seen: set[int], path: str = "") -> Iterator
 
 
 def move_composed(parameter: nn.Parameter, device: torch.device) -> None:
-    """Let a composed ``parameter``, which keeps its identity, be on ``device``."""
+    """Move a composed ``parameter``, which keeps its identity, to ``device``."""
     if is_composed(parameter) and parameter.device != device:
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(device), requires_grad=False))
 
 
 def place_of(parameter: nn.Parameter, name: str, tp: AxisGroup) -> Place:
-    """Where this rank's part of ``parameter`` sits in the global tensor, of which each rank of ``tp`` has a part.
+    """Return the position of this rank's part of ``parameter`` in the global tensor, shared over the ranks of ``tp``.
 
-    A layer of ``deepspeed.tensor`` says so in ``tp_place``, a DTensor by its placements, a module of Megatron's kind by
-    ``tensor_model_parallel`` and ``partition_dim``. What says nothing is whole on every rank.
+    A layer of ``deepspeed.tensor`` has it in ``tp_place``, a DTensor in its placements, a module of Megatron's kind in
+    ``tensor_model_parallel`` and ``partition_dim``. Others are whole on every rank. UsageError for another mesh.
     """
     place, whole = getattr(parameter, "tp_place", None), cast(Any, parameter)
     local = tuple(local_of(parameter).shape)
@@ -299,13 +299,13 @@ def place_of(parameter: nn.Parameter, name: str, tp: AxisGroup) -> Place:
 
 
 def shape_on_rank(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of this rank's part, also while it is still whole."""
+    """Return the shape of this rank's part, even while the parameter is still whole."""
     place = getattr(parameter, "tp_place", None)
     return place.size if isinstance(place, Place) else tuple(local_of(parameter).shape)
 
 
 def part_of(whole: torch.Tensor, place: Place) -> torch.Tensor:
-    """This rank's part, in its shape, of the global tensor."""
+    """Return this rank's part, in its shape, of the global tensor."""
     cuts = [tuple(slice(s, s + n) for s, n in zip(*box, strict=True)) for box in place.boxes]
     if len(cuts) == 1:
         return whole[cuts[0]]
@@ -313,7 +313,7 @@ def part_of(whole: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Tensor:
-    """The global tensor of which every rank of ``tp`` has a part; without a ``place`` that is it. Collective."""
+    """Return the global tensor from the parts of the ranks of ``tp``; without a ``place``, ``part``. Collective."""
     if place is None or place.copies == tp.size:
         return part
     whole, flat = part.new_zeros(place.shape), part.reshape(-1)
@@ -324,8 +324,8 @@ def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Te
 
 
 def keep_view(param: torch.Tensor, full: torch.Tensor, segment: Segment) -> bool:
-    """Let ``param`` show its ``segment`` of ``full``; whether it did not. Frozen ones that were given other memory (by
-    bitsandbytes as it computes, as averages) bring their values; UsageError for every other.
+    """Point ``param`` at its ``segment`` of ``full``; tell whether it was elsewhere. A frozen one that was given other
+    memory (by bitsandbytes as it computes, as averages) has its values copied; any other raises UsageError.
     """
     local = local_of(param)
     if local.data_ptr() == full.data_ptr() + segment.offset * full.element_size():
@@ -347,7 +347,7 @@ def keep_view(param: torch.Tensor, full: torch.Tensor, segment: Segment) -> bool
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Let ``tensor`` (a DTensor: its local tensor), which keeps its identity, show ``values``."""
+    """Point ``tensor`` (a DTensor: its local tensor), which keeps its identity, at ``values``."""
     if hasattr(tensor, "_local_tensor"):
         tensor._local_tensor = values
     else:
@@ -355,9 +355,9 @@ def point(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The parameter's gradient on this rank, dense and laid out as the parameter is, taken away from it, or None.
+    """Remove and return the parameter's gradient on this rank (or None), dense and laid out as the parameter is.
 
-    A DTensor's gradient that is partial over the tensor-parallel ranks is summed first: every one of them must ask.
+    A DTensor's gradient that is partial over the tensor-parallel ranks is summed first: each of them must call this.
     """
     grad: Any = parameter.grad
     parameter.grad = None
@@ -368,8 +368,8 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def owners(grad: torch.Tensor) -> tuple[int, int, int, bool]:
-    """How many tensors share the storage of ``grad``, how many references that and the object have, and whether torch
-    alone knows of its memory (of numpy's or a reader's there it does not): see `usual_owners`.
+    """Count the owners of ``grad``: tensors over its storage, references to it and to the storage, and whether torch
+    alone knows of its memory (False where numpy or another reader has it): see `usual_owners`.
     """
     storage = grad.untyped_storage()
     return storage_uses(grad), sys.getrefcount(grad), sys.getrefcount(storage), storage.resizable()
@@ -377,7 +377,7 @@ def owners(grad: torch.Tensor) -> tuple[int, int, int, bool]:
 
 @functools.cache
 def usual_owners() -> tuple[int, int, int, bool]:
-    """What `owners` says where a hook has just taken a gradient that nobody else holds: tried, as autograd decides."""
+    """Return `owners` for a gradient that a hook has just taken and nobody else holds, measured by a trial."""
     seen: list[tuple[int, int, int, bool]] = []
 
     def hook(parameter: torch.Tensor) -> None:
@@ -393,7 +393,7 @@ def usual_owners() -> tuple[int, int, int, bool]:
 
 
 def gradient_like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """``values`` (the local part of a gradient) as what ``.grad`` of the parameter can be."""
+    """Return ``values`` (the local part of a gradient) in the form that ``.grad`` of the parameter accepts."""
     if not hasattr(parameter, "_local_tensor"):
         return values
     whole: Any = parameter
@@ -429,7 +429,7 @@ def expose(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:
-    """Positions of the parameters that have a ``.grad``, asked of all at once without each one's own dispatch."""
+    """Return the positions of parameters with a ``.grad``, in one query without dispatch for each."""
     with torch._C.DisableTorchFunctionSubclass():
         return [i for i, p in enumerate(parameters) if p.grad is not None]
 
@@ -443,7 +443,7 @@ def _released_arguments(arguments: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True when ``.to(...)`` and friends ask for the dtype and device the parameter has anyway.
+    """Tell whether ``.to(...)`` and the like ask for the dtype and device that the parameter has anyway.
 
     Without grad mode a mere change of device counts too: that is ``module.cpu()`` or ``module.to(device)``, by which
     trainers take a model down. The shards stay where they are, and reading the result goes on being refused.

@@ -27,12 +27,12 @@ _PACK_NUMEL = 1_000_000
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Who shares a unit, and how its gradient becomes a mean.
+    """Facts about a unit, whatever is in it: the ranks that share it, and how its gradient becomes a mean.
 
-    ``divisor``: what the sum over ranks is divided by, of it ``early`` before the sum travels. ``wire``: dtype of
-    gradients on their way; None for the parameters' own. ``tie``: the name of a parameter that several pipeline stages
-    hold. It is a unit of its own, laid out alike on all of them; the last axis of its mesh are these.
-    ``sanity_checks``: no write in a read-only context, not even one that changes nothing.
+    ``divisor``: divides the sum over ranks; its factor ``early`` divides before the sum travels. ``wire``: dtype of
+    gradients in collectives; None for the parameters' own. ``tie``: name of a parameter that several pipeline stages
+    hold. It is a unit of its own, laid out alike on these stages, which are the last axis of its mesh.
+    ``sanity_checks``: refuse every write in a read-only context, even one that changes nothing.
     """
 
     mesh: Mesh
@@ -44,27 +44,27 @@ class UnitFacts:
 
     @property
     def axes(self) -> tuple[AxisGroup, ...]:
-        """The axes of the mesh within its ``zero`` group."""
+        """Return the axes of the mesh within its ``zero`` group."""
         return self.mesh.groups[: len(self.mesh.groups) - bool(self.tie)]
 
     @cached_property
     def before(self) -> float:
-        """What a local gradient is multiplied by when it is packed."""
+        """Return the factor that a local gradient is multiplied by when it is packed."""
         return 1.0 / self.early
 
     @cached_property
     def after(self) -> float:
-        """What the reduced gradient has still to be multiplied by."""
+        """Return the factor that turns the reduced gradient into the mean."""
         return self.early / self.divisor
 
     def sharing(self, spread: Spreads) -> list[AxisGroup]:
-        """The groups of ranks over which a state with that ``spread`` is cut."""
+        """Return the process groups over which a state with that ``spread`` is sharded."""
         axes = zip(spread, self.mesh.groups, strict=True)
         return [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
 
 
 def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
-    """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
+    """Return this rank's flat [start, stop) under ``spread``, cut by the inner axis first, then by outer ones."""
     start = 0
     for way, axis in zip(spread, mesh.groups, strict=True):
         if way is Spread.SHARDED:
@@ -74,7 +74,7 @@ def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, from norms in fp32 or wider."""
+    """Return the sum of squares in float64, computed from norms in fp32 or wider."""
     wide = torch.promote_types(values.dtype, torch.float32)
     if values.device.type != "cpu":
         return torch.linalg.vector_norm(values, dtype=wide).double().square()
@@ -85,7 +85,7 @@ def square_sum(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class UnitSpec:
-    """A unit before it has memory: parameters of one ``dtype`` that will rest in one dtype, ``rest``."""
+    """Unit before it has memory: parameters of one ``dtype``, which will rest in dtype ``rest``."""
 
     name: str
     trainable: bool
@@ -105,9 +105,9 @@ class UnitSpec:
 
 @dataclass
 class Partition:
-    """Units, and which of them (by index) each module needs in its forward.
+    """Units, and the indices of those that each module needs in its forward.
 
-    ``roots``: the modules that a block is entered by. They need all units of the modules inside them.
+    ``roots``: the modules by which a block is entered. They need all units of the modules inside them.
     """
 
     units: list[UnitSpec]
@@ -116,8 +116,8 @@ class Partition:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks: several children of one class in one container, with parameters; and leaves. Those
-    of a module that says ``repeats_blocks`` also inside another block, which comes before.
+    """Return the outermost repeated blocks, by name, and leaf modules. A block is one of several children of one class,
+    with parameters, in one container. Blocks of a ``repeats_blocks`` module inside another block come after that block.
     """
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -142,7 +142,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _entries(block: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of ``block`` that can be called: itself, or where it is a mere list what that holds."""
+    """Yield the outermost callable modules of ``block``: ``block`` itself, or those inside a mere container."""
     if type(block).forward is not nn.Module.forward:
         yield block
         return
@@ -151,19 +151,19 @@ def _entries(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters beside running statistics (a batch norm's), with their dtype: torch computes with both in one."""
+    """Return the parameters beside running statistics (batch norm) with the dtype of these; torch wants both alike."""
     means = [(m, m._buffers.get("running_mean")) for m in model.modules()]
     return {p: mean.dtype for m, mean in means if mean is not None for p in m.parameters(recurse=False)}
 
 
 def is_shared(param: nn.Parameter) -> bool:
-    """Whether a living engine keeps the frozen ``param``, or reads it still, so that further ones only read it."""
+    """Tell whether a living engine keeps or reads the frozen ``param``, so that other engines may only read it."""
     keeper = getattr(getattr(param, "_ds_unit", None), "keeper", None)
     return not param.requires_grad and (getattr(keeper, "client", lambda: None)() is not None or is_read(param))
 
 
 def is_read(param: nn.Parameter) -> bool:
-    """Whether a living engine reads ``param``, which another one keeps, or kept until its end."""
+    """Tell whether a living engine reads ``param``, which another engine keeps or has kept."""
     return any(runtime.client() is not None for runtime in vars(param).get("_ds_readers", ()))
 
 
@@ -173,7 +173,7 @@ def _touches(
     roots: Mapping[str, nn.Module],
     block_of: Mapping[nn.Module, str],
 ) -> tuple[dict[nn.Module, list[int]], set[nn.Module]]:
-    """The units that a call of each module needs, and the modules by which a block is entered, which need all of it."""
+    """Return the units that a call of each module needs, and the modules by which blocks are entered."""
     touches: dict[nn.Module, list[int]] = {}
     for module in model.modules():
         units = [index_of[param] for param in module.parameters(recurse=False) if param in index_of]
@@ -195,12 +195,12 @@ def partition(
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
-    """Divide all parameters of ``model``, of which ``ways`` ranks have parts, into units according to ``plan``, but for
-    those made of other tensors and those that another engine shares.
+    """Divide the parameters of ``model`` (of which ``ways`` ranks have parts) into units by ``plan``, except composed
+    ones and those that another engine shares.
 
-    ``trainable``: those with gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored in.
-    ``facts_of(name, param)``: who shares it; a unit holds parameters with equal facts. Tied parameters are owned by the
-    first module that holds them; every module that touches a unit directly is listed for it, and so is its root.
+    ``trainable``: parameters with gradients and optimizer state. ``rest_dtype(name, param)``: dtype in which PARAM is
+    stored. ``facts_of(name, param)``: facts of its unit; a unit holds parameters with equal facts. The first module
+    with a tied parameter owns it; each module that touches a unit directly is listed for it, and so is its root.
     """
     numel_of = partial(_even_numel, ways=ways)
     names = {p: n for n, p in model.named_parameters() if not (is_composed(p) or is_shared(p))}
@@ -235,7 +235,7 @@ def partition(
 
 
 def _even_numel(param: nn.Parameter, ways: int) -> int:
-    """Elements of a rank's part if all ``ways`` were equal: the same on all of them, which must make equal units."""
+    """Return the elements per rank as if all ``ways`` parts were equal, so that every rank makes equal units."""
     place = getattr(param, "tp_place", None)
     return -(-prod(place.shape) * place.copies // ways) if place else prod(local_of(param).shape)
 
@@ -243,7 +243,7 @@ def _even_numel(param: nn.Parameter, ways: int) -> int:
 def _persistent(
     params: Iterable[nn.Parameter], plan: ZeroPlan, numel_of: Callable[[nn.Parameter], int]
 ) -> set[nn.Parameter]:
-    """Small parameters that stay whole: each at most the threshold, together at most the model threshold."""
+    """Return the small parameters that stay whole: each up to one threshold, their sum up to the model's."""
     chosen: set[nn.Parameter] = set()
     total = 0
     for param in params if plan.regular.param.sharded else ():

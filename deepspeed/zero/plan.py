@@ -13,7 +13,7 @@ from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadPar
 
 
 class InFlight:
-    """What is in memory at most beside the states at rest: the runtime keeps to it, and the memory plan counts it."""
+    """Limits of memory beside the states at rest: the runtime keeps to them, and the memory plan counts them."""
 
     REDUCTIONS = 2
     UNITS = 2  # typical ones, gathered before they are needed
@@ -23,7 +23,7 @@ class InFlight:
 
 
 class StateKind(Enum):
-    """The three model states."""
+    """Kinds of model state: parameters, gradients, optimizer state."""
 
     PARAM = "param"
     GRAD = "grad"
@@ -31,14 +31,14 @@ class StateKind(Enum):
 
 
 class Spread(Enum):
-    """How a state rests on one mesh axis (PARTIAL exists only in passing, for gradients)."""
+    """Spread of a resting state over one mesh axis (PARTIAL exists only in passing, for gradients)."""
 
     REPLICATED = "R"
     SHARDED = "S"
 
 
 class Tier(Enum):
-    """Where a state rests."""
+    """Tier on which a state rests: memory of the device or the host, or a drive."""
 
     DEVICE = "device"
     HOST = "host"
@@ -62,13 +62,13 @@ class StatePlan:
 
     @property
     def away(self) -> bool:
-        """Whether it rests elsewhere than on the device."""
+        """Tell whether the state rests elsewhere than on the device."""
         return self.tier is not Tier.DEVICE
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One row: the rest places of a unit's states. Frozen parameters have no GRAD and no OPTIM.
+    """Row of the table: the rest places of a unit's states. Frozen parameters have no GRAD and no OPTIM.
 
     ``reduce_each_backward`` False keeps gradients PARTIAL (local sums) until the accumulation boundary.
     """
@@ -86,33 +86,33 @@ class UnitPlan:
 
     @property
     def gradient_whole(self) -> bool:
-        """Whether every rank keeps the whole reduced gradient on its device."""
+        """Tell whether every rank keeps the whole reduced gradient on its device."""
         return self.grad is not None and not self.grad.sharded and not self.grad.away
 
     @property
     def wider(self) -> bool:
-        """Whether OPTIM is spread over more ranks than PARAM, which a part of them holds together (hpZ of ZeRO++)."""
+        """Tell whether OPTIM is sharded over more ranks than PARAM (hpZ of ZeRO++)."""
         return self.param.sharded and self.optim is not None and self.optim.spread != self.param.spread
 
     @property
     def loads_states(self) -> bool:
-        """Whether OPTIM is loaded to the device for its update: the gradient waits for it there."""
+        """Tell whether OPTIM is loaded to the device for its update: the gradient waits for it there."""
         return self.grad is not None and self.optim is not None and self.optim.away and not self.grad.away
 
     def of(self, kind: StateKind) -> StatePlan:
-        """The rest place of a state that the unit has."""
+        """Return the rest place of a state that the unit has."""
         state: StatePlan | None = getattr(self, kind.value)
         assert state is not None, f"there is no {kind.value}"
         return state
 
     def over(self, axes: int) -> "UnitPlan":
-        """The same row on a mesh of ``axes`` axes: on those that it does not know all states are whole."""
+        """Return the row for a mesh of ``axes`` axes, with all states replicated on the added ones."""
         more = (Spread.REPLICATED,) * (axes - len(self.param.spread))
         states = {kind.value: getattr(self, kind.value) for kind in StateKind}
         return replace(self, **{k: replace(s, spread=s.spread + more) for k, s in states.items() if s is not None})
 
     def updated_on_device(self, *, loads: bool) -> "UnitPlan":
-        """The row with the gradient on the device, and OPTIM there, too, unless each update ``loads`` it."""
+        """Return the row with the gradient on the device, and OPTIM too, unless each update ``loads`` it."""
         assert self.grad is not None and self.optim is not None
         optim = self.optim if loads else replace(self.optim, tier=Tier.DEVICE)
         return replace(self, grad=replace(self.grad, tier=Tier.DEVICE), optim=optim)
@@ -122,7 +122,7 @@ class UnitPlan:
 
 
 class Bytes(NamedTuple):
-    """Bytes of one rank that a policy of the update needs; ``paged``: in the arena of host memory, in whole pages."""
+    """Bytes of one rank that an update policy needs; ``paged``: in the arena of host memory, in whole pages."""
 
     what: str
     tier: Tier
@@ -132,46 +132,46 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What the plan asks of a policy of the update before anything is built; this one updates at once.
+    """Settings by which an update policy shapes the plan before anything is built; these are for updates at once.
 
     A policy's own settings are a subclass beside it (``zero/update``), made from the configuration by its registry.
     """
 
     @property
     def masters_apart(self) -> bool:
-        """Whether masters in host memory change while their parameters are in use, and so are never these."""
+        """Tell whether masters on the host change while their parameters are in use, so that they need own memory."""
         return False
 
     @property
     def gradient_copies(self) -> int:
-        """Rest gradients of a unit in host memory at once."""
+        """Return the number of rest gradients of a unit in host memory at once."""
         return 1
 
     def check(self, optimizer: Any, mesh: Any) -> None:
         """Raise OptimizerConfigError for what this policy cannot be combined with."""
 
     def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
-        """The share of the update that is the device's; ``stated``: as ``offload_optimizer.ratio`` says. Collective."""
+        """Return the device's share of the update; ``stated``: by ``offload_optimizer.ratio``. Collective."""
         return stated
 
     def row(self, row: "UnitPlan") -> "UnitPlan":
-        """The row of a unit that the device updates."""
+        """Return the row of a unit that the device updates."""
         return row.updated_on_device(loads=False)
 
     def memory_of(
         self, shapes: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, slots: int, shared: bool
     ) -> list[Bytes]:
-        """Bytes for one unit whose OPTIM is in host memory, in ``parts`` of ``numel`` elements. ``shapes``: offset and
-        shape of its parameters; ``slots``: bytes of optimizer state an element; ``shared``: the device is the host.
+        """Return bytes for a unit whose OPTIM is in host memory, in ``parts`` of ``numel`` elements. ``shapes``: offset
+        and shape of its parameters; ``slots``: bytes of slots an element; ``shared``: the device is the host.
         """
         return []
 
     def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Bytes]:
-        """Bytes for all such units together, one rank's elements of which are ``numels``."""
+        """Return bytes for all such units together; ``numels``: one rank's elements of each."""
         return []
 
     def describe(self) -> str:
-        """A clause for the log, or ""."""
+        """Return a clause for the log, or ""."""
         return ""
 
 
@@ -182,10 +182,10 @@ AT_ONCE = UpdateSettings()
 class OffloadPlan:
     """Places and sizes (in elements, of one rank) behind the tiers of a plan.
 
-    ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
-    PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM the device updates.
-    ``update``: the policy of the update. Limits are bytes; 0 for none. ``save_copies``: saves keep a copy of the states
-    in host memory while training goes on.
+    ``tile_numel``: most elements of OPTIM in memory at once when it rests on a drive. ``host_param_numel``: elements of
+    PARAM that stay in host memory before the drive is used. ``device_share``: share of OPTIM that the device updates.
+    ``update``: settings of the update policy. Limits are bytes; 0 for none. ``save_copies``: saves keep a copy of the
+    states in host memory while training goes on.
     """
 
     param_folder: str = ""
@@ -209,7 +209,7 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """The table of one engine, and the sizes (in elements) that shape units and windows."""
+    """Table of one engine, and the sizes (in elements) that shape units and windows."""
 
     regular: UnitPlan
     persistent: UnitPlan
@@ -232,8 +232,8 @@ class ZeroPlan:
 
 
 def make_plan(config: DeepSpeedConfig, world_size: int, update: UpdateSettings = AT_ONCE) -> ZeroPlan:
-    """Turn the zero block of ``config`` into the table for ``world_size`` data-parallel ranks; ``update``: the policy's
-    settings.
+    """Turn the zero block of ``config`` into the table for ``world_size`` data-parallel ranks; ``update``: settings of
+    the update policy.
     """
     zero = config.zero
     stage = zero.stage

@@ -35,7 +35,7 @@ from deepspeed.zero.update.publish import Publication
 
 @dataclass
 class CollectiveCounts:
-    """What happened since construction, for tests and benchmarks."""
+    """Counts since construction, for tests and benchmarks."""
 
     gathers: int = 0
     gathered_numel: int = 0
@@ -44,7 +44,7 @@ class CollectiveCounts:
 
 
 class Runtime:
-    """Owns schedule, gradients and collectives of one engine's units, and the policy of their update."""
+    """Runtime of one engine's units: owns schedule, gradients, collectives and the update policy."""
 
     def __init__(
         self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, accum: torch.dtype, device: torch.device
@@ -87,12 +87,12 @@ class Runtime:
 
     @property
     def after(self) -> float:
-        """What a reduced gradient has still to be multiplied by to be the mean."""
+        """Return the factor that turns a reduced gradient into the mean."""
         return self.gradients.after(self.units[0]) if self.units else 1.0
 
     @contextlib.contextmanager
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[dict[str, Any]]:
-        """Inside, optimizer state of ``view`` that rests on a drive is in memory; what the optimizer keeps for it."""
+        """Hold states of ``view`` that rest on a drive in memory inside the context; yields its optimizer state."""
         view.unit.wait(StateKind.OPTIM, write=True)
         state = view.kept_by(self.optimizer) if self.optimizer is not None else {}
         if write:
@@ -101,12 +101,12 @@ class Runtime:
             yield state
 
     def train_by(self, optimizer: torch.optim.Optimizer, update: UpdatePolicy) -> None:
-        """Let ``optimizer`` update the units, when and how ``update`` says."""
+        """Set ``optimizer``, which updates the units, and the policy ``update``, which says when and how."""
         self.optimizer, self.update = optimizer, update
         self.gradients.sent = update.gradient_sent
 
     def updates_done(self) -> int:
-        """Updates so far, the one under way among them."""
+        """Return the number of updates so far, including the one under way."""
         return self.steps
 
     def land(self, unit: Unit) -> None:
@@ -114,7 +114,7 @@ class Runtime:
         self.gradients.land(unit)
 
     def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
-        """A module that needs ``units`` is about to run."""
+        """Begin a module's forward: count it as a user of ``units``, unless ``recompute``, and gather them."""
         if not recompute:
             if self.depth == 0:
                 self.order.forward_begins()
@@ -131,7 +131,7 @@ class Runtime:
         self.need(units)
 
     def leave(self, units: Iterable[Unit], *, keep: bool = False) -> None:
-        """That module has run. ``keep``: its backward could not be predicted, so its units stay until the flush."""
+        """End a module's forward. ``keep``: its backward was not predictable, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.drop_user(keep=keep)
             if unit.movable and not (self.in_backward or unit.kept) and unit.state is UnitState.READY and unit.idle:
@@ -145,9 +145,9 @@ class Runtime:
             self._forget_ahead()
 
     def meet(self, *, passing: bool = False) -> int:
-        """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7).
+        """End the model's outermost forward: serve ranks that still run parts of it which this one skipped (I7).
 
-        A user's context ends so too; the pins tell whether all end the same one. ``passing``: a backward follows.
+        ``passing``: a backward follows. The returned number of pins tells whether all ranks end the same user context.
         """
         if self.in_one_pass:
             return 0
@@ -156,18 +156,18 @@ class Runtime:
         return sum(u.pins for u in self.units)
 
     def borrowed(self) -> list[Unit]:
-        """Units the running module has read without owning them; its backward will read them too."""
+        """Return units that the running module has read without owning them; its backward will read them too."""
         return list(self._on_demand[-1]) if self._on_demand else []
 
     def _stays(self, unit: Unit) -> bool:
-        """Whether an idle unit is needed again next (or within the distance the user allows), and there is room."""
+        """Tell whether an idle unit is needed again within the distance the user allows, and memory has room."""
         if not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel):
             return False
         live = sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
         return live <= self.plan.live_numel
 
     def need(self, units: Iterable[Unit]) -> None:
-        """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
+        """Make ``units`` READY now, and start fetching those that the schedule predicts. Collective."""
         units = list(units)
         if self.events:
             self.events.begin(NEED, units)
@@ -198,7 +198,7 @@ class Runtime:
                 return
 
     def _ahead(self, besides: Collection[int]) -> list[int]:
-        """Units to fetch early; none while the next one is here or on its way, so that several share one message."""
+        """Return units to prefetch; none while the next is here or arriving, so that several share one message."""
         others = self.schedule.ahead(self._numels, window_numel=self._window, besides=besides) if self._window else []
         if others and self.units[others[0]].state is not UnitState.ABSENT:
             return []
@@ -228,11 +228,11 @@ class Runtime:
                 self._discard(unit)
 
     def may_fetch_on_demand(self) -> bool:
-        """True while a module of this runtime runs, so that every rank is at the same place in the same code."""
+        """Tell whether a module of this runtime runs, so that all ranks are at the same place in the same code."""
         return self.depth > 0 or self.in_backward
 
     def fetch_on_demand(self, unit: Unit) -> bool:
-        """A released parameter is read inside a forward: gather its unit until the running module is done."""
+        """Gather ``unit``, read inside a forward while released, until the running module ends; False outside."""
         if not self.may_fetch_on_demand():
             return False
         self.need([unit])
@@ -242,7 +242,7 @@ class Runtime:
         return True
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward has reached the model."""
+        """Begin a backward, when its first gradient has reached the model. Idempotent."""
         if not self.in_backward:
             self.order.backward_begins()
             for unit in (u for u in self.units if not u.movable):  # a graph from before the update may be used again
@@ -253,7 +253,7 @@ class Runtime:
             self.gradients.final = self.window_ends()
 
     def gradient_ready(self, unit: Unit, position: int, *, task: int) -> None:
-        """Autograd has finished the gradient of one parameter in graph task ``task``."""
+        """Pack the gradient of one parameter, which autograd has finished in graph task ``task``; reduce if due."""
         if (unit.index, position) in self.gradients.adding:
             return  # it is where it belongs, and its unit stays
         packed = self.gradients.pack(unit, position)
@@ -274,14 +274,14 @@ class Runtime:
             self.update.gradient_ready(unit)
 
     def backward_done(self, unit: Unit) -> None:
-        """No further backward of this unit's modules is predicted: release its parameters."""
+        """Release the unit's parameters, as no further backward of its modules is predicted."""
         free = unit.movable and not (unit.kept or self.second_order) and unit.state is UnitState.READY and unit.idle
         # Ops that do not differentiate the weights (``weight.detach()``) may read them later: then the flush releases.
         if free and not unit.buffer.read_by_others():
             unit.release()
 
     def flush(self) -> None:
-        """End of a backward (or of a pipeline's): reduce what is left, release everything. Idempotent (I4)."""
+        """End a backward (or a pipeline's): reduce what is left, release all units. Idempotent (I4)."""
         if self.events:
             with self.events.span(FLUSH):
                 self._flush()
@@ -317,7 +317,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Many forwards and backwards, as of a pipeline's schedule, as one: all units stay, gradients are summed here.
+        """Run many forwards and backwards, as of a pipeline's schedule, as one: units stay, gradients are summed here.
 
         Inside nothing waits for other ranks. Collective at the begin and, without gradients, at the end; the gradients
         are for ``flush`` after it.
@@ -341,9 +341,9 @@ class Runtime:
             unit.rest[StateKind.PARAM].forget_ahead()
 
     def gather_gradients(self) -> tuple[list[Unit], Exception | None]:
-        """Bring every rank to the step; reduce what is still local; the units with their COLLAPSED gradients.
+        """Bring all ranks to the step, reduce what is still local, and return the units with COLLAPSED gradients.
 
-        And what has gone wrong on this rank alone once all are there, where the others go on.
+        Also return the error that this rank alone has met once all ranks were at the step, where the others go on.
         """
         if self.depth or self.in_backward:
             raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
@@ -365,18 +365,18 @@ class Runtime:
             return [unit for unit in self.units if unit.trainable], error
 
     def publication(self, units: list[Unit], **how: Any) -> Publication:
-        """PARAM of ``units`` follows OPTIM, which changes."""
+        """Return the publication by which PARAM of ``units`` follows OPTIM, which changes."""
         self._trim()
         self._discard_idle(units)
         return Publication(units, up=self.up, gathers=self._stream, events=self.events, **how)
 
     def publish(self, units: list[Unit]) -> None:
-        """After a change: bring PARAM of ``units`` in line with OPTIM. Collective."""
+        """Bring PARAM of ``units`` in line with OPTIM after a change. Collective."""
         self.update.wait()
         self.publication(units).finish()
 
     def reset(self, *, keep_gradients: bool = False) -> None:
-        """After an error: wait for work in flight, release units, drop gradients (I8). Local; ``fail`` tells others.
+        """Reset after an error: wait for work in flight, release units, drop gradients (I8). Local; see ``Failures``.
 
         ``keep_gradients``: the error came in a forward, which adds none; those of earlier micro-batches stay.
         """
@@ -393,7 +393,7 @@ class Runtime:
 
     # -- what an error of one rank needs to know ---------------------------------------------------------------------
     def _heard(self, kind: Kind) -> Exception:
-        """What to raise where another rank has failed while this one asked for ``kind``. Collective."""
+        """Return the error to raise where another rank has failed while this one asked for ``kind``. Collective."""
         return self.failures.heard(in_forward=not self.in_backward and kind < Kind.FLUSH)
 
     def drop_gradients(self) -> None:
@@ -401,20 +401,20 @@ class Runtime:
         self.gradients.clear()
 
     def may_owe(self, *, in_forward: bool) -> bool:
-        """Whether other ranks may wait for this one behind the place where it has failed."""
+        """Tell whether other ranks may wait for this one behind the place where it has failed."""
         return not in_forward or any(self._numels) or (self._trains and torch.is_grad_enabled())
 
     def where(self) -> str:
-        """The place in training, in words."""
+        """Describe the place in training, in words."""
         return f"step {self.steps}, {'backward' if self.in_backward else 'forward'}"
 
     def place(self) -> str:
-        """The place in the order of collectives, equal on ranks that have done the same."""
+        """Describe the place in the order of collectives, equal on ranks that have done the same."""
         return f"{self.counts.gathers} gathers, {self.counts.reductions} reductions, {self.steps} steps"
 
 
 def _worker(units: list[Unit], device: torch.device) -> Worker | None:
-    """Who updates what rests elsewhere. None where the host would only take turns with itself, but for tests."""
+    """Return the worker for offloaded updates; None where the host would only alternate with it, except in tests."""
     tiers = {u.plan.optim.tier for u in units if u.plan.optim is not None} - {Tier.DEVICE}
     behind = device.type != "cpu" or "DEEPSPEED_UPDATE_BEHIND" in os.environ
     return Worker(device) if behind and tiers else None

@@ -17,7 +17,7 @@ class _Phase:
 
 
 class Schedule:
-    """``begin(phase)``, then ``use(unit)`` for each need in order, then ``end()``; forecasts in between.
+    """Forecast of unit uses: ``begin(phase)``, then ``use(unit)`` for each need in order, then ``end()``.
 
     Phases nest: an eval pass between a forward and its backward suspends the train phase and resumes it afterwards.
     """
@@ -30,7 +30,7 @@ class Schedule:
 
     @property
     def phase(self) -> str | None:
-        """Name of the phase that is recording now."""
+        """Return the name of the phase that is recording now, or None."""
         return self._open[-1][0] if self._open else None
 
     def begin(self, phase: str) -> None:
@@ -55,7 +55,7 @@ class Schedule:
             now.position = None
 
     def end(self) -> None:
-        """Close the current phase: what was seen is the next forecast. The suspended phase, if any, goes on."""
+        """Close the current phase: its record is the next forecast. The suspended phase, if any, goes on."""
         if self._open:
             _, now = self._open.pop()
             if now.seen:
@@ -66,7 +66,7 @@ class Schedule:
         self._open.clear()
 
     def upcoming(self) -> Iterator[int]:
-        """Forecast of the uses from here to the end of the phase, if there is one. Read it before the next use."""
+        """Return the predicted uses from here to the end of the phase. Read them before the next use."""
         now = self._open[-1][1] if self._open else _Phase()
         positions = range(len(now.trace) if now.position is None else now.position, len(now.trace))
         return map(now.trace.__getitem__, positions)
@@ -74,7 +74,7 @@ class Schedule:
     def ahead(
         self, numel_of: list[int], *, window_numel: int, besides: Collection[int] = (), most: int = 7
     ) -> list[int]:
-        """Distinct upcoming units to fetch early, not ``besides``: the next, more while all fit ``window_numel``."""
+        """Return upcoming units to fetch early, not ``besides``: the next, more while all fit ``window_numel``."""
         chosen: list[int] = []
         total = 0
         for unit in self.upcoming():
@@ -86,7 +86,7 @@ class Schedule:
         return chosen
 
     def needed_within(self, unit: int, numel_of: list[int], limit: int) -> bool:
-        """Whether ``unit`` is predicted to be needed again before more than ``limit`` elements of others are."""
+        """Tell whether ``unit`` is predicted to be needed again within ``limit`` elements of other units."""
         distance = 0
         for other in self.upcoming():
             if other == unit:
@@ -102,9 +102,9 @@ _EQUAL = 2  # as many have to agree, at first
 
 
 class IntervalPredictor:
-    """Intervals in the order in which they came, and the one that comes next if that order repeats.
+    """Record intervals in the order in which they came, and predict the next one from that order.
 
-    What followed the longest earlier run of intervals equal to the latest ones follows again, if enough of them agree:
+    The follower of the longest earlier run of intervals equal to the latest ones is predicted, if enough of them agree:
     two, twice as many after each forecast that was wrong, one less after each that was right.
     """
 
@@ -113,14 +113,14 @@ class IntervalPredictor:
         self._caution = _EQUAL
 
     def close(self, interval: tuple[Any, ...] | None, *, predicted: bool) -> None:
-        """Append what has just ended, None: not to be learnt; ``predicted``: there was a forecast of it."""
+        """Append the interval that has ended, None: not to be learnt; ``predicted``: it had a forecast."""
         if predicted:
             self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
         known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
         self._past = [*self._past[-2 * _REACH :], known]
 
     def forecast(self) -> tuple[Any, ...]:
-        """The next interval; empty when none is predicted."""
+        """Return the next interval; empty when none is predicted."""
         past, longest, follower = self._past, 0, None
         for end in range(len(past) - 1, 0, -1):
             length, most = 0, min(end, _REACH)

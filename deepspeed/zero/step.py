@@ -24,9 +24,9 @@ from deepspeed.zero.update.result import LateResult, StepResult, late_report, re
 
 @dataclass(frozen=True)
 class StepOptions:
-    """``clip``: maximum global norm, 0 for none. Without ``need_norm`` there is neither norm nor look for overflow;
-    ``skip_nonfinite``: an update whose gradients are not finite is left out. ``at_once``: the caller acts on that
-    before the next update. ``loss_scale``: what gradients are to be divided by.
+    """Options of one step. ``clip``: maximum global norm, 0 for none. Without ``need_norm`` the step computes no norm
+    and checks no overflow. ``skip_nonfinite``: leave out an update whose gradients are not finite. ``at_once``: the
+    caller acts on an overflow before the next update. ``loss_scale``: the factor that gradients are divided by.
     """
 
     clip: float
@@ -39,10 +39,10 @@ class StepOptions:
 def take_step(
     runtime: Runtime, views: list[OptimView], options: StepOptions, *, weight: torch.Tensor | None = None
 ) -> StepResult:
-    """One optimizer update over all units. Collective. Gradients are consumed.
+    """Take one optimizer step over all units and return its result; the gradients are consumed. Collective.
 
-    ``weight``: of this rank's micro-batches, by which its gradients are multiplied; what is left of the mean over all
-    ranks' is to divide by the mean of that.
+    ``weight``: weight of this rank's micro-batches, by which their gradients were multiplied; the mean gradient over
+    all ranks is then divided by the mean weight.
     """
     units, failure = runtime.gather_gradients()
     if runtime.events:
@@ -68,7 +68,7 @@ def take_step(
 
 
 def _clip(runtime: Runtime, step: Step, options: StepOptions, weight: torch.Tensor | None) -> StepResult:
-    """Find the norm, now or behind the update, and let the factor of ``step`` clip by it. Collective."""
+    """Compute the norm, now or behind the update, and set the factor of ``step`` that clips by it. Collective."""
     factor = 1.0 / options.loss_scale
     sums = summed_squares(runtime, step, weight)
     waits = (options.clip > 0 or options.skip_nonfinite) and not runtime.update.launches_ahead()
@@ -91,15 +91,15 @@ def _clip(runtime: Runtime, step: Step, options: StepOptions, weight: torch.Tens
 
 
 def _clipped(sums: torch.Tensor, factor: float, clip: float) -> torch.Tensor:
-    """``factor`` with the clipping, on the device; bit by bit what the host makes of it."""
+    """Return ``factor`` with the clipping applied, on the device; bit-identical to the computation on the host."""
     norm = torch.where(sums[1] > 0, math.inf, sums[0].sqrt()) * factor
     return torch.full_like(norm, factor).div_(((norm + 1e-6) / clip).clamp_(min=1.0))
 
 
 def summed_squares(runtime: Runtime, step: Step, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """On the device: the square of the norm of the mean gradients over all ranks, before the loss scale is divided out;
-    on how many ranks it is not finite; how many have failed on the way here, as ``step.failure`` says for this one; and
-    the sum of ``weight``, if there is one.
+    """Return, on the device, sums over all ranks: the squared norm of the mean gradients before the loss scale is
+    divided out; the number of ranks where it is not finite; the number of ranks that have failed before this call (on
+    this one: ``step.failure``); and the sum of ``weight``, if it is given. Collective.
     """
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     try:
@@ -114,9 +114,9 @@ def summed_squares(runtime: Runtime, step: Step, weight: torch.Tensor | None = N
 
 
 def global_norm(runtime: Runtime, sums: torch.Tensor, failure: Exception | None) -> tuple[float, float]:
-    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out; and the weight.
+    """Return the L2 norm of the mean gradients over all ranks, before the loss scale is divided out, and the weight.
 
-    A ``failure`` on the way to the step has travelled with it, and is raised: RankFailedError on the others.
+    A ``failure`` before the step has travelled in ``sums`` and is raised here; other ranks raise RankFailedError.
     """
     norm, failed, weight = step_result.norm_of(sums)
     if failed:

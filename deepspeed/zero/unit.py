@@ -24,7 +24,7 @@ from deepspeed.zero.window import GradientWindow
 
 
 class UnitState(Enum):
-    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a buffer that is being filled; READY both."""
+    """Memory of PARAM: ABSENT the shard only; FETCHING shard and a buffer that is being filled; READY both."""
 
     ABSENT = "absent"
     FETCHING = "fetching"
@@ -39,7 +39,7 @@ _NEXT = {
 
 
 class Keeper(Protocol):
-    """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
+    """Protocol of an owner that gathers units and serves reads of released parameters: runtime or ``zero.Init``."""
 
     def may_fetch_on_demand(self) -> bool: ...
     def fetch_on_demand(self, unit: "Unit") -> bool: ...
@@ -54,7 +54,7 @@ class Unit:
 
     ``buffer`` has the whole values of the parameters, ``window`` the gradients until their reduction. ``rest`` says
     where each state rests; ``shard``, ``master`` (fp32, the very memory of the parameter when dtypes and ranges agree)
-    and ``grad`` are its tensors, not-a-number for what is on a drive.
+    and ``grad`` are its tensors, NaN for a state on a drive.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Unit:
             self.release()
 
     def _place(self, kind: StateKind, dtype: torch.dtype) -> TierStore | None:
-        """A place for that state besides the device; None for the device itself."""
+        """Return a place for that state besides the device; None for the device itself."""
         start, stop = self.range_of(kind)
         return self.tiers.place(kind, self.plan.of(kind).tier, stop - start, dtype) if self.tiers is not None else None
 
@@ -124,7 +124,7 @@ class Unit:
         self.rest[StateKind.OPTIM] = TierStore(within)
 
     def open_grad(self, dtype: torch.dtype) -> TierStore:
-        """The place of the rest gradient, made where there is none."""
+        """Return the place of the rest gradient, made on the first call."""
         if StateKind.GRAD not in self.rest:
             start, stop = self.range_of(StateKind.GRAD)
             place = self._place(StateKind.GRAD, dtype)
@@ -132,46 +132,46 @@ class Unit:
         return self.rest[StateKind.GRAD]
 
     def add_view(self, view: Any) -> None:
-        """``view`` is part of what an optimizer sees of this unit."""
+        """Add ``view`` to the views by which an optimizer sees this unit."""
         self.views.append(view)
 
     def update_in_tiles(self) -> None:
-        """From here on the update goes tile by tile."""
+        """Note that from now on the update goes tile by tile."""
         self.tiled = True
 
     @property
     def shard(self) -> torch.Tensor:
-        """PARAM at rest."""
+        """Return PARAM at rest."""
         return self.rest[StateKind.PARAM].tensor
 
     @property
     def master(self) -> torch.Tensor | None:
-        """The fp32 weights at rest; None where nothing is optimised."""
+        """Return the fp32 master weights at rest; None where nothing is optimised."""
         store = self.rest.get(StateKind.OPTIM)
         return None if store is None else store.tensor
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The rest gradient; None before the first one."""
+        """Return the rest gradient; None before the first one."""
         store = self.rest.get(StateKind.GRAD)
         return None if store is None else store.tensor
 
     @property
     def grad_away(self) -> bool:
-        """Whether the rest gradient is not on the device."""
+        """Tell whether the rest gradient is not on the device."""
         return self.on_drive(StateKind.GRAD) or (self.grad is not None and self.grad.device != self.device)
 
     def on_drive(self, kind: StateKind) -> bool:
-        """Whether that state rests on a drive."""
+        """Tell whether that state rests on a drive."""
         return kind in self.rest and self.rest[kind].on_drive
 
     @property
     def drives(self) -> bool:
-        """Whether anything of the unit rests on a drive."""
+        """Tell whether any state of the unit rests on a drive."""
         return any(store.on_drive for store in self.rest.values())
 
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
+        """Return a context manager over this rank's range of a state on any tier; only ``write`` keeps changes."""
         if kind is not StateKind.PARAM:
             self.wait(StateKind.PARAM)
         self.wait(kind, write=write)
@@ -181,44 +181,44 @@ class Unit:
 
     @property
     def title(self) -> str:
-        """The name for people: every module with parameters in the unit, when it packs several outside a block."""
+        """Return the name for messages: all modules with parameters in the unit when it packs several (at most 8)."""
         homes = list(dict.fromkeys(s.name.rpartition(".")[0] or "root" for s in self.layout.segments))
         inside = all(h == self.name or h.startswith(f"{self.name}.") for h in homes)
         return self.name if inside else ", ".join(homes[:8])
 
     @property
     def whole(self) -> bool:
-        """Whether every parameter's values may be read without asking: not released, still arriving, or hidden."""
+        """Tell whether all values may be read without waiting: neither released, still arriving nor hidden."""
         return self.state is UnitState.READY and not self.buffer.hidden
 
     @property
     def idle(self) -> bool:
-        """Whether nobody uses the values."""
+        """Tell whether nobody uses the values."""
         return self.users == 0 and self.pins == 0
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
-        """This rank's flat [start, stop) of a state at rest."""
+        """Return this rank's flat [start, stop) of a state at rest."""
         if kind not in self._ranges:
             self._ranges[kind] = owned_range(self.layout.numel, self.plan.of(kind).spread, self.mesh)
         return self._ranges[kind]
 
     @staticmethod
     def view(flat: torch.Tensor, segment: Segment, *, base: int = 0) -> torch.Tensor:
-        """The segment's place in ``flat`` (which begins at flat index ``base``), in logical shape."""
+        """Return the view of the segment in ``flat`` (which begins at flat index ``base``), in logical shape."""
         return flat[segment.offset - base : segment.stop - base].view(segment.shape)
 
     def within(self, kind: StateKind, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Of ``flat``, this rank's range of a state, the flat indices [start, stop)."""
+        """Return the flat indices [start, stop) of ``flat``, which is this rank's range of a state."""
         base, _ = self.range_of(kind)
         return flat[start - base : stop - base]
 
     def part(self, kind: StateKind, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
-        """Of ``flat``, this rank's range of a state, what belongs to ``segment`` (possibly nothing)."""
+        """Return the part of ``segment`` (possibly empty) in ``flat``, which is this rank's range of a state."""
         lo, hi = self.layout.overlap(segment, *self.range_of(kind))
         return self.within(kind, flat, lo, hi) if lo < hi else flat[:0]
 
     def note_gradient(self, grad: torch.Tensor) -> None:
-        """The rest gradient is now ``grad``; of one not on the device the norm is kept: the host need not read it."""
+        """Keep the squared norm of ``grad``, the new rest gradient, if it is off the device: saves reading it again."""
         if self.grad_away:
             self.window.square = self._weighted_square(grad)
 
@@ -228,7 +228,7 @@ class Unit:
         self.pending.note(self.rest[StateKind.GRAD].put(grad), writes=(StateKind.GRAD,), copy=True)
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
-        """Let the rest gradient in host memory, which has landed, be of ``dtype``."""
+        """Convert the rest gradient in host memory, which has landed, to ``dtype``."""
         if self.grad is not None and self.grad.dtype is not dtype:
             self.wait(StateKind.GRAD, write=True)
             values = self.grad.to(dtype)
@@ -236,7 +236,7 @@ class Unit:
             self.grad.copy_(values)
 
     def gradient_square(self) -> torch.Tensor:
-        """This rank's part of the squared norm of the mean gradient; what several ranks hold counts once in all."""
+        """Return this rank's part of the mean gradient's squared norm; replicas on several ranks count once in all."""
         assert self.plan.grad is not None and self.grad is not None
         copies = 1
         for way, axis in zip(self.plan.grad.spread, self.mesh.groups, strict=True):
@@ -257,7 +257,7 @@ class Unit:
         self.state = state
 
     def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
-        """ABSENT -> FETCHING (ABSENT after an error): make room and gather, with ``start(self.start_gather)``."""
+        """Start a fetch, ABSENT -> FETCHING (ABSENT after an error): allocate, then ``start(self.start_gather)``."""
         self.buffer.fill()
         self._move(UnitState.FETCHING)
         self.fetched_version = self.version
@@ -269,7 +269,7 @@ class Unit:
             raise
 
     def _finish_fetch(self) -> None:
-        """FETCHING -> READY, when everything is here; parameters show their own class again."""
+        """Finish a fetch, FETCHING -> READY, when all values are here; parameters show their own class again."""
         if self.state is UnitState.FETCHING:
             if self.events:
                 self.events.wait(self._transfer, f"gather of {self.title}")
@@ -281,7 +281,7 @@ class Unit:
             self.buffer.expose()
 
     def release(self) -> None:
-        """READY -> ABSENT."""
+        """Release the unit: READY -> ABSENT."""
         if self.movable:
             self._move(UnitState.ABSENT)
             self.buffer.empty()
@@ -290,8 +290,8 @@ class Unit:
     def wait(self, kind: StateKind, *, write: bool = False, copies: bool = True) -> None:
         """Wait until ``kind`` may be read or, with ``write``, written. UsageError where an update has failed.
 
-        PARAM that is being gathered is READY then. ``copies`` False: what the caller does is ordered behind copies by
-        streams, so that only updates are waited for.
+        PARAM that is being gathered is READY then. ``copies`` False: streams order the caller's work behind copies, so
+        that only updates are waited for.
         """
         self.pending.wait(kind, write=write, copies=copies)
         if kind is StateKind.PARAM:
@@ -306,13 +306,13 @@ class Unit:
             self.buffer.hide()
 
     def forget_pending(self) -> None:
-        """Forget what has ended, it does not matter how."""
+        """Forget pending work that has ended, with or without an error."""
         self.pending.forget_ended()
         if not self.movable:
             self._finish_fetch()
 
     def start_gather(self, full: torch.Tensor | None = None) -> Transfer:
-        """Fill ``full`` (None: the unit's): from the tier where the shard rests, then over the axis PARAM is cut on."""
+        """Fill ``full`` (None: the unit's) from the shard's tier, then all-gather over the axis PARAM is cut on."""
         self.pending.wait(StateKind.PARAM)
         full = self.buffer.full if full is None else full
         cut = self.facts.sharing(self.plan.param.spread)
@@ -338,17 +338,17 @@ class Unit:
             self.wait(StateKind.PARAM)
 
     def add_user(self, *, borrows: bool = False) -> None:
-        """A module that needs the unit runs, until ``drop_user``; ``borrows``: without owning it."""
+        """Count a running module as user of the unit, until ``drop_user``; ``borrows``: without owning it."""
         self.users += 1
         self.borrowed |= borrows
 
     def drop_user(self, *, keep: bool = False) -> None:
-        """``keep``: the parameters stay until the flush."""
+        """Take back one ``add_user``. ``keep``: the parameters stay until the flush."""
         self.users -= 1
         self.kept = self.kept or keep
 
     def pin(self, *, lend: bool = False) -> None:
-        """Hold the full values until ``unpin``. ``lend``: who reads them outside a forward may keep what is read."""
+        """Hold the full values until ``unpin``. ``lend``: a reader outside a forward may keep tensors that it reads."""
         if (keeper := self.keeper) is not None:
             keeper.need([self])
         else:
@@ -357,32 +357,32 @@ class Unit:
         self.buffer.lent = self.buffer.lent or (lend and not self.may_fetch_on_demand())
 
     def unpin(self) -> None:
-        """The counterpart of ``pin``."""
+        """Take back one ``pin``; the last one releases an idle unit."""
         self.pins -= 1
         if self.idle and self.state is UnitState.READY:
             self.release()
 
     def hold_for_backward(self) -> None:
-        """Have the full values here until the running backward is over. Collective where they are not."""
+        """Keep the full values until the running backward is over. Collective where they are absent."""
         if not self.whole:
             self.pin()
             self.pins -= 1
             self.kept = True
 
     def end_backward(self, *, keep: bool) -> None:
-        """The backward is over. ``keep``: it left a graph that will read what was kept."""
+        """End a backward. ``keep``: it left a graph that will read the kept parameters again."""
         if self.trainable:
             self.window.note_required()
         self.window.end_pass()
         self.kept = self.kept and keep
 
     def abandon(self) -> None:
-        """After an error: nobody uses the unit."""
+        """Drop all users of the unit after an error."""
         self.users, self.kept = 0, False
         self.window.end_pass()
 
     def absorb(self, position: int) -> None:
-        """Make resting copies of a parameter follow its values, which are here; masters that round to these stay."""
+        """Copy a parameter's values, which are here, to its states at rest; masters that round to them stay."""
         segment = self.layout.segments[position]
         kinds = [StateKind.PARAM] if self.movable else []
         if self.master is not None and not self.master_is_param:
@@ -400,7 +400,7 @@ class Unit:
         self.new_version(shown=True)
 
     def new_version(self, *, shown: bool = False) -> None:
-        """PARAM at rest changes: what was gathered before is old, unless it is ``shown`` in the full buffer already."""
+        """Note that PARAM at rest changes: older gathers are stale, unless ``full`` shows the change (``shown``)."""
         self.version += 1
         self.fetched_version = self.version if shown else self.fetched_version
 
@@ -409,9 +409,9 @@ class Unit:
         return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
 
     def outbox(self, *, spent: bool) -> torch.Tensor | None:
-        """Host memory for PARAM over the range of OPTIM on its way to the device: of the rest gradient, which is needed
-        until it is ``spent``. None where there is no room, or no need, as nothing is rounded; and for tiles, which
-        publish PARAM from their own buffers.
+        """Return host memory for PARAM over the range of OPTIM on its way to the device: that of the rest gradient,
+        which is needed until ``spent``. None without room, or where nothing is rounded; and for tiles, which publish
+        PARAM from their own buffers.
         """
         store, dtype = self.rest.get(StateKind.GRAD), self.shard.dtype
         rounds = self.master is not None and self.master.dtype is not dtype and not self.tiled
@@ -421,26 +421,26 @@ class Unit:
         return store.spare(dtype, keep=not spent)
 
     def rest_in(self, kind: StateKind, memory: torch.Tensor) -> None:
-        """Let a state rest in ``memory``, which holds it; what looks at it does not follow: see ``move_state``."""
+        """Let a state rest in ``memory``, which holds it; views of the state do not follow: see ``move_state``."""
         self.rest[kind] = TierStore(memory)
         if kind is StateKind.PARAM and self.master_is_param:
             self._alias_master()
 
     def drop_rest(self, *kinds: StateKind) -> None:
-        """Give the places of these states back."""
+        """Free the places where these states rest."""
         for kind in kinds:
             if (store := self.rest.pop(kind, None)) is not None and store.on_drive:
                 store.drop()
 
     def exchange_gradient_store(self, store: TierStore | None) -> TierStore | None:
-        """The place of the rest gradient, if there is one, for ``store`` (None: one that is made when it is needed)."""
+        """Set ``store`` as the rest gradient's place (None: made when needed); return the old place, if any."""
         given = self.rest.pop(StateKind.GRAD, None)
         if store is not None:
             self.rest[StateKind.GRAD] = store
         return given
 
     def forget(self, param: nn.Parameter) -> None:
-        """``param`` no longer belongs to this unit."""
+        """Unmark ``param``, which no longer belongs to this unit."""
         if getattr(param, "_ds_unit", None) is self:
             unmark_zero_parameter(param)
 
@@ -467,8 +467,8 @@ class Unit:
         self._keeper = lambda: None
 
     def keep_by(self, keeper: Callable[[], Keeper | None], events: Events | None = None) -> None:
-        """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive.
-        ``events``: its listeners.
+        """Set ``keeper``, which returns the unit's owner; a weak reference, as no unit keeps a runtime alive. ``events``:
+        the owner's listeners.
         """
         self._keeper, self.events = keeper, Events() if events is None else events
 

@@ -13,7 +13,7 @@ from deepspeed.zero.param import requiring
 
 
 class GradState(Enum):
-    """EMPTY nothing; LOCAL a sum of this rank, full-size; REDUCED (also) the rest shard; COLLAPSED ready to step."""
+    """Gradient states: EMPTY; LOCAL a full-size sum here; REDUCED (also) the rest shard; COLLAPSED ready to step."""
 
     EMPTY = "empty"
     LOCAL = "local"
@@ -30,8 +30,8 @@ LEGAL_MOVES: dict[GradState, set[GradState]] = {  # gradients may be dropped at 
 
 
 class GradientWindow:
-    """Of one unit. ``partial`` is the flat sum before its reduction, None while there is none. Positions count the
-    unit's parameters. ``square``: kept of a rest gradient that is not on the device.
+    """Accumulation window of one unit. ``partial``: the flat local sum before its reduction, or None. Positions index
+    the unit's parameters. ``square``: squared norm of a rest gradient that is not on the device.
     """
 
     def __init__(self, unit: str, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
@@ -53,7 +53,7 @@ class GradientWindow:
         self.state = state
 
     def open(self, dtype: torch.dtype, device: torch.device, *, begin: torch.Tensor | None = None) -> torch.Tensor:
-        """The full-size local sum; where there is none, made of ``begin`` or of zeros. EMPTY or REDUCED -> LOCAL."""
+        """Return the full-size local sum, made of ``begin`` or zeros where none exists. EMPTY or REDUCED -> LOCAL."""
         if self.partial is None:
             if begin is None:
                 begin, self._spare = self._spare, None
@@ -67,7 +67,7 @@ class GradientWindow:
         return self.partial
 
     def keep_spare(self, partial: torch.Tensor) -> None:
-        """A local sum has been reduced: let the next one have its memory."""
+        """Keep the memory of a reduced local sum for the next one."""
         self._spare = partial
 
     def note_packed(self, position: int) -> None:
@@ -76,7 +76,7 @@ class GradientWindow:
         self.arrived.add(position)
 
     def take(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give the local sum away, zeros where nothing fired; where there is none, one of ``dtype``."""
+        """Give the local sum away, with zeros for missing gradients; where none exists, a zero sum of ``dtype``."""
         partial = self.open(dtype, device)
         segments, fired = self._layout.segments, [*sorted(self.fired), len(self._layout.segments)]
         for before, position in zip([-1, *fired], fired, strict=False):  # what lies between two that fired is one piece
@@ -88,12 +88,12 @@ class GradientWindow:
         return partial
 
     def restore(self, partial: torch.Tensor, positions: set[int]) -> None:
-        """Make ``partial`` (flat, zero in the gaps) the sum of the parameters at ``positions`` that waits here."""
+        """Set ``partial`` (flat, zero in the gaps) as the local sum of the parameters at ``positions``."""
         self.partial, self.fired = partial, positions
         self.move(GradState.LOCAL)
 
     def fill(self) -> bool:
-        """The rest gradient will hold something; whether it did."""
+        """Note that the rest gradient will hold something; return whether it did before."""
         filled, self.filled = self.filled, True
         return filled
 
@@ -106,9 +106,9 @@ class GradientWindow:
         self.move(GradState.EMPTY)
 
     def note_ready(self, position: int, task: int, *, packed: bool) -> bool:
-        """Note that parameter ``position`` got its gradient in graph task ``task``, and whether that is in the local
-        sum; True when all have got theirs, in that task. Autograd finishes a gradient after the parameter's last use in
-        the task, so no op still reads the weights.
+        """Note that parameter ``position`` got its gradient in graph task ``task``; ``packed``: it is in the local sum.
+        Return True when all parameters have theirs from that task. Autograd finishes a gradient after the parameter's
+        last use in the task, so no op still reads the weights.
         """
         if packed:
             self.fired.add(position)
@@ -122,11 +122,11 @@ class GradientWindow:
         self.trained.update(requiring(self._params))
 
     def end_pass(self) -> None:
-        """No backward is under way: it is over, or an error has ended it."""
+        """Note that no backward is under way: it is over, or an error has ended it."""
         self._done.clear()
         self.arrived.clear()
 
     def drop(self) -> None:
-        """Give all memory back, and let go of the parameters."""
+        """Free all memory, and drop the references to the parameters."""
         self._params = ()
         self.partial = self.square = self._spare = None

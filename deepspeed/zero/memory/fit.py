@@ -24,7 +24,7 @@ _SPARE = 8  # of the memory there is, one part in so many is left to activations
 
 @dataclass(frozen=True)
 class UnitSize:
-    """One unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold;
+    """Size of one unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold;
     ``shapes``: offset and shape of its parameters.
     """
 
@@ -49,7 +49,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table, in bytes."""
+    """Row of the table, in bytes."""
 
     what: str
     device: int = 0
@@ -59,8 +59,8 @@ class Line:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The table. On machines without an accelerator ``shared`` says that device and host are the same memory.
-    ``pages``: of the host's bytes those of states in the arena (``tier.arena``), all but an optimizer's slots.
+    """Table of one rank's memory. ``shared``: device and host are the same memory, as on machines without an
+    accelerator. ``pages``: bytes on the host of states in the arena (``tier.arena``), all but an optimizer's slots.
     """
 
     lines: tuple[Line, ...]
@@ -69,21 +69,21 @@ class MemoryPlan:
 
     @property
     def device(self) -> int:
-        """Bytes on the device; zero where it is the host."""
+        """Return bytes on the device; zero where it is the host."""
         return 0 if self.shared else sum(line.device for line in self.lines)
 
     @property
     def host(self) -> int:
-        """Bytes in host memory."""
+        """Return bytes in host memory."""
         return sum(line.host + (line.device if self.shared else 0) for line in self.lines)
 
     @property
     def drive(self) -> int:
-        """Bytes on drives."""
+        """Return bytes on drives."""
         return sum(line.drive for line in self.lines)
 
     def table(self) -> str:
-        """The plan for people."""
+        """Return the plan as text."""
         shown = [("model states of one rank", "device", "host", "drive")]
         lines = [Line(x.what, 0, x.host + x.device, x.drive) if self.shared else x for x in self.lines]
         for line in (*lines, Line("together", self.device, self.host, self.drive)):
@@ -96,7 +96,7 @@ def memory_plan(
     units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
     shared: bool, communicators: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """One rank's plan. ``ways``: ranks an axis; ``prefetch``: elements gathered ahead."""
+    """Compute one rank's plan. ``ways``: ranks on each axis; ``prefetch``: elements gathered ahead."""
     table: Counter[tuple[str, Tier]] = Counter()
     host_left, pages = offload.host_param_numel, 0
 
@@ -147,14 +147,14 @@ def _lines(table: Counter[tuple[str, Tier]]) -> tuple[Line, ...]:
 
 
 def _is_its_own_master(unit: UnitSize, tier: Tier, optim: StatePlan, offload: OffloadPlan, *, shared: bool) -> bool:
-    """An fp32 parameter that rests on the device needs no master beside it."""
+    """Tell whether the parameter needs no master beside it, as an fp32 one that rests on the device."""
     if unit.width < 4 or (offload.update.masters_apart and optim.away):
         return False
     return Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE
 
 
 def _saved_at_once(unit: UnitSize, ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
-    """Bytes of a rank's copies for an asynchronous save; each byte of a unit is one rank's to write."""
+    """Return the bytes of a rank's copies for an asynchronous save; each byte of a unit is one rank's to write."""
     optim = unit.row.optim
     if not offload.save_copies or (optim or unit.row.param).tier is Tier.NVME:
         return 0
@@ -162,8 +162,8 @@ def _saved_at_once(unit: UnitSize, ways: Sequence[int], offload: OffloadPlan, wi
 
 
 def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
-    """Bytes of local sums before they are reduced, of a few units or all that wait for the window; and of reduced ones
-    on their way to where they rest.
+    """Return the bytes of local sums before they are reduced, of a few units or all that wait for the window; and of
+    reduced ones on their way to where they rest.
     """
     trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
     together = InFlight.REDUCTIONS + 1
@@ -176,7 +176,7 @@ def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widt
 
 
 def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> int:
-    """Bytes of the units that are whole at once."""
+    """Return the bytes of the units that are whole at once."""
     moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, ways) < u.numel]
     if not moving:
         return 0
@@ -187,15 +187,15 @@ def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> 
 
 
 def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:
-    """Elements of one rank."""
+    """Return the elements of one rank."""
     return -(-numel // prod(n for way, n in zip(state.spread, ways, strict=True) if way is Spread.SHARDED))
 
 
 def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
-    """Buffers between memory and the drives."""
+    """Return the bytes of buffers between memory and the drives."""
 
     def largest(kind: str, width: int = 1) -> int:
-        """Of the states of that kind on a drive, one rank's largest, in elements or, with ``width`` 0, in bytes."""
+        """Return one rank's largest such state on a drive, in elements or, with ``width`` 0, in bytes."""
         states = ((u, getattr(u.row, kind)) for u in units)
         away = [(u, s) for u, s in states if s is not None and s.tier is Tier.NVME]
         return max((_share(u.numel, s, ways) * (width or u.width) for u, s in away), default=0)
@@ -212,7 +212,7 @@ def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPla
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank before anything is built, in bytes: what stays in use, what the model's new places replace; pools."""
+    """Memory of one rank before the build, in bytes: what stays in use, what new places replace; and its pools."""
 
     host: int
     device: int
@@ -222,9 +222,9 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes; 0 for no limit. ``host_used`` and ``device_used`` are held already and stay.
+    """Limits in bytes; 0 for none. ``host_used`` and ``device_used`` are held already and stay.
 
-    ``source``: what leaves no more than ``host``, where that is no setting; then ``fit`` moves what can be moved.
+    ``source``: names what limits ``host``, where no setting does; then ``fit`` moves what can be moved.
     """
 
     host: int = 0
@@ -234,38 +234,38 @@ class Limits:
     source: str = ""
 
     def allow(self, plan: MemoryPlan) -> bool:
-        """Whether ``plan`` stays below both."""
+        """Tell whether ``plan`` stays below both limits."""
         return self.allow_host(plan) and (not self.device or plan.device + self.device_used <= self.device)
 
     def allow_host(self, plan: MemoryPlan) -> bool:
-        """Whether there may be as much host memory as ``plan`` needs."""
+        """Tell whether there may be as much host memory as ``plan`` needs."""
         return not self.host or plan.host + self.host_used <= self.host
 
     def broken_by(self, plan: MemoryPlan) -> str:
-        """The limit that ``plan`` exceeds, in words."""
+        """Describe the limit that ``plan`` exceeds."""
         host = f"{self.source} leaves a rank" if self.source else "memory.host_limit is"
         what, limit = ("memory.device_limit is", self.device) if self.allow_host(plan) else (host, self.host)
         return f"{what} {limit / 2**20:,.0f} MiB"
 
     def with_used(self, plan: MemoryPlan) -> str:
-        """What a rank would hold with ``plan``, in words."""
+        """Describe the memory that a rank would hold with ``plan``."""
         host, device = plan.host + self.host_used, plan.device + self.device_used
         text = f"{host / 2**20:,.0f} MiB of host memory ({self.host_used / 2**20:,.0f} in use now)"
         return text if plan.shared else f"{text}, {device / 2**20:,.0f} MiB of the device"
 
     def doubt(self, plan: MemoryPlan) -> str:
-        """A warning when what is planned is more than there is; empty otherwise."""
+        """Return a warning when the plan needs more memory than is present; empty otherwise."""
         sizes = f"but model states alone will hold {self.with_used(plan)}: the system may end the run"
         return "" if self.allow_host(plan) else f"{self.broken_by(plan)}, {sizes}"
 
 
 def limits_of(offload: OffloadPlan, ranks: Sequence[RankMemory]) -> Limits:
-    """What the configuration allows. Equal on every rank: the fullest one decides."""
+    """Return the configured limits, with the use of the fullest rank. Equal on every rank."""
     return Limits(offload.host_limit, offload.device_limit, max(r.host for r in ranks), max(r.device for r in ranks))
 
 
 def limits_present(ranks: Sequence[RankMemory]) -> Limits:
-    """What the fullest host has for one rank: its part of the tightest pool, less an eighth. Equal on every rank.
+    """Return one rank's part of the tightest memory pool, less an eighth, on the fullest host. Equal on every rank.
 
     Ranks that draw on one pool share it evenly, and what their models hold now is theirs to use again.
     """
@@ -283,7 +283,7 @@ def limits_present(ranks: Sequence[RankMemory]) -> Limits:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The rows to build, one per unit, where they may go, what they hold; ``moved``: what the user should know."""
+    """Rows to build, one per unit, with their places and memory; ``moved``: a message to the user."""
 
     rows: list[UnitPlan]
     offload: OffloadPlan
@@ -295,7 +295,7 @@ def fit(
     plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool,
     communicators: int = 0,
 ) -> Fitted:  # fmt: skip
-    """The rows of ``units``, with gradients on the drive where host memory has no room for them.
+    """Choose the rows of ``units``, with gradients on the drive where host memory has no room for them.
 
     Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as
     have to. Raises DeepSpeedConfigError, with the table and settings that would fit, where the limits cannot be kept.
@@ -341,7 +341,7 @@ def fit(
 
 
 def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
-    """What went to the drive because of ``limits``."""
+    """Describe the states that went to the drive because of ``limits``."""
     before = {line.what: line.drive for line in first.lines}
     more = {line.what: line.drive - before.get(line.what, 0) for line in now.lines}
     parts = [f"{nbytes / 2**20:,.0f} MiB of {what}" for what, nbytes in more.items() if nbytes > 0]
@@ -350,7 +350,7 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
 
 
 def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
-    """Ever smaller settings, as words, rows and sizes; each includes the ones before it."""
+    """Yield ever smaller settings, as words, rows and sizes; each includes the ones before it."""
     steps: list[str] = []
     for tier, name in ((Tier.HOST, "cpu"), (Tier.NVME, "nvme")):
         for kind in ("optimizer", "param"):
@@ -385,7 +385,7 @@ def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
 
 
 def gradients_on_drive(row: UnitPlan) -> UnitPlan:
-    """The row with gradients resting where the optimizer state does."""
+    """Return the row with gradients on the drive if the optimizer state rests there."""
     if row.optim is None or row.grad is None or row.optim.tier is not Tier.NVME:
         return row
     return replace(row, grad=replace(row.grad, tier=Tier.NVME))

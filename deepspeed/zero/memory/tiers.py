@@ -27,7 +27,7 @@ class Tiers:
         self._host_param_left = plan.host_param_numel
 
     def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
-        """A place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
+        """Return a place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
                 if self._grad_staging is None:
@@ -48,7 +48,7 @@ class Tiers:
         return TierStore(self.arena.empty(numel, dtype=dtype, pin=pin))
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
-        """Open the drives that ``rows`` need; what is wrong with them, or None. ``width``: bytes of a parameter."""
+        """Open the drives that ``rows`` need; return the error, or None. ``width``: bytes of a parameter element."""
         slack = len(rows) * 16 * ALIGN  # regions end with pages
         param = sum(line.drive for line in memory.lines if line.what == "parameters")
         try:
@@ -62,7 +62,7 @@ class Tiers:
         return None
 
     def optim_drive(self) -> Drive:
-        """The drive behind ``offload_optimizer``."""
+        """Return the drive behind ``offload_optimizer``, opened on the first call."""
         plan = self.plan
         return self._open("optimizer", plan.optim_folder, plan.optim_buffers, 1 << 30, pin=plan.pin_optim)
 
@@ -84,7 +84,7 @@ class Tiers:
         return list(self._drives.values())
 
     def describe(self) -> list[str]:
-        """One clause per place in use, for the log."""
+        """Describe each place in use by a clause for the log."""
         plan, clauses = self.plan, []
         for what, drive in self._drives.items():
             param, optim = (plan.param_buffers, plan.param_piece_numel), (plan.optim_buffers, plan.tile_numel)
@@ -103,7 +103,7 @@ class Tiers:
         return [*clauses, f"page-locked memory for {' and '.join(pinned) or 'nothing'}{effect}"]
 
     def close(self, *, params: bool = True) -> None:
-        """Give memory and every drive's space back; what rested there is gone. Without ``params`` those stay."""
+        """Free host memory and drive space, and the states there. Without ``params`` parameters on a drive stay."""
         for what in [what for what in self._drives if params or what != "param"]:
             self._drives.pop(what).close()
         for staging in [self._grad_staging, *(drive.staging for drive in self._drives.values())]:

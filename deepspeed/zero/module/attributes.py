@@ -26,8 +26,8 @@ _ids = count()
 
 
 def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str, plain: bool = False) -> None:
-    """Attach the way back to the unit and, unless ``plain`` (nothing of the model is sharded), the ``ds_*`` attributes
-    that clients read on parameters of a sharded model. A persistent parameter has them too, and is always available.
+    """Set the attributes that lead to the unit and, unless ``plain`` (nothing of the model is sharded), the ``ds_*``
+    ones that clients read on sharded models. A persistent parameter has them too, and is always available.
     """
     number = parameter.__dict__.get("ds_id")
     unmark_zero_parameter(parameter)
@@ -71,7 +71,7 @@ def _gather_by_hand(
 def _partition_by_hand(
     unit: Any, position: int, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False
 ) -> None:
-    """Release them. ``has_been_updated``: all ranks have written the same, each keeps its part; else it is dropped."""
+    """Release full values. ``has_been_updated``: ranks wrote the same, each keeps its part; else writes are lost."""
     for param in param_list or [unit.params[position]]:
         if param._ds_by_hand:
             if has_been_updated:
@@ -84,6 +84,6 @@ def _partition_by_hand(
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:
-    """Take every attribute of ``mark_zero_parameter`` away again."""
+    """Remove every attribute of ``mark_zero_parameter``."""
     for attribute in parameter.__dict__.get("_ds_marks", ()):
         parameter.__dict__.pop(attribute, None)

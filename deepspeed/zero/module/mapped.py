@@ -35,7 +35,7 @@ _WINDOW_BYTES, _CLOSE_BYTES = 4 << 20, 4096  # read at once; what lies between i
 
 @dataclass(frozen=True)
 class FilePart:
-    """Where a tensor's elements (row-major, of ``dtype``) lie: from byte ``at`` of the file at ``path``.
+    """Place of a tensor's elements (row-major, of ``dtype``) in a file: from byte ``at`` of the file at ``path``.
 
     ``identity``: equal where it is the same file, on any machine.
     """
@@ -52,7 +52,7 @@ class FilePart:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal on ranks that would read the same values."""
+        """Return a key that is equal on ranks that would read the same values."""
         return self.identity, self.at, str(self.dtype), self.shape
 
     def read(self, out: torch.Tensor, lo: int, place: Place | None = None) -> None:
@@ -92,7 +92,7 @@ def _ends_early(path: str) -> UsageError:
 
 
 def _windows(common: Iterable[tuple[int, int, int]], width: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Runs (where in the file, where in the part, length) in groups that are read at once; long ones in pieces."""
+    """Yield runs (place in the file, place in the part, length) in groups read at once; long ones in pieces."""
     most, window = _WINDOW_BYTES // width, list[tuple[int, int, int]]()
     for begin, to, length in common:
         for skip in range(0, length, most):
@@ -116,13 +116,13 @@ class _Mapping(NamedTuple):
 
 
 def identity_of(path: str) -> tuple[Any, ...]:
-    """The size of a file, and what else tells it from others. Raises OSError."""
+    """Return the size of a file, and what else tells it from others. Raises OSError."""
     facts, name = os.stat(path), os.path.basename(os.path.realpath(path))
     return (facts.st_size, name) if _CONTENT.fullmatch(name) else (facts.st_size, facts.st_ino, facts.st_mtime_ns)
 
 
 class MappedFiles:
-    """The private mappings of files of this process that nothing was written to, as they are now."""
+    """Private mappings of files in this process that nothing was written to, as they are now."""
 
     def __init__(self) -> None:
         self._identities: dict[tuple[str, int], tuple[Any, ...] | None] = {}
@@ -133,7 +133,7 @@ class MappedFiles:
 
     @cached_property
     def _clean(self) -> set[int]:
-        """Where those begin that have no page of their own."""
+        """Return the start addresses of mappings without a page of their own."""
         clean, start = set[int](), -1
         for line in _lines(_SMAPS):
             if "-" in line.partition(" ")[0]:
@@ -144,7 +144,7 @@ class MappedFiles:
         return clean
 
     def part_of(self, tensor: torch.Tensor) -> FilePart | None:
-        """Where the values of ``tensor`` are in a file; None: in memory of their own.
+        """Return the place of the values of ``tensor`` in a file; None: in memory of their own.
 
         Raises UsageError where the file is too short by now: reading that memory would end the process.
         """
@@ -166,7 +166,7 @@ class MappedFiles:
         return FilePart(mapping.path, identity, where, tensor.dtype, tuple(tensor.shape))
 
     def _identity(self, path: str, inode: int) -> tuple[Any, ...] | None:
-        """None when there is another file of that name by now."""
+        """Return the file's identity; None when another file has that name by now."""
         if (path, inode) not in self._identities:
             try:
                 same = os.stat(path).st_ino == inode
@@ -191,7 +191,7 @@ def _private(path: str) -> Iterator[_Mapping]:
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, FilePart]:
-    """Where those of ``tensors`` in files are. Collective. UsageError on all ranks for a file that is too short."""
+    """Find those ``tensors`` that are in files. Collective. UsageError on all ranks for a file that is too short."""
     files, fault, parts = MappedFiles(), None, dict[str, FilePart]()
     try:
         parts = {name: part for name, tensor in tensors.items() if (part := files.part_of(tensor)) is not None}
@@ -204,7 +204,7 @@ def parts_of(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, FileP
 
 
 def agreed_files(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, FilePart]:
-    """Parameters of ``model`` that all ranks that share them have in the same file. Collective."""
+    """Return parameters of ``model`` that all ranks that share them have in the same file. Collective."""
     plain = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not hasattr(p, "_ds_unit")}
     mine = parts_of({name: p.detach() for name, p in plain.items()}, mesh)
     for group in (mesh.zero, mesh.tp):
@@ -213,7 +213,7 @@ def agreed_files(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, FilePart]:
 
 
 def _on_all(mine: dict[str, FilePart], group: AxisGroup) -> dict[str, FilePart]:
-    """What every rank of ``group`` has in the same place. Collective."""
+    """Return the parts that every rank of ``group`` has in the same place. Collective."""
     keys = {name: part.key for name, part in mine.items()}
     digests = collectives.gather_objects(hashlib.sha256(repr(sorted(keys.items())).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
@@ -225,9 +225,9 @@ def _on_all(mine: dict[str, FilePart], group: AxisGroup) -> dict[str, FilePart]:
 def values_from_files(
     unit: Unit, device: torch.device, files: Mapping[nn.Parameter, FilePart], *, mesh: Mesh
 ) -> torch.Tensor | None:
-    """What ``unit`` takes over, of the flat values of its layout: this rank's ranges of a sharded one, all of another.
+    """Read flat values of ``unit`` from files: this rank's ranges of a sharded one, all of another. Collective.
 
-    None unless all of it is in files. Of what stays whole each rank reads a share, and they exchange them. Collective.
+    Returns None unless all of it is in files. Of what stays whole each rank reads a share, and they exchange them.
     """
     segments = unit.layout.segments
     parts = [files.get(p) for p in unit.params]
@@ -261,14 +261,14 @@ def values_from_files(
 
 
 def read_segment(part: FilePart, segment: Segment, flat: torch.Tensor, *, lo: int, hi: int, base: int = 0) -> None:
-    """Read what of ``segment`` lies in the flat range [``lo``, ``hi``) to its place in ``flat``, from ``base`` on."""
+    """Read the part of ``segment`` in the flat range [``lo``, ``hi``) into ``flat``, which begins at index ``base``."""
     first, last = max(lo, segment.offset), min(hi, segment.stop)
     if first < last:
         part.read(flat[first - base : last - base], first - segment.offset, segment.place)
 
 
 def say_full_load(model: nn.Module, files: Mapping[nn.Parameter, FilePart], say: Callable[[str], None]) -> None:
-    """Say that ``model``, which ranks will share, was whole on each, and why, where that is a lot."""
+    """Warn, by ``say``, that ``model`` was whole on each rank before sharding, and why, where that is a lot."""
     whole = [(n, p) for n, p in model.named_parameters() if not hasattr(p, "_ds_unit") and p not in files]
     nbytes = sum(p.nbytes for _, p in whole if not p.is_meta)
     if nbytes >= _MUCH_BYTES:

@@ -13,18 +13,18 @@ _REDUCE = "__reduce_ex__"  # pickle and copy ask the object for it, before its c
 
 
 def pickle_plainly(module: nn.Module, hooks: Any) -> None:
-    """From here on ``module`` is pickled and copied without the forward hooks of ``hooks``, a ``ModuleHooks``."""
+    """Pickle and copy ``module``, from now on, without the forward hooks of ``hooks``, a ``ModuleHooks``."""
     vars(module)[_REDUCE] = functools.partial(_pickled, weakref.ref(module), weakref.ref(hooks))
 
 
 def pickle_as_before(modules: Iterable[nn.Module]) -> None:
-    """The end of ``pickle_plainly``."""
+    """End ``pickle_plainly`` for ``modules``."""
     for module in modules:
         vars(module).pop(_REDUCE, None)
 
 
 def _pickled(reference: Callable[[], Any], hooks: Callable[[], Any], protocol: Any) -> Any:
-    """What pickle and copy build the module from. UsageError for one that is in parts over ranks."""
+    """Return the values that rebuild the module. UsageError where it is in parts over ranks."""
     module, owner = reference(), hooks()
     mesh = owner.mesh if owner is not None else None
     if mesh is not None and max(mesh.tp.size, mesh.pp.size) > 1:

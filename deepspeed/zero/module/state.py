@@ -22,25 +22,25 @@ _ROW_BYTES = 8192
 
 
 def runtime_of(unit: Unit) -> Runtime | None:
-    """The runtime of the living engine that trains the unit, if there is one."""
+    """Return the runtime of the living engine that trains the unit, or None."""
     keeper = unit.keeper
     return keeper if isinstance(keeper, Runtime) and keeper.client() is not None else None
 
 
 def segment_of(param: torch.Tensor) -> Segment:
-    """The place in its unit of a parameter that an engine has."""
+    """Return the place in its unit of a parameter that an engine has."""
     unit: Unit = param._ds_unit  # type: ignore[attr-defined]
     return unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a parameter the global tensor's shape."""
+    """Return the tensor's shape; for a parameter of an engine that of the global tensor."""
     taken = isinstance(tensor, nn.Parameter) and hasattr(tensor, "_ds_unit")
     return segment_of(tensor).whole_shape if taken else tuple(tensor.shape)
 
 
 def bit_sums(flat: torch.Tensor) -> torch.Tensor:
-    """Row and column sums over the bits of the values: an edit that leaves all of them as they were was made to."""
+    """Return row and column sums over the values' bits; only a deliberate edit can leave all of them unchanged."""
     data = flat.detach().view(torch.uint8)
     cut = data.numel() // _ROW_BYTES * _ROW_BYTES
     rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
@@ -48,7 +48,7 @@ def bit_sums(flat: torch.Tensor) -> torch.Tensor:
 
 
 def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by name, each once, and the further names of tied ones."""
+    """Return parameters and persistent buffers by name, each once, and the further names of tied ones."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -63,7 +63,7 @@ def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, t
 
 
 def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a module's state, by their names there, and ``pieces`` of opaque parameters, by theirs."""
+    """Return buffers of a module's state by name, and, with ``pieces``, those of opaque parameters."""
     params = module.named_parameters() if pieces else ()
     of_params = {f"{name}.{path}": piece for name, param in params for path, piece, _ in pieces_of(param)}
     return of_params | {
@@ -75,7 +75,7 @@ def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, t
 
 
 def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of ``tensors`` (of ``state_names``) with its whole values, valid until the next unit's. Collective."""
+    """Yield each of ``tensors`` (of ``state_names``) with whole values, valid until the next unit's. Collective."""
     names = {id(t): n for n, t in tensors.items()}
     units: dict[Unit, None] = dict.fromkeys(p._ds_unit for p in module.parameters() if hasattr(p, "_ds_unit"))
     for unit in sorted(units, key=lambda unit: unit.index):
@@ -97,7 +97,7 @@ def leave_device(
 ) -> bool:
     """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
 
-    Parameters that are whole on every rank stay. Whether parameters moved. Raises UsageError while the model is in use.
+    Parameters whole on every rank stay. Returns whether parameters moved. UsageError while the model is in use.
     """
     if any(not unit.idle for unit in units):
         raise UsageError("offload_states() inside a forward, backward or GatheredParameters; call it between steps")

@@ -17,7 +17,7 @@ _DATA_EVERY = 100  # updates between two looks for what forwards write through `
 
 
 class ModuleTree:
-    """The modules and parameters of ``model`` as they are when this is made."""
+    """Record of the modules and parameters of ``model`` at construction."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model, self._runtime, units = model, runtime, runtime.units
@@ -37,7 +37,7 @@ class ModuleTree:
         self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = [(part, (*part.values(),)) for part in parts]
 
     def check(self) -> None:
-        """UsageError for a trained parameter that is new or another; a warning for new frozen ones and what is gone."""
+        """Raise UsageError for a trained parameter that is new or another; warn of new frozen and of removed ones."""
         for part, was in self._seen:
             if len(part) != len(was) or not all(map(is_, part.values(), was)):
                 self._compare(dict(self._model.named_parameters(remove_duplicate=False)))
@@ -81,11 +81,11 @@ class ModuleTree:
             )
 
     def take_writes(self, units: list[Unit]) -> None:
-        """What the forward that ends has written into sharded ``units`` counts: every rank has written the same and
-        keeps its part, for masters too. What a client's context holds is for the end of that.
+        """Keep what the ending forward has written to sharded ``units``: every rank has written the same and keeps its
+        part, in masters too. Writes inside a client's context are kept at the end of that.
 
-        What was written through ``data``, which torch does not count, is looked for up to the third update and behind
-        every hundredth: to read all parameters in each forward would cost a part of it.
+        Writes through ``data``, which torch does not count, are looked for up to the third update and behind every
+        hundredth: to read all parameters in each forward would cost a part of it.
         """
         steps = self._runtime.steps
         sampled = steps < 3 or steps % _DATA_EVERY == 0
@@ -111,12 +111,11 @@ class ModuleTree:
                 unit.absorb(position)
 
     def take_edits(self, *, unseen: bool = False) -> None:
-        """Masters follow what the client has written into parameters (``load_state_dict``, ``apply``), element by
-        element: where the rounded master is what stands there it keeps its bits. Else the next update would undo it.
+        """Update masters from client writes to parameters (``load_state_dict``, ``apply``), which the next update would
+        undo. Element by element: a master that rounds to its parameter's value keeps its bits.
 
-        What was written through ``data``, which torch does not count, is looked for until the first update, when
-        programs initialise their weights, and with ``unseen``: to read all of them for each update would cost a part of
-        it.
+        Writes through ``data``, which torch does not count, are looked for until the first update, when programs
+        initialise their weights, and with ``unseen``: to read all of them for each update would cost a part of it.
         """
         first = self._runtime.steps == 0
         for unit in self._apart:
@@ -143,7 +142,7 @@ def _refused(name: str) -> str:
 
 
 def _written(unit: Unit) -> list[int]:
-    """Positions of the parameters of which this rank's part, bit by bit, is not as it is at rest."""
+    """Return positions of parameters of which this rank's part differs, bit by bit, from its value at rest."""
     shown = unit.buffer.full[slice(*unit.range_of(StateKind.PARAM))]
     with unit.values(StateKind.PARAM) as resting:
         both = [[unit.part(StateKind.PARAM, s, flat) for flat in (shown, resting)] for s in unit.layout.segments]
@@ -152,5 +151,5 @@ def _written(unit: Unit) -> list[int]:
 
 
 def _version_of(unit: Unit) -> int:
-    """How often torch has seen the masters written to."""
+    """Return torch's version count of the masters; -1 without any."""
     return -1 if unit.master is None else unit.master._version

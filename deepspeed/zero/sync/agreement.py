@@ -24,7 +24,7 @@ from deepspeed.zero.schedule import IntervalPredictor
 
 
 class Kind(IntEnum):
-    """Request kinds in order of precedence: an error comes before everything."""
+    """Kinds of request in order of precedence: an error comes before everything."""
 
     FAILED = -1
     REDUCE = 0
@@ -36,11 +36,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """``units[0]`` is needed; further ones (gathers only) are wished for.
+    """Request of one rank: ``units[0]`` is needed, further units (gathers only) are wished for.
 
     ``pending`` lists units with local gradients (FLUSH, STEP). ``reduces`` travel with another request, to save a
-    message; they come before it. ``path`` lists the units used since the last meeting point, where divergence is an
-    error; ``marks`` is what else must be equal to learn from the interval: of both a digest travels.
+    message; they come before it. ``path`` lists the units used since the last sync point, where divergence is an error;
+    ``marks``: other facts that must be equal to learn from the interval. Of both a digest travels.
     """
 
     kind: Kind
@@ -52,20 +52,20 @@ class Request:
 
     @property
     def head(self) -> tuple[Kind, int]:
-        """What this rank asks for first; the smallest head of all ranks is served when they differ."""
+        """Return this rank's first wish; the smallest head of all ranks is served when they differ."""
         if self.reduces:
             return Kind.REDUCE, self.reduces[0]
         return self.kind, self.units[0] if self.units else -1
 
     @property
     def whole(self) -> "Decision":
-        """What is done when all ranks ask for this."""
+        """Return the decision when all ranks make this request."""
         return Decision(self.kind, self.pending if self.kind >= Kind.FLUSH else self.units, self.reduces)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What every rank does now: first ``reduces``, then ``kind``. In a FLUSH or STEP ``units`` are all that pend."""
+    """Next work of all ranks: first ``reduces``, then ``kind``. In a FLUSH or STEP ``units`` are all pending ones."""
 
     kind: Kind
     units: tuple[int, ...]
@@ -73,12 +73,12 @@ class Decision:
 
     @cached_property
     def reduced(self) -> tuple[int, ...]:
-        """All units whose gradients are reduced, in order."""
+        """Return all units whose gradients are reduced, in order."""
         units = self.units if self.kind in (Kind.REDUCE, Kind.FLUSH, Kind.STEP) else ()
         return tuple(dict.fromkeys((*self.reduces, *units)))
 
     def serves(self, request: Request, *, urgent: bool) -> bool:
-        """Whether a rank with this request is served; if it is not ``urgent``, only by all of what it is ready for."""
+        """Tell whether ``request`` is served; without ``urgent``, only if its rank is ready for all reductions."""
         ready = set(self.reduced) <= set(request.reduces)
         if request.kind is Kind.REDUCE:
             return request.units[0] in self.reduced if urgent else self.kind is Kind.REDUCE and ready
@@ -90,7 +90,7 @@ class Decision:
 
     @cached_property
     def closes(self) -> bool:
-        """Whether it is a sync point, which ends an interval: an error, the end of a backward or of a forward alone."""
+        """Tell whether this is a sync point, ending an interval: an error, a backward's end or a lone forward's end."""
         return self.kind in (Kind.FAILED, Kind.FLUSH) or (self.kind is Kind.LEAVE and not self.units)
 
 
@@ -110,7 +110,7 @@ _WORD, _KIND = 62, 1 << 32  # units in one number of a message; what the kinds o
 
 
 class Agreement:
-    """The control channel of one runtime. With one rank, or ``mode`` "assume_none", a request is its own decision."""
+    """Control channel of one runtime. With one rank, or ``mode`` "assume_none", a request is its own decision."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class Agreement:
         title: Callable[[int], str] = "rank {}".format,
         doubt: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``where`` and ``title`` (of a rank) are words for an error. In ``doubt`` (of what it is told in words) a rank
-        sends the message that takes the place of a predicted step: the others may be in that, where none reaches them.
+        """Set up the channel. ``where`` and ``title`` (of a rank) are words for an error. The message that replaces a
+        predicted step is sent inside ``doubt(text)``: the others may be in that step, where no message reaches them.
         """
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None
         self._names = unit_names
@@ -142,13 +142,13 @@ class Agreement:
 
     @property
     def speaks(self) -> bool:
-        """Whether the ranks send each other messages."""
+        """Tell whether the ranks send each other messages."""
         return self._group is not None
 
     def ask(self, request: Request, *, urgent: bool = True) -> Iterator[Decision]:
-        """What all ranks execute now; repeat until served. Collective. Raises DivergenceError in mode "error".
+        """Yield the decisions that all ranks execute; repeat until served. Collective. DivergenceError in mode "error".
 
-        Without ``urgent`` only what comes next by prediction: there may be nothing, and the request is dropped.
+        Without ``urgent`` at most the next predicted decision: there may be none, and the request is dropped.
         """
         if self._group is None:
             yield request.whole
@@ -164,7 +164,7 @@ class Agreement:
             yield decision
 
     def _reach(self, request: Request, *, urgent: bool) -> int | None:
-        """How many decisions to execute by prediction for ``request``; None where a message has to be sent."""
+        """Count the predicted decisions to execute for ``request``; None where a message has to be sent."""
         if not self._rest:
             return None
         if not urgent:
@@ -184,7 +184,7 @@ class Agreement:
         return count or None
 
     def _message(self, request: Request) -> Decision:
-        """Compare requests; the common decision: if they differ the smallest, with what pends on any rank."""
+        """Compare requests and return the common decision: the smallest if they differ, with all pending units."""
         assert self._group is not None
         r, marks = request, (*request.marks, self._strayed)
         digest = hash((int(r.kind), r.units, r.pending, r.reduces, r.path, marks)) >> 2 & (1 << 61) - 1
@@ -228,14 +228,14 @@ class Agreement:
         self._steps += decision.kind is Kind.STEP
 
     def waits_for(self) -> str:
-        """For a watch, while a message is under way."""
+        """Describe the message under way, for a watch."""
         return f"an agreement of the ranks (it {self._asks(*self._asked)})"
 
     def _asks(self, kind: Kind, unit: int) -> str:
         return _ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "the next units")
 
     def _part(self, request: Request) -> None:
-        """Raise on all ranks: some have taken a step by prediction in whose place others have done something else."""
+        """Raise on all ranks: some have taken a predicted step in whose place others have done something else."""
         assert self._group is not None
         self.apart = True
         everyone = gather_objects((self._steps, *request.head), self._group)

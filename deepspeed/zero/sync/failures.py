@@ -30,11 +30,11 @@ _ALIKE_S = 10.0  # within which ranks that send each other no messages are to ha
 
 
 class RankOutOfMemoryError(RankFailedError, torch.OutOfMemoryError):
-    """Another rank ran out of memory: what catches one's own such error catches this, and all skip the batch."""
+    """Error of another rank that ran out of memory: handlers of a rank's own catch it, and all skip the batch."""
 
 
 class RankState(NamedTuple):
-    """What a rank says when one has failed. ``clean``: it has contributed to no reduction since the last message."""
+    """Report of a rank when one has failed. ``clean``: it has contributed to no reduction since the last message."""
 
     where: str
     text: str | None
@@ -45,15 +45,15 @@ class RankState(NamedTuple):
 
 
 class Aftermath(NamedTuple):
-    """``window``: what earlier micro-batches have accumulated stays. ``torn``: why the parameters are of two steps."""
+    """State after an error. ``window``: earlier micro-batches stay. ``torn``: why parameters are of two steps."""
 
     window: bool = False
     torn: str = ""
 
 
 class Standing(Enum):
-    """How a rank stands to the others. TOGETHER: all are at the same place. UNTOLD: it has failed where ranks send each
-    other no messages, and has not seen yet whether all did. BROKEN: it cannot go on with them.
+    """Standing of a rank to the others. TOGETHER: all are at the same place. UNTOLD: it has failed where ranks send
+    each other no messages, and has not seen yet whether all did. BROKEN: it cannot go on with them.
     """
 
     TOGETHER = "together"
@@ -62,7 +62,7 @@ class Standing(Enum):
 
 
 class Host(Protocol):
-    """What this needs of a runtime."""
+    """Protocol of the runtime, as far as ``Failures`` needs it."""
 
     mesh: Mesh
     worker: Worker | None
@@ -76,7 +76,7 @@ class Host(Protocol):
 
 
 class Failures:
-    """Of one runtime. ``standing`` goes from TOGETHER to UNTOLD and back, or from either to BROKEN, where it stays."""
+    """Failures of one runtime. ``standing`` goes from TOGETHER to UNTOLD and back, or to BROKEN, where it stays."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -88,24 +88,24 @@ class Failures:
 
     @property
     def broken(self) -> str:
-        """Why this rank cannot go on with the others, or ""."""
+        """Return why this rank cannot go on with the others, or ""."""
         return self._why if self.standing is Standing.BROKEN else ""
 
     def break_off(self, why: str) -> None:
-        """This rank cannot go on with the others."""
+        """Note that this rank cannot go on with the others."""
         self.standing, self._why = Standing.BROKEN, why
 
     def note_known(self, error: BaseException) -> None:
-        """All ranks have heard of ``error``, which is about to be raised."""
+        """Note that all ranks have heard of ``error``, which is about to be raised."""
         self._known = error
 
     def note_half_updated(self, error: BaseException) -> None:
-        """``error`` has ended this rank's update; the other ranks, unless they know of it, have made theirs."""
+        """Note that ``error`` ended this rank's update; other ranks that do not know of it have made theirs."""
         self._half_updated = error is not self._known
 
     # -- on the rank that fails ----------------------------------------------------------------------------------------
     def handle(self, error: BaseException, *, in_forward: bool) -> Aftermath:
-        """Reset after ``error``, and have the other ranks know of it, if they do not: [Note: failures].
+        """Reset after ``error``, and tell the other ranks of it, if they do not know: [Note: failures].
 
         Raises RankFailedError in place of an error that only says that another rank is gone.
         """
@@ -137,7 +137,7 @@ class Failures:
         return after
 
     def _raise_cause(self, error: BaseException) -> None:
-        """Raise what ranks that are gone have left as their reason, if any has."""
+        """Raise RankFailedError with the reasons that ranks that are gone have left, if any has."""
         mesh = self._host.mesh
         notes = leave_note(mesh, "")
         notes.pop(mesh.zero.ranks[mesh.zero.index], None)
@@ -146,8 +146,8 @@ class Failures:
             raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
 
     def lose_batch(self, error: Exception) -> None:
-        """A batch is lost here. Ranks that share its layers mostly lose it, too; those that do not may wait in one for
-        this rank, where no message reaches them: that is ended, for good.
+        """Handle a batch that is lost on this rank. Ranks that share its layers mostly lose it, too; others may wait in
+        a collective for this rank, where no message reaches them: that wait is ended, for good.
         """
         mesh = self._host.mesh
         text, ended = collectives.describe(error), collectives.is_of_backend(error.__cause__ or error)
@@ -184,7 +184,7 @@ class Failures:
         return Aftermath(all(state.in_forward for state in states.values()), text if torn else "")
 
     def rejoin(self) -> None:
-        """Where ranks send no messages: after an error see whether all have failed at the same place."""
+        """Find out after an error, where ranks send no messages, whether all have failed at the same place."""
         if self.standing is not Standing.UNTOLD:
             return
         mesh, place, text = self._host.mesh, self._host.place(), self._why
@@ -198,7 +198,7 @@ class Failures:
 
     # -- on all ranks ------------------------------------------------------------------------------------------------
     def heard(self, *, in_forward: bool) -> RankFailedError:
-        """What this rank raises where another one has failed. Collective."""
+        """Return the error that this rank raises where another one has failed. Collective."""
         mesh = self._host.mesh
         assert mesh.control is not None
         return error_of(self.share(None, self._host.where(), in_forward=in_forward, group=mesh.control), mesh)
@@ -206,7 +206,7 @@ class Failures:
     def share(
         self, error: BaseException | None, where: str, *, in_forward: bool, group: AxisGroup
     ) -> dict[int, RankState]:
-        """What every rank says about a failure. Collective."""
+        """Exchange the state of every rank after a failure. Collective."""
         host = self._host
         text = None if error is None else collectives.describe(error)
         memory = isinstance(error, torch.OutOfMemoryError)
@@ -218,7 +218,7 @@ class Failures:
         return states
 
     def check(self) -> None:
-        """UsageError where this rank cannot go on with the others."""
+        """Raise UsageError where this rank cannot go on with the others."""
         self.rejoin()
         if self.standing is Standing.BROKEN:
             raise UsageError(
@@ -229,7 +229,7 @@ class Failures:
 
 
 def error_of(states: dict[int, RankState], mesh: Mesh) -> RankFailedError:
-    """What the ranks that have not failed raise."""
+    """Build the error that ranks raise that have not failed themselves."""
     failed = {rank: state for rank, state in states.items() if state.text is not None}
     causes = "; ".join(f"{mesh.title(rank)} failed ({s.where}): {s.text}" for rank, s in failed.items())
     torn = any(s.torn for s in failed.values())
@@ -245,7 +245,7 @@ def error_of(states: dict[int, RankState], mesh: Mesh) -> RankFailedError:
 
 @contextlib.contextmanager
 def serving(worker: Worker | None) -> Iterator[None]:
-    """Inside, the failure of an update keeps this rank from nothing that the others, who give up as well, wait for."""
+    """Let this rank, inside, serve the others, who give up as well, even if its update has failed."""
     if worker is not None:
         worker.serves = True
     try:
@@ -257,7 +257,7 @@ def serving(worker: Worker | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def doubt(mesh: Mesh, text: str) -> Iterator[None]:
-    """``patience``, of a rank that may be right, as others may do the same; ``text`` is for those that do not."""
+    """Wait with ``patience`` for others that may do as this rank does; ``text`` is for those that do not."""
     leave_note(mesh, text)
     with patience(mesh, text, seconds=_DOUBT_S):
         yield
@@ -290,7 +290,7 @@ def patience(mesh: Mesh, text: str, *, seconds: float | None = None) -> Iterator
 
 
 def break_off_all(mesh: Mesh) -> None:
-    """End every wait on the groups of ``mesh``, for good: first of the hosts, which go on to end their own."""
+    """End every wait on the groups of ``mesh``, for good: first on the hosts', which go on to end their own."""
     groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made)
     for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo"):
         collectives.break_off(group)

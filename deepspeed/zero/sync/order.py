@@ -19,8 +19,8 @@ _GROUPED = 2  # complete gradients that may wait for the next message before the
 
 
 class CollectiveOrder:
-    """``gather(unit, dummy)`` and ``reduce(unit)`` issue one collective; ``heard()`` gives what is to be raised when
-    another rank has failed.
+    """Order of one runtime's collectives. ``gather(unit, dummy)`` and ``reduce(unit)`` issue one; ``heard()`` returns
+    the error to raise when another rank has failed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CollectiveOrder:
     def ask(
         self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = (), urgent: bool = True
     ) -> Decision | None:
-        """Agree with all ranks on the next collectives and issue them, complete gradients too; the last decision."""
+        """Agree on the next collectives, issue them and those of complete gradients; return the last decision."""
         request = Request(kind, units, pending, () if kind >= Kind.LEAVE else tuple(self._complete))
         if kind >= Kind.LEAVE:
             request = Request(kind, units, pending, (), tuple(self._path), self._marks(pending))
@@ -73,7 +73,7 @@ class CollectiveOrder:
         return decision
 
     def _marks(self, pending: tuple[int, ...]) -> tuple[object, ...]:
-        """What else must be equal on all ranks for them to learn from the interval."""
+        """Return further facts that must be equal on all ranks for them to learn from the interval."""
         local = tuple(i for i in self._gradients.pending() if i not in pending)
         void = bool(self._vacant) and not (self._contributed or local or pending)
         # Where clients write gradients by hand a step may need a message at any time: equal nowhere, so no prediction.
@@ -81,7 +81,7 @@ class CollectiveOrder:
         return local, self._foreign, wrote, void
 
     def _close(self, *, nothing_reduced: bool) -> None:
-        """The interval has ended."""
+        """End the interval."""
         if self.agreement.agreed:
             self._watchful |= self._foreign
             if nothing_reduced:  # no rank had a gradient for what was reduced
@@ -90,7 +90,7 @@ class CollectiveOrder:
         self._contributed = self._foreign = False
 
     def execute(self, decision: Decision, wanted: int | None = None) -> None:
-        """Issue what was decided; ``wanted``: the unit that this rank needs."""
+        """Issue the collectives of ``decision``; ``wanted``: the unit that this rank needs."""
         self._pending += [(Kind.REDUCE, index, False) for index in decision.reduced]
         for position, index in enumerate(decision.units if decision.kind is Kind.GATHER else ()):
             dummy = index != wanted and (position == 0 or wanted not in decision.units)
@@ -98,7 +98,7 @@ class CollectiveOrder:
         self.issue_pending()
 
     def issue_pending(self, *, after: BaseException | None = None) -> None:
-        """Issue what has been decided; ``after`` an error, as a dummy, what that has left."""
+        """Issue all decided collectives; ``after`` an error those that are left, as a dummy participant."""
         if after is not None and self._pending and collectives.noted() != self._mark + 1:
             self._pending.popleft()  # it was issued, and failed later
         while self._pending:
@@ -112,12 +112,12 @@ class CollectiveOrder:
 
     # -- what happens meanwhile ----------------------------------------------------------------------------------------
     def used(self, unit: Unit) -> None:
-        """A module uses ``unit``."""
+        """Record that a module uses ``unit``."""
         if self.agreement.strict:
             self._path.append(unit.index)
 
     def gradient_complete(self, unit: Unit, *, at_once: bool) -> None:
-        """Reduce ``unit`` with the next message, or with one of its own where that is due; ``at_once``: it is."""
+        """Reduce ``unit`` with the next message, or with its own where that is due, or ``at_once``."""
         if unit.index not in self._complete:
             self._complete.append(unit.index)
         go = at_once or len(self._complete) >= _GROUPED
@@ -128,7 +128,7 @@ class CollectiveOrder:
                 del self._complete[: int(overdue)]  # its turn is over; the flush will reduce it
 
     def note_reduction(self, unit: Unit) -> None:
-        """``unit`` is about to be reduced, maybe by a rank that has no gradient of it."""
+        """Note that ``unit`` is about to be reduced, maybe by a rank without a gradient of it."""
         if unit.window.state is GradState.EMPTY:
             self._vacant.append(unit)
         else:
@@ -141,7 +141,7 @@ class CollectiveOrder:
         self._passed_at = None
 
     def backward_begins(self) -> None:
-        """The forward before is answered."""
+        """Note that the last forward has its backward."""
         self.forward_begins()
         self._unanswered = False
 
@@ -159,7 +159,7 @@ class CollectiveOrder:
         self._unanswered = passing
 
     def forget_vacant(self) -> None:
-        """Drop the sums of zeros that dummies have made."""
+        """Drop the sums of zeros that dummy participants have made."""
         self._gradients.land_all()
         for unit in self._vacant:
             unit.window.reset()
@@ -167,11 +167,11 @@ class CollectiveOrder:
     # -- after an error ------------------------------------------------------------------------------------------------
     @property
     def clean(self) -> bool:
-        """Whether this rank has contributed to no reduction since the last message."""
+        """Tell whether this rank has contributed to no reduction since the last message."""
         return not (self._contributed or self._gradients.pending())
 
     def ask_until_failed(self) -> None:
-        """Issue what other ranks ask for, until all take part in the message that this one has failed."""
+        """Issue collectives of other ranks until all take part in the message that this one has failed."""
         while True:
             for decision in self.agreement.ask(Request(Kind.FAILED)):
                 self.execute(decision)
@@ -179,14 +179,14 @@ class CollectiveOrder:
                     return
 
     def restart(self, *, forget_vacant: bool) -> None:
-        """The ranks have met after an error; ``forget_vacant``: none has contributed to a reduction."""
+        """Restart after the ranks have met in an error; ``forget_vacant``: none has contributed to a reduction."""
         if forget_vacant:
             self.forget_vacant()
         self._vacant.clear()
         self._contributed = self._foreign = False
 
     def drop_pending(self) -> None:
-        """Nobody waits for what was decided any more."""
+        """Drop decided collectives, for which nobody waits any more."""
         self._pending.clear()
 
     def reset(self, *, keep_gradients: bool) -> None:

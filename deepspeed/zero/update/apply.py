@@ -36,10 +36,10 @@ def apply_rule(
     undisturbed: bool = False,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views`` or pieces of them, with their gradients (one view's may be ``source``)
-    times ``factor``; returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only
-    optimizers with ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes. ``frozen``:
-    if that was asked before. ``apart``: where the units' gradients are, and PARAM is rounded into what is free behind
-    each. ``undisturbed``: no code of the user's runs in ``step``, as the caller knows.
+    times ``factor``; return the views whose PARAM at rest the optimizer has written in the same pass. ``skip``, which
+    only optimizers with ``skips_alone`` understand: a number on the device; nothing changes where it is not 0.
+    ``frozen``: result of ``frozen_since``, if known. ``apart``: the units' gradients; PARAM is rounded into the free
+    memory behind each. ``undisturbed``: the caller knows that no code of the user's runs in ``step``.
     """
     places: Mapping[Unit, TierStore] = apart or {}
     frozen = frozen_since(views) if frozen is None else frozen
@@ -79,8 +79,8 @@ def apply_to_part(
     frozen: Frozen | None = None,
     apart: Mapping[Unit, TierStore] | None = None,
 ) -> list[OptimView]:
-    """Apply the rule of one of this package's optimizers to ``views`` alone, with the settings ``groups``, whatever
-    the optimizer's own are by now; as ``apply_rule``.
+    """Apply the rule of one of this package's optimizers to ``views`` alone, as ``apply_rule`` does, with the settings
+    ``groups``, whatever the optimizer's own are by now.
     """
 
     def step(shown: Sequence[OptimView]) -> None:
@@ -105,14 +105,14 @@ def apply_whole(
 
 
 def captured_groups(optimizer: torch.optim.Optimizer) -> Groups:
-    """The settings of the groups as they are now, without parameters."""
+    """Copy the current settings of the groups, without parameters."""
     return [{k: copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def _outputs(
     views: Sequence[OptimView], places: Mapping[Unit, TierStore], frozen: Frozen
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Where the optimizer may round weights to; not for views of which it sees pieces."""
+    """Return the memory that the optimizer may round each view's weights to; none for views that it sees in pieces."""
     whole = (view for view in views if not view.numbers and view.unit not in frozen)
     outputs = {view.param: view.output(places.get(view.unit)) for view in whole}
     return {param: out for param, out in outputs.items() if out is not None}
@@ -125,7 +125,7 @@ def _part_of(source: torch.Tensor | None, view: OptimView, piece: OptimView) -> 
 
 
 def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Scalar]:
-    """What the kernels multiply each gradient by: on the host a number, on a device one tensor for equal ones."""
+    """Return the factor of each gradient for the kernels: on the host a number, on a device a tensor per value."""
     scales: dict[torch.Tensor, Scalar] = {}
     each: dict[tuple[float, bool], Scalar] = {}
     for view in views:
@@ -138,9 +138,9 @@ def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Sc
 
 
 def frozen_since(views: Iterable[OptimView], before: Mapping[Unit, Collection[int]] | None = None) -> Frozen:
-    """By unit, where there are any, the parameters that stand still: frozen, and not in the middle of the window, which
-    has given them a gradient. The same answer on all ranks, whatever branches their batches have taken. ``before``:
-    positions of those that earlier steps, of which the update is also, have given one.
+    """Return, by unit, the parameters that stand still: frozen, and without a gradient in the open window. Units
+    without any are left out. The answer is equal on all ranks, whatever branches their batches have taken. ``before``:
+    positions of parameters that got a gradient in earlier steps of the same update.
     """
     still: Frozen = {}
     for unit in dict.fromkeys(view.unit for view in views):

@@ -23,7 +23,7 @@ from deepspeed.zero.update.policy import Step, UpdateHost
 
 @dataclass(frozen=True)
 class DelayedSettings(UpdateSettings):
-    """``offload_optimizer.delayed_update``, from update number ``first`` (from 1) on."""
+    """Settings of ``offload_optimizer.delayed_update``, from update number ``first`` (from 1) on."""
 
     first: int
 
@@ -45,7 +45,7 @@ class DelayedSettings(UpdateSettings):
 
 
 def settings_of(config: DeepSpeedConfig) -> DelayedSettings | None:
-    """The settings, where the configuration asks for them."""
+    """Return the settings, where the configuration asks for them, or None."""
     optim = config.zero.offload_optimizer
     if optim is None or not optim.delayed_update:
         return None
@@ -53,20 +53,20 @@ def settings_of(config: DeepSpeedConfig) -> DelayedSettings | None:
 
 
 def policy_of(host: UpdateHost, optimizer: Any, settings: DelayedSettings, tiers: Tiers) -> "DelayedUpdate":
-    """The policy of an engine with these settings."""
+    """Return the policy of an engine with these settings."""
     return DelayedUpdate(host, optimizer, first=settings.first)
 
 
 class DelayedUpdate(LateUpdate):
-    """Of one engine, from its update number ``first`` (from 1) on; those before are ordinary ones."""
+    """Delayed update of one engine, from update number ``first`` (from 1) on; earlier updates are ordinary ones."""
 
     def __init__(self, host: UpdateHost, optimizer: GroupStep, *, first: int) -> None:
         super().__init__(host, optimizer)
         self._first = first
 
     def apply(self, step: Step) -> None:
-        """Publish what the last call has begun, and begin this update. Code of the user's that watches the optimizer,
-        on this rank alone maybe, gets one call with all gradients, for which the program waits.
+        """Publish the update that the last call has begun, and begin this one. Code of the user's that watches the
+        optimizer, maybe on this rank alone, gets one call with all gradients, for which the program waits.
         """
         if self.host.updates_done() < self._first:
             super().apply(step)

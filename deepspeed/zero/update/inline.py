@@ -23,8 +23,8 @@ Part = tuple[Unit | None, list[OptimView]]  # the views of a unit on the host, o
 
 
 class InlineUpdate(UpdatePolicy):
-    """Over what rests on the host unit by unit, in the order of the forward: what is new travels, to the device and to
-    other ranks, beside the update of the next unit.
+    """Update within the step, on the host unit by unit in the order of the forward: new weights travel to the device
+    and to other ranks beside the update of the next unit.
     """
 
     def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:
@@ -34,11 +34,11 @@ class InlineUpdate(UpdatePolicy):
         self._leads = not away and getattr(type(optimizer), "heeds_skip", False)
 
     def launches_ahead(self) -> bool:
-        """What one rank's views or hooks are does not count, as the ranks meet elsewhere otherwise."""
+        """Tell whether updates run on the device and heed ``skip``; rank-local views and hooks do not count."""
         return self._leads
 
     def apply(self, step: Step) -> None:
-        """Update and publish. Who looks at states afterwards waits for turns, and for masters on their way up."""
+        """Update and publish. Later readers of states wait for worker turns, and for masters on their way up."""
         publication = self.host.publication(step.units)
         try:
             publication.finish(self._update_or_serve(step, publication))
@@ -57,7 +57,7 @@ class InlineUpdate(UpdatePolicy):
             raise
 
     def _update(self, step: Step, publication: Publication) -> list[OptimView]:
-        """Apply the rule to all views; those whose PARAM is written and that ``publication`` does not know of."""
+        """Apply the rule to all views; return those with PARAM written that ``publication`` does not know of."""
         skip = step.skip
         if skip is not None and not self.optimizer.skips_alone():  # a hook of the user's
             if skip.item():
@@ -72,7 +72,7 @@ class InlineUpdate(UpdatePolicy):
         return []
 
     def _parts(self, views: Sequence[OptimView]) -> list[Part]:
-        """What is updated one after the other: nothing where all is on the device, or somebody watches the step."""
+        """Group views to update in turn; none where all is on the device, or a user's hook watches the step."""
         homes = [view.unit if view.unit.plan.of(StateKind.OPTIM).away else None for view in views]
         if not any(homes) or not isinstance(self.optimizer, GroupStep) or not self.optimizer.undisturbed():
             return []
@@ -89,19 +89,19 @@ class InlineUpdate(UpdatePolicy):
             publication.through(unit, written)
 
     def _part_update(self, views: list[OptimView], groups: Groups, factor: Scalar) -> Callable[[], list[OptimView]]:
-        """The update of ``views`` with the settings and the frozen parameters of now, whenever it is called."""
+        """Return a callable that updates ``views`` with the settings and frozen parameters of now."""
         frozen = frozen_since(views)
         return functools.partial(apply_to_part, self.optimizer, views, groups, factor, frozen=frozen)
 
     @contextlib.contextmanager
     def _states_of(self, views: Sequence[OptimView]) -> Iterator[None]:
-        """Inside, the states of ``views`` are where they are updated."""
+        """Keep the states of ``views``, inside the context, where they are updated."""
         yield
 
 
 class BackgroundUpdate(InlineUpdate):
-    """Units whose PARAM only this rank publishes are updated by the worker, each as soon as its gradient is there; the
-    others, which other ranks wait for, within the step before.
+    """Update by the worker for units whose PARAM only this rank publishes, each as soon as its gradient is there; the
+    others, which other ranks wait for, are updated within the step before.
     """
 
     def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:

@@ -20,9 +20,9 @@ from deepspeed.zero.update.publish import Publication
 
 @dataclass
 class Begun:
-    """The update of one unit, its gradient in ``store``, ``after`` what writes that and reads the masters: in fp32 the
-    device copies these. ``rounded``: whose rounded weights are there behind it, each with the version of the master
-    that they are of.
+    """Update of one unit that has begun, with its gradient in ``store``. ``after``: the end of writes to that and of
+    reads of the masters, as in fp32 the device copies these. ``rounded``: views whose rounded weights lie behind the
+    gradient, each with the version of its master.
     """
 
     unit: Unit
@@ -33,16 +33,16 @@ class Begun:
 
     @property
     def written(self) -> list[OptimView]:
-        """Those whose master nobody has written to since."""
+        """Return the views whose master nobody has written to since."""
         return [view for view, version in self.rounded if view.param._version == version]
 
     def note_rounded(self, views: Sequence[OptimView]) -> None:
-        """The weights of ``views`` are rounded."""
+        """Note that the weights of ``views`` are rounded."""
         self.rounded += [(view, view.param._version) for view in views]
 
 
 class LateUpdate(BackgroundUpdate):
-    """What such policies share: updates that have begun, each with its gradient, and their publication."""
+    """Base of late policies: updates that have begun, each with its gradient, and their publication."""
 
     refuses_writes = True
 
@@ -57,7 +57,7 @@ class LateUpdate(BackgroundUpdate):
         super().begin_step()
 
     def _start(self, begun: Begun, turn: Callable[[], Transfer], *, after: Transfer) -> None:
-        """Let the worker make that call for the unit, or make it now."""
+        """Hand ``turn`` for the unit to the worker, or call it now where there is none."""
         unit, worker = begun.unit, self.host.worker
         if worker is None:
             turn()
@@ -76,7 +76,7 @@ class LateUpdate(BackgroundUpdate):
         frozen: Frozen,
         first: Callable[[], object] = lambda: None,
     ) -> Callable[[], Transfer]:
-        """The update of one unit, after a call of ``first``."""
+        """Return a callable that updates one unit, after a call of ``first``."""
 
         def turn() -> Transfer:
             begun.after.wait()
@@ -89,7 +89,7 @@ class LateUpdate(BackgroundUpdate):
         return turn
 
     def _update_watched(self, step: Step, factor: Scalar, frozen: Frozen | None = None) -> None:
-        """Call the optimizer's own ``step`` once, over all that has begun."""
+        """Call the optimizer's own ``step`` once, over all updates that have begun."""
         Several([begun.after for begun in self._begun]).wait()
         apart = {begun.unit: begun.store for begun in self._begun}
         written = apply_whole(self.optimizer, step.views, factor, frozen=frozen, apart=apart)
@@ -97,7 +97,7 @@ class LateUpdate(BackgroundUpdate):
             begun.note_rounded([view for view in written if view.unit is begun.unit])
 
     def _publish_into_contexts(self) -> None:
-        """Publish into contexts of the user's, whose edits would else be made to what is old."""
+        """Publish into contexts of the user's, whose edits would else be made to stale values."""
         if any(unit.movable and unit.pins for unit in self.host.units):
             self.publish()
 
@@ -106,7 +106,7 @@ class LateUpdate(BackgroundUpdate):
         Several([begun.turn for begun in self._begun]).wait()
 
     def publish(self) -> None:
-        """See ``UpdatePolicy``. UsageError on all ranks where the update has failed on one."""
+        """Implement ``UpdatePolicy.publish``. UsageError on all ranks where the update has failed on one."""
         if not self._unpublished:
             return
         try:
@@ -137,7 +137,7 @@ class LateUpdate(BackgroundUpdate):
         return self.host.publication([unit for unit in self.host.units if unit.trainable])
 
     def _take_back(self, begun: Begun) -> None:
-        """Keep the memory of one that is published."""
+        """Keep the gradient memory of a published update."""
         self._spare[begun.unit] = begun.store
 
     def collective(self) -> bool:

@@ -14,7 +14,7 @@ _TORCHS = re.compile("params|state|defaults|param_groups|_optimizer.*")  # what 
 
 
 class Turns:
-    """Lets an optimizer take one step in several turns, each over some of its tensors.
+    """Let an optimizer take one step in several turns, each over some of its tensors.
 
     Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) from before the
     step, and must leave the same: UsageError for an optimizer that gathers something over all parameters.
@@ -28,7 +28,7 @@ class Turns:
         self._after: dict[str, dict[Any, Any]] = {}
 
     def take(self, views: Sequence[OptimView]) -> None:
-        """One call of ``step`` that sees the parameters of ``views`` only; what it leaves must be what others left."""
+        """Call ``step`` over the parameters of ``views`` only; it must leave the same numbers as earlier turns."""
         lists = by_group(views, len(self._optimizer.param_groups))
         self._restore(self._before)
         step_over(self._optimizer, lists)
@@ -49,7 +49,7 @@ class Turns:
         self._restore(self._after)
 
     def _holders(self) -> dict[str, dict[Any, Any]]:
-        """What may hold numbers of its own: the groups, the optimizer's attributes, state that is no parameter's."""
+        """Return dicts that may hold numbers: groups, the optimizer's attributes, state that is no parameter's."""
         groups = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
         state = self._optimizer.state
         if len(state) < self._seen:
@@ -66,7 +66,7 @@ class Turns:
 
 
 def by_group(views: Iterable[OptimView], count: int) -> list[list[torch.Tensor]]:
-    """The tensors of ``views`` that are in each of ``count`` groups."""
+    """Sort the tensors of ``views`` into one list for each of ``count`` groups."""
     lists: list[list[torch.Tensor]] = [[] for _ in range(count)]
     for view in views:
         lists[view.group].append(view.param)
@@ -74,7 +74,7 @@ def by_group(views: Iterable[OptimView], count: int) -> list[list[torch.Tensor]]
 
 
 def step_over(optimizer: torch.optim.Optimizer, lists: Sequence[list[torch.Tensor]]) -> None:
-    """One call of ``step`` that sees of each group only the parameters in one of ``lists``."""
+    """Call ``step`` once so that it sees of each group only the parameters in one of ``lists``."""
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]
     for group, params in zip(groups, lists, strict=True):
@@ -87,7 +87,7 @@ def step_over(optimizer: torch.optim.Optimizer, lists: Sequence[list[torch.Tenso
 
 
 def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:
-    """Copies of the numbers (tensors, short lists) in ``holder`` and the dicts in it, but for single tensors' own."""
+    """Copy the numbers (tensors, short lists) in ``holder`` and the dicts in it, but for single tensors' own."""
     copies: dict[Any, Any] = {}
     for key, value in holder.items():
         if isinstance(key, torch.Tensor) or _TORCHS.fullmatch(str(key)):
@@ -101,7 +101,7 @@ def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:
 
 
 def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1) -> None:
-    """Make the numbers of ``holder``, as deep as ``_numbers`` copied them, the old ones: in the same tensors."""
+    """Set the numbers of ``holder``, as deep as ``_numbers`` copied them, to the old ones: in the same tensors."""
     for key in _numbers(holder, depth=depth).keys() - numbers.keys():
         del holder[key]
     for key, value in numbers.items():
@@ -115,7 +115,7 @@ def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether the numbers are equal, not-a-number too."""
+    """Tell whether the numbers are equal; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (a.shape, a.dtype) == (b.shape, b.dtype) and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict) and isinstance(b, dict):

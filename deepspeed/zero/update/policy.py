@@ -31,7 +31,7 @@ from deepspeed.zero.update.publish import Publication
 
 
 class UpdateHost(Protocol):
-    """What a policy sees of the runtime."""
+    """Protocol of the runtime, as far as a policy needs it."""
 
     units: list[Unit]
     mesh: Mesh
@@ -47,10 +47,10 @@ class UpdateHost(Protocol):
 
 @dataclass
 class Step:
-    """One update of ``units``, by their gradients times ``factor``. ``views``: what the optimizer sees of them.
+    """Update of ``units``, by their gradients times ``factor``. ``views``: the optimizer's views of them.
 
-    ``failure``: what has gone wrong on this rank on the way here, which is raised when the other ranks have what they
-    wait for. ``skip``: a number on the device; nothing changes where it is not 0.
+    ``failure``: an error on this rank before the update, which is raised when the other ranks have what they wait for.
+    ``skip``: a number on the device; nothing changes where it is not 0.
     """
 
     views: Sequence[OptimView]
@@ -61,7 +61,7 @@ class Step:
 
 
 class UpdatePolicy:
-    """The update of an engine without an optimizer: there is none."""
+    """Base of policies, and the policy of an engine without an optimizer: it updates nothing."""
 
     refuses_writes = False  # whether a client's write to a parameter in place would be lost
     swaps_memory = False  # whether an update may put states into other memory
@@ -77,27 +77,27 @@ class UpdatePolicy:
 
     # -- one update ------------------------------------------------------------------------------------------------
     def begin_backward(self, loss_scale: float) -> None:
-        """A backward begins, whose gradients are multiplied by ``loss_scale``."""
+        """Begin a backward, whose gradients are multiplied by ``loss_scale``."""
 
     def gradient_sent(self, unit: Unit, grad: torch.Tensor) -> None:
-        """``grad``, reduced, is on its way from the device to the host, on the current stream."""
+        """Note that ``grad``, reduced, travels from the device to the host, on the current stream."""
 
     def gradient_ready(self, unit: Unit) -> None:
-        """The last gradient of ``unit`` in its accumulation window is reduced, or on its way to where it rests."""
+        """Note that the window's last gradient of ``unit`` is reduced, or on its way to where it rests."""
 
     def begin_step(self) -> None:
         """Begin a step: wait for earlier updates, as far as this one meets them."""
         self.pending = False
 
     def left_out(self) -> None:
-        """The step changes nothing, as a gradient is not finite. Collective."""
+        """Note that the step changes nothing, as a gradient is not finite. Collective."""
 
     def apply(self, step: Step) -> None:
         """Update ``step.units`` and publish PARAM, now or behind the program. Collective."""
 
     def launches_ahead(self) -> bool:
-        """Whether the update may be launched before the norm is known, as its kernels can leave it out. Equal on all
-        ranks.
+        """Tell whether the update may be launched before the norm is known, as its kernels can leave it out. Equal on
+        all ranks.
         """
         return False
 
@@ -143,24 +143,24 @@ class UpdatePolicy:
             worker.fail_everywhere(named)
 
     def check(self, *, alone: bool = True) -> None:
-        """UsageError where an earlier update has failed half way; without ``alone`` not in the background, of which the
-        caller lets all ranks hear.
+        """Raise UsageError where an earlier update has failed half way; without ``alone`` not for one in the
+        background, of which the caller lets all ranks hear.
         """
         if self.host.worker is not None and alone:
             self.host.worker.check()
 
     def publish(self) -> None:
-        """Let the weights be those of the masters, where they come later. Collective then."""
+        """Bring PARAM up to the masters, where it comes later. Collective then."""
 
     def collective(self) -> bool:
-        """Whether ``publish`` may have something to do, on some rank."""
+        """Tell whether ``publish`` may have work to do, on some rank."""
         return False
 
     def restart(self) -> None:
-        """All states stay, but for what this policy keeps beside them, which goes where a checkpoint expects it."""
+        """Restart with all states kept; those that the policy keeps beside them go where a checkpoint expects them."""
 
     def end_updates(self) -> None:
-        """Wait until every update has ended, it does not matter how, and forget what has failed."""
+        """Wait until every update has ended, with or without an error, and forget what has failed."""
         if self.host.worker is not None:
             self.host.worker.forget()
             for unit in self.host.units:
@@ -168,7 +168,7 @@ class UpdatePolicy:
         self._agreed.clear()
 
     def forget(self) -> None:
-        """All states are about to be overwritten."""
+        """Forget updates under way, as all states are about to be overwritten."""
 
     def close(self) -> None:
         """End with the engine."""
@@ -176,21 +176,21 @@ class UpdatePolicy:
             self.optimizer.before_looking = None
 
     def runs_late(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be updated while the program goes on."""
+        """Tell whether ``unit`` may be updated while the program goes on."""
         return self.host.worker is not None and unit.plan.optim is not None and unit.plan.optim.away
 
     # -- states on a drive ---------------------------------------------------------------------------------------------
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> AbstractContextManager[None]:
-        """Inside, weights and slots of ``view`` are in memory; with ``write`` they are stored at the end."""
+        """Hold weights and slots of ``view`` in memory inside the context; with ``write`` store them at the end."""
         return contextlib.nullcontext()
 
     def region_of(self, view: OptimView) -> tuple[TierStore | None, dict[str, int]]:
-        """Where the slots of ``view`` rest besides the optimizer's state, and the byte at which each begins."""
+        """Return the store of the slots of ``view`` besides the optimizer's state, and each slot's first byte."""
         return None, {}
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside, the optimizer's own state_dict and load_state_dict work."""
+        """Let the optimizer's own state_dict and load_state_dict work inside the context."""
         yield
 
     def adopt_state(self) -> None:

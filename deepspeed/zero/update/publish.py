@@ -17,9 +17,9 @@ from deepspeed.zero.unit import Unit, UnitState
 
 
 class Publication:
-    """PARAM of ``units`` follows OPTIM, unit by unit in this order, on every rank. ``up``: the stream of copies to the
-    device, beside which the host goes on; ``gathers``: that of gathers. ``over(unit, piece, transfer)`` writes what is
-    newer than the masters into PARAM over the range of OPTIM, when these have come, or without ``masters`` alone.
+    """Publication of ``units``: PARAM follows OPTIM, unit by unit, in this order on every rank. ``up``: stream of
+    copies to the device, beside which the host goes on; ``gathers``: stream of gathers. ``over(unit, piece, transfer)``
+    writes newer values into PARAM over OPTIM's range, when the masters have come, or without ``masters`` alone.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Publication:
             unit.new_version()
 
     def through(self, unit: Unit | None, written: Sequence[OptimView]) -> None:
-        """The masters of all units up to ``unit`` (None: none that is complete) are updated, and nobody reads their
-        gradients again; the views in ``written`` are rounded already.
+        """Publish all units up to ``unit`` (None: no further one): their masters are updated, and their gradients are
+        no longer read; the views in ``written`` are rounded already.
         """
         self._note(written)
         while unit in self._waiting:
             self._start(spent=True)
 
     def leave_out(self, unit: Unit) -> bool:
-        """Leave ``unit`` out, where no other rank takes part in it, nor anything but memory, and nobody has the old
-        values in a context; whether that is so. It is for ``leave_to``.
+        """Leave ``unit`` out, for ``leave_to``, and tell whether that was possible: where its publication needs no
+        other rank and nothing but memory, and no context of the user's has the old values.
         """
         shown = unit.movable and unit.state is UnitState.READY
         if shown or (unit.on_drive(StateKind.PARAM) and not unit.tiled) or _wider(unit):
@@ -59,7 +59,7 @@ class Publication:
         return True
 
     def leave_to(self, worker: Worker, unit: Unit, update: Callable[[], Sequence[OptimView]]) -> Turn:
-        """Let ``worker`` call ``update``, which does what ``through`` wants, and publish ``unit``."""
+        """Let ``worker`` call ``update``, which returns rounded views as for ``through``, and publish ``unit``."""
 
         def turn() -> Transfer:
             written = [(view.start, view.stop) for view in update()]
@@ -72,7 +72,7 @@ class Publication:
         return begun
 
     def finish(self, written: Sequence[OptimView] | None = None) -> None:
-        """All that is left, also after an error, to its end on the compute stream; ``written``: of the last unit."""
+        """Publish all remaining units, after an error too, on the compute stream; ``written``: views of the last."""
         self._note(written or ())
         while self._waiting:
             self._start(spent=written is not None)
@@ -103,7 +103,7 @@ class Publication:
 
 
 def _wider(unit: Unit) -> list[AxisGroup]:
-    """The groups over which what this rank has updated is gathered."""
+    """Return the groups over which this rank's updated range is gathered, outer axes first."""
     assert unit.plan.optim is not None
     axes = zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True)
     cut = [group for p, o, group in axes if p is Spread.REPLICATED and o is Spread.SHARDED]
@@ -145,7 +145,7 @@ def publish_rest(
     unit: Unit, piece: torch.Tensor, written: Iterable[tuple[int, int]], *, up: SideStream, spent: bool
 ) -> Transfer:
     """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges. Once the
-    gradient is ``spent``, what goes from host to device is rounded into its memory, and travels ``up``.
+    gradient is ``spent``, weights from host to device are rounded into its memory, and travel ``up``.
     """
     assert unit.master is not None
     base, stop = unit.range_of(StateKind.OPTIM)

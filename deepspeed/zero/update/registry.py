@@ -19,14 +19,14 @@ from deepspeed.zero.update.tiled import TiledUpdate
 
 @functools.cache
 def policies() -> tuple[ModuleType, ...]:
-    """Every module beside this one that has settings of its own: ``settings_of(config)`` and ``policy_of(...)``."""
+    """Import the modules beside this one that have settings: ``settings_of(config)`` and ``policy_of(...)``."""
     names = sorted(module.name for module in pkgutil.iter_modules(update.__path__))
     modules = [importlib.import_module(f"{update.__name__}.{name}") for name in names if name != "registry"]
     return tuple(module for module in modules if hasattr(module, "settings_of"))
 
 
 def settings_of(config: DeepSpeedConfig) -> UpdateSettings:
-    """The settings of the policy that ``config`` asks for; the rules of the configuration allow one at a time."""
+    """Return the settings of the policy that ``config`` asks for; the configuration's rules allow one at a time."""
     asked = (module.settings_of(config) for module in policies())
     return next((settings for settings in asked if settings is not None), AT_ONCE)
 
@@ -34,7 +34,7 @@ def settings_of(config: DeepSpeedConfig) -> UpdateSettings:
 def build_policy(
     host: UpdateHost, optimizer: torch.optim.Optimizer, views: list[OptimView], settings: UpdateSettings, tiers: Tiers
 ) -> UpdatePolicy:
-    """The policy of an engine with ``settings``, over ``views``."""
+    """Return the policy of an engine with ``settings``, over ``views``."""
     for module in policies():
         if type(settings).__module__.startswith(module.__name__):
             policy: UpdatePolicy = module.policy_of(host, optimizer, settings, tiers)

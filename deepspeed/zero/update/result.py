@@ -14,10 +14,10 @@ from deepspeed.zero.unit import Unit
 
 
 class StepResult:
-    """What an update has come to. ``norm``: unscaled, before clipping, inf on overflow, None if not computed;
-    ``overflow``: nothing was updated. Both wait for the device where it has not said so yet: see ``known``.
-    ``weight``: of the micro-batches of all ranks, where they have one. ``culprit``: a parameter that has caused the
-    overflow, as far as this rank knows.
+    """Result of an update. ``norm``: unscaled, before clipping, inf on overflow, None if not computed; ``overflow``:
+    nothing was updated. Both wait for the device until it has reported: see ``known``. ``weight``: summed over the
+    micro-batches of all ranks, where they have one. ``culprit``: a parameter that has caused the overflow, as far as
+    this rank knows.
     """
 
     culprit = ""
@@ -31,13 +31,13 @@ class StepResult:
     left_out = property(lambda self: self._overflow, doc="Whether the program has found an overflow already.")
 
     def known(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Tell whether the result can be read without waiting."""
         return True
 
 
 class LateResult(StepResult):
-    """Of an update for whose norm the program has not waited. ``skips``: it was left out if that is not finite, and
-    ``report`` is called when this is found; ``sums`` and ``factor`` as for ``norm_of``.
+    """Result of an update for whose norm the program has not waited. ``skips``: a norm that is not finite leaves it
+    out, and ``report`` is called when this is found; ``sums`` and ``factor`` as for ``norm_of``.
     """
 
     def __init__(self, sums: torch.Tensor, factor: float, *, skips: bool, report: Callable[[], str]) -> None:
@@ -74,14 +74,14 @@ class LateResult(StepResult):
 
 
 def norm_of(sums: torch.Tensor) -> tuple[float, bool, float]:
-    """Global norm, whether a rank has failed, and the weight (or 0), from ``summed_squares``; waits for the device."""
+    """Return global norm, whether a rank has failed, and the weight (or 0), from ``summed_squares``; waits."""
     whole, bad, failed, *weight = sums.tolist()
     return math.inf if bad else math.sqrt(whole), failed > 0, sum(weight)
 
 
 def late_report(runtime: Runtime) -> Callable[[], str]:
-    """Logs, when it is called, that this update was left out: a rank whose own backward was the cause says of what
-    parameter, and returns that. Local, as ranks may hear of it at different times.
+    """Return a callable that logs that this update was left out. On a rank whose own backward was the cause it names
+    the parameter, and returns that name. Local, as ranks may hear of it at different times.
     """
     step, mesh, culprits = runtime.steps, runtime.mesh, runtime.gradients.evidence()
 

@@ -11,8 +11,8 @@ _ROUNDING = 1e-9  # of a share, which is a difference of two decimal numbers
 
 
 def every_so_many(numels: Sequence[int], share: float) -> list[bool]:
-    """For each unit, in the order of the update, whether the device updates it: as soon as that makes them no more than
-    ``share`` of the elements so far. Of equal units with a share of 1/k every k-th.
+    """Return for each unit, in the order of the update, whether the device updates it: as soon as the device then has
+    no more than ``share`` of the elements so far. Of equal units with a share of 1/k every k-th.
     """
     chosen, total, taken = [], 0, 0
     for numel in numels:
@@ -31,10 +31,10 @@ class Rates:
     down: float
 
     def device_share(self) -> float:
-        """The share for which host and bus end together. What comes and what goes have a direction each."""
+        """Return the share for which host and bus end together. Both directions of the bus work at once."""
         return self.host / (self.host + max(self.up, self.down))
 
 
 def slowest(rates: Sequence[Rates]) -> Rates:
-    """Of all ranks in each respect, as they wait for each other."""
+    """Return the slowest rate of all ranks in each respect, as ranks wait for each other."""
     return Rates(max(r.host for r in rates), max(r.up for r in rates), max(r.down for r in rates))

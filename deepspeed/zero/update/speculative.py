@@ -38,7 +38,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class SpeculativeSettings(UpdateSettings):
-    """``offload_optimizer.super_offload``, on the share ``cores`` of the cores."""
+    """Settings of ``offload_optimizer.super_offload``, which uses the share ``cores`` of the cores."""
 
     cores: float
 
@@ -50,7 +50,7 @@ class SpeculativeSettings(UpdateSettings):
             )
 
     def memory_beside(self, numels: Sequence[int], *, slots: int) -> list[Bytes]:
-        """See ``UpdateSettings``: new states beside the old ones."""
+        """Implement ``UpdateSettings.memory_beside``: new states beside the old ones."""
         most = max([sum(numels) // _SHARE, *numels], default=0)
         return [Bytes("new optimizer state", Tier.HOST, (4 + slots) * most)]
 
@@ -59,13 +59,13 @@ class SpeculativeSettings(UpdateSettings):
 
 
 def settings_of(config: DeepSpeedConfig) -> SpeculativeSettings | None:
-    """The settings, where the configuration asks for them."""
+    """Return the settings, where the configuration asks for them, or None."""
     optim = config.zero.offload_optimizer
     return SpeculativeSettings(float(optim.cpuadam_cores_perc)) if optim is not None and optim.super_offload else None
 
 
 def policy_of(host: UpdateHost, optimizer: Any, settings: SpeculativeSettings, tiers: Tiers) -> "SpeculativeUpdate":
-    """The policy of an engine with these settings."""
+    """Return the policy of an engine with these settings."""
     return SpeculativeUpdate(host, optimizer, cores=settings.cores)
 
 
@@ -79,8 +79,8 @@ class _Place:
 
 @dataclass
 class EarlyUpdate(Transfer):
-    """What becomes of ``unit`` by its gradient times ``factor`` with the settings ``groups``, in one of the ``spare``
-    places, if there is one. Who writes to what it reads waits for it, which forgets it.
+    """Update of ``unit`` that begins before the step, by its gradient times ``factor`` with the settings ``groups``, in
+    one of the ``spare`` places, if any. A writer to its inputs waits for it, which forgets it.
     """
 
     unit: Unit
@@ -107,7 +107,7 @@ class EarlyUpdate(Transfer):
         return (self.taken or not self._wanted) and self.turn.done()
 
     def _reads(self) -> list[tuple[Any, Any]]:
-        """What it is made of, and the versions: a client may hold the optimizer's dicts, and put or write there."""
+        """Return the inputs and their versions: a client may hold the optimizer's dicts, and put or write there."""
         slots = [view.kept_by(self.optimizer).get(name) for view in self.unit.views for name in ("step", *_MOMENTS)]
         read = [self.unit.grad, *(view.param for view in self.unit.views), *slots]
         return [(each, getattr(each, "_version", None)) for each in read]
@@ -117,7 +117,7 @@ class EarlyUpdate(Transfer):
         return all(before is now and version == version_now for (before, version), (now, version_now) in pairs)
 
     def compute(self) -> Transfer:
-        """In the thread. An error changes nothing, and the ordinary update meets what is wrong."""
+        """Compute in the thread. An error changes nothing, and the ordinary update meets its cause."""
         if self._wanted and self.spare:
             place = self.spare.pop()
             try:
@@ -146,24 +146,24 @@ class EarlyUpdate(Transfer):
         self.written += [] if out is None else [view]
 
     def forget(self) -> None:
-        """Let it not be taken, nor computed any more."""
+        """Drop the update: it is neither taken nor computed any more."""
         place, self._place = self._result(), None
         if place is not None:
             self.spare.append(place)
 
     def _result(self) -> _Place | None:
-        """What there is; what has not begun need not."""
+        """Return the new states, if computed; a computation that has not begun is cancelled."""
         self._wanted = False
         with contextlib.suppress(UsageError):  # of another turn
             self.turn.wait()
         return self._place
 
     def fits(self, groups: Groups, factor: Scalar, frozen: Frozen) -> bool:
-        """Whether the step's update would be this one, but for what is written until then."""
+        """Tell whether the step's update would be this one, except for writes to its inputs until then."""
         return bool(factor == self.factor) and not frozen and same(groups, self.groups)
 
     def finish(self, ordinary: Callable[[], list[OptimView]]) -> list[OptimView]:
-        """Let masters and moments be the new ones, or call ``ordinary`` where they are not there; the views rounded."""
+        """Swap in the new masters and moments, or call ``ordinary`` where they are absent; return rounded views."""
         new, self._place = self._result(), None
         if new is None or not self._untouched():
             self.spare += [new] if new is not None else []
@@ -181,7 +181,7 @@ class EarlyUpdate(Transfer):
 
 
 class SpeculativeUpdate(BackgroundUpdate):
-    """Of one engine, on the share ``cores`` of the cores."""
+    """Speculative update of one engine, on the share ``cores`` of the cores."""
 
     swaps_memory = True
 
@@ -198,7 +198,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         self._factor = 1.0 / loss_scale
 
     def gradient_ready(self, unit: Unit) -> None:
-        """Begin the update of ``unit``."""
+        """Begin the update of ``unit``, where ``_can`` allows it and a place is free."""
         worker, optimizer = self.host.worker, self.optimizer
         if worker is None or not self._can(unit):
             return
@@ -234,7 +234,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         return super()._update_all(views, factor, skip)
 
     def _part_update(self, views: list[OptimView], groups: Groups, factor: Scalar) -> Callable[[], list[OptimView]]:
-        """The ordinary update, or the same one begun before the step."""
+        """Return the ordinary update, or the same one begun before the step."""
         ordinary = super()._part_update(views, groups, factor)
         early = self._begun.pop(views[0].unit, None)
         if early is None:
@@ -246,7 +246,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         return ordinary
 
     def _can(self, unit: Unit) -> bool:
-        """Whether the host's kernel updates it, from memory, and nobody's code sees that."""
+        """Tell whether the host's kernel updates ``unit``, from memory, unseen by code of the user's."""
         plan, optimizer = unit.plan, self.optimizer
         if plan.optim is None or not plan.optim.away or plan.loads_states or unit.tiled or unit.drives:
             return False
@@ -262,7 +262,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         return True
 
     def _places_of(self, unit: Unit) -> list[_Place]:
-        """Those that fit the unit, which its like share; one more where there is room."""
+        """Return the places that fit the unit, shared by equal units; add one while there is room."""
         assert unit.master is not None
         numel, start = unit.master.numel(), unit.range_of(StateKind.OPTIM)[0]
         shapes = [(view.start - start, tuple(view.param.shape)) for view in unit.views]

@@ -41,7 +41,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class StagedSettings(UpdateSettings):
-    """``offload_optimizer.device_states`` "travel"; ``measured``: the device's share is not stated."""
+    """Settings of ``offload_optimizer.device_states`` "travel"; ``measured``: the device's share is not stated."""
 
     measured: bool
 
@@ -65,7 +65,7 @@ class StagedSettings(UpdateSettings):
 
 
 def settings_of(config: DeepSpeedConfig) -> StagedSettings | None:
-    """The settings, where the configuration asks for them."""
+    """Return the settings, where the configuration asks for them, or None."""
     optim = config.zero.offload_optimizer
     if optim is None or optim.device_states != "travel":
         return None
@@ -73,12 +73,12 @@ def settings_of(config: DeepSpeedConfig) -> StagedSettings | None:
 
 
 def policy_of(host: UpdateHost, optimizer: Any, settings: StagedSettings, tiers: Tiers) -> UpdatePolicy:
-    """The policy of an engine with these settings."""
+    """Return the policy of an engine with these settings."""
     return StagedUpdate(host, optimizer, tiers) if host.device.type != "cpu" else InlineUpdate(host, optimizer)
 
 
 class _Visit:
-    """The views of one unit: what the optimizer sees of them, where it rests and, for a while, its copy here."""
+    """Views of one unit: the optimizer's tensors, their places at rest and, for a while, their copies on the device."""
 
     def __init__(self, views: Sequence[OptimView]) -> None:
         self.views = list(views)
@@ -87,7 +87,7 @@ class _Visit:
 
 
 class StagedUpdate(InlineUpdate):
-    """Of one engine. Everything is launched by the program, which waits only for the last states to be home."""
+    """Staged update of one engine. The program launches all work, and waits only for the last states to be home."""
 
     def __init__(self, host: UpdateHost, optimizer: GroupStep, tiers: Tiers) -> None:
         super().__init__(host, optimizer)
@@ -107,8 +107,8 @@ class StagedUpdate(InlineUpdate):
 
     @contextlib.contextmanager
     def _expected(self, turns: Sequence[Sequence[OptimView]]) -> Iterator[None]:
-        """Those of ``turns`` (each of one unit, or of several that do not visit) that visit will in this order. At the
-        end all have come home: the only wait.
+        """Queue those ``turns`` (each of one unit, or of several that do not visit) that visit the device, in this
+        order. At the end all have come home: the only wait.
         """
         self._waiting = deque(_Visit(views) for views in turns if views[0].unit.plan.loads_states)
         self._coming.clear()
@@ -122,7 +122,7 @@ class StagedUpdate(InlineUpdate):
 
     @contextlib.contextmanager
     def _states_of(self, views: Sequence[OptimView]) -> Iterator[None]:
-        """Inside, what the optimizer knows of ``views``, the next that are staged, is on the device."""
+        """Keep the optimizer's tensors of ``views``, the next staged ones, on the device inside the context."""
         if not views or not views[0].unit.plan.loads_states:
             yield
             return
@@ -137,7 +137,7 @@ class StagedUpdate(InlineUpdate):
             self._go_home(visit)
 
     def _send_for(self, most: int) -> None:
-        """Let the next ones come, up to so many."""
+        """Start copying the states of the next visits to the device, up to ``most`` at once."""
         while self._waiting and len(self._coming) < most:
             visit = self._waiting.popleft()
             for view in visit.views:
@@ -156,7 +156,7 @@ class StagedUpdate(InlineUpdate):
         return bool(fused) and isinstance(value, torch.Tensor) and not value.dim() and value.device != view.unit.device
 
     def _home(self, view: OptimView, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Where that slot rests; values that somebody has put in its place, or that are new, go there."""
+        """Return the place where that slot rests; a new slot, or one that somebody has replaced, is copied there."""
         home = self._homes.get((view.param, key))
         if home is None or home.shape != value.shape or home.dtype is not value.dtype:
             home = self._tiers.arena.empty(tuple(value.shape), dtype=value.dtype, pin=self._tiers.plan.pin_optim)
@@ -184,7 +184,7 @@ class StagedUpdate(InlineUpdate):
 
 
 def _travels(value: object, param: torch.Tensor) -> bool:
-    """Whether ``value`` of an optimizer's state is a slot as large as ``param``."""
+    """Tell whether ``value`` of an optimizer's state is a slot as large as ``param``."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == param.numel()
 
 
@@ -195,8 +195,8 @@ def _copies(visit: _Visit) -> Transfer:
 
 
 def measured_share(base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> float:
-    """Of the update the share for which the device's part, whose states travel, takes as long as the host's: measured
-    here, with the slowest rank's rates. 0 where the device is the host. Collective.
+    """Return the share of the update for which the device's part, whose states travel, takes as long as the host's, by
+    measured rates of the slowest rank. 0 where the device is the host. Collective.
     """
     if device.type == "cpu":
         return 0.0
@@ -205,7 +205,7 @@ def measured_share(base: torch.optim.Optimizer, mesh: Mesh, device: torch.device
 
 
 def _measure(nbytes: int, device: torch.device) -> Rates:
-    """With ``nbytes`` of weight and slots an element."""
+    """Measure the rates for ``nbytes`` of weight and slots an element."""
     numel, arena = _NUMEL, Arena(pins=True, keep=False)
     pinned = arena.empty(numel * 4, pin=True)
     abroad = torch.empty_like(pinned, device=device)
@@ -213,7 +213,7 @@ def _measure(nbytes: int, device: torch.device) -> Rates:
     grad, out = torch.zeros(numel, device="cpu"), torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
 
     def update() -> None:
-        """About what any rule reads and writes."""
+        """Read and write about as much as any rule does."""
         if len(floats) == 3 and host_kernels.usable(host_kernels.CPU_ADAM, *floats):
             host_kernels.adam_step(
                 floats[0], grad, *floats[1:], step=1, lr=0.0, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0, out=out

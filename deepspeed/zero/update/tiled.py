@@ -37,20 +37,20 @@ _Update = Callable[[list[OptimView], torch.Tensor | None], list[OptimView]]
 
 
 class _Slot(NamedTuple):
-    """One optimizer slot inside a tile's region of bytes; ``void`` is what the optimizer sees while it is away."""
+    """Optimizer slot inside a tile's region of bytes; ``void``: tensor that the optimizer sees while it is away."""
 
     key: str
     void: torch.Tensor
     start: int
 
     def of(self, region: torch.Tensor) -> torch.Tensor:
-        """The slot in the bytes of its region."""
+        """Return the slot's view of the bytes of its region."""
         piece = region[self.start : self.start + self.void.numel() * self.void.dtype.itemsize]
         return piece.view(self.void.dtype).view(self.void.shape)
 
 
 class _Tile:
-    """One view: what of it rests where, and between ``read`` and ``leave`` the staging buffer that it is in."""
+    """Tile of one view: its places at rest, and between ``read`` and ``leave`` the staging buffer that holds it."""
 
     def __init__(self, view: OptimView, optimizer: torch.optim.Optimizer, staging: Staging) -> None:
         self.view = view
@@ -91,7 +91,7 @@ class _Tile:
                 self._transfers.append(store.get(piece, start=at))
 
     def refresh(self) -> None:
-        """Read again what was written since ``read``, or is not where it was."""
+        """Read again if anything was written, or has moved, since ``read``."""
         self.forget_gone()
         read, now = dict(self._read), [self.view.unit.rest[StateKind.OPTIM], self.region]
         if any(store is not None and read.get(store) != store.changes for store in now):
@@ -99,7 +99,7 @@ class _Tile:
             self.read(gradient=True)
 
     def show(self) -> None:
-        """Let the optimizer see what was read."""
+        """Wait for the read, and point the optimizer's tensors at the staging buffer."""
         with self._given_back_on_error():
             for transfer in self._transfers:
                 transfer.wait()
@@ -108,7 +108,7 @@ class _Tile:
             point(self._state[slot.key], slot.of(self._inside))
 
     def leave(self, *, write: bool, publish: bool) -> None:
-        """Give the buffer back. With ``write`` weights and slots are stored, with ``publish`` weights in PARAM too."""
+        """Give the buffer back. With ``write`` store weights and slots; with ``publish`` store weights in PARAM too."""
         view, transfers = self.view, []
         try:
             if write:
@@ -132,14 +132,14 @@ class _Tile:
             self.make_slots()
 
     def let_go(self) -> None:
-        """Give back the buffer of what was read for nothing."""
+        """Give back the buffer of a tile that was read for nothing."""
         for transfer in self._transfers:
             with contextlib.suppress(OSError):
                 transfer.wait()
         self._give_back()
 
     def _give_back(self, after: Transfer | None = None) -> None:
-        """The staging buffer is another's, ``after`` that."""
+        """Give the staging buffer back, for use by another tile when ``after`` has ended."""
         self._staging.give(self._buffer, after=after)
         self._buffer = self._master = self._inside = torch.empty(0)
         self.grad, self._transfers = None, []
@@ -174,7 +174,7 @@ class _Tile:
             point(state[slot.key], slot.void)
 
     def forget_gone(self) -> None:
-        """Slots that the optimizer has no more (cleared, or a checkpoint without them loaded) need no place either."""
+        """Forget slots that the optimizer has dropped (cleared, or absent in a loaded checkpoint), and their region."""
         self.slots = [s for s in self.slots if s.key in self._state]
         if self.region is not None and not self.slots:
             self.region.drop()
@@ -182,8 +182,8 @@ class _Tile:
 
 
 class TiledUpdate(UpdatePolicy):
-    """Updates the views of one engine one by one, each in a buffer of ``staging``, wherever they rest; first those
-    that are not tiles, at once.
+    """Update of one engine's views one by one, each in a buffer of ``staging``, wherever they rest; first those that
+    are not tiles, at once.
     """
 
     def __init__(
@@ -247,9 +247,9 @@ class TiledUpdate(UpdatePolicy):
         publication.finish(written)
 
     def _update(self, step: Step, publication: Publication) -> list[OptimView]:
-        """Update everything; of what is in memory the views whose PARAM at rest the optimizer has written, too.
+        """Update all views; return those in memory whose PARAM at rest the optimizer has written, too.
 
-        To the worker the last units are left, from the first on behind which ``publication`` can leave out all.
+        The worker gets the last units: all from the first unit on behind which ``publication`` can leave out every one.
         """
         self.check_whole()
         resident = [view for view in step.views if not view.unit.tiled]
@@ -274,7 +274,7 @@ class TiledUpdate(UpdatePolicy):
         return written
 
     def _left(self, publication: Publication) -> dict[Unit, int]:
-        """By unit how many tiles may be updated behind the program: not the first time, when slots find their place."""
+        """Count by unit the tiles to update behind the program: none at first, when slots find their place."""
         optimizer, left = self.optimizer, dict[Unit, int]()
         fits = self.host.worker is not None and isinstance(optimizer, GroupStep) and optimizer.scales_on_host()
         if not fits or not all(tile.view.param in vars(optimizer)["state"] for tile in self._tiles.values()):
@@ -286,7 +286,7 @@ class TiledUpdate(UpdatePolicy):
         return left
 
     def _by_groups(self, optimizer: GroupStep, step: Step) -> _Update:
-        """With the settings of the groups as they are now."""
+        """Return the update with the settings of the groups as they are now."""
         groups, frozen = captured_groups(optimizer), frozen_since(step.views)
 
         def update(views: list[OptimView], grad: torch.Tensor | None) -> list[OptimView]:
@@ -295,7 +295,7 @@ class TiledUpdate(UpdatePolicy):
         return update
 
     def _by_partial_steps(self, step: Step) -> _Update:
-        """Of an optimizer that is not this package's, or that somebody watches."""
+        """Return the update of an optimizer that is not this package's, or that a user's hook watches."""
         turns = Turns(self.optimizer)
 
         def update(views: list[OptimView], grad: torch.Tensor | None) -> list[OptimView]:
@@ -304,7 +304,7 @@ class TiledUpdate(UpdatePolicy):
         return update
 
     def _one_by_one(self, update: _Update) -> Iterator[None]:
-        """Reads the next tiles while one is updated and the last is written; has come so far after each."""
+        """Update tile by tile; read the next tiles while one is updated and the last written; yield after each."""
         ahead, self._ahead = self._ahead, deque()
         waiting = deque(itertools.islice(self._tiles.values(), len(ahead), None))
         try:
@@ -348,7 +348,7 @@ class TiledUpdate(UpdatePolicy):
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside, the optimizer's own state_dict and load_state_dict work: the caller sees to what is on the drive."""
+        """Let the optimizer's own state_dict and load_state_dict work inside; the caller sees to the drive."""
         self._opened = True
         try:
             yield
@@ -356,7 +356,7 @@ class TiledUpdate(UpdatePolicy):
             self._opened = False
 
     def close(self) -> None:
-        """Let go of the optimizer."""
+        """Release the optimizer: remove hooks on its state, and drop tiles read ahead."""
         self.forget_ahead()
         for guard in self._guards:
             guard.remove()

@@ -11,5 +11,5 @@ __all__ = ["policy_of", "settings_of"]
 
 
 def policy_of(host: UpdateHost, optimizer: Any, settings: ColumnsPlan, tiers: Tiers) -> SelectiveUpdate:
-    """The policy of an engine with these settings."""
+    """Return the policy of an engine with these settings."""
     return SelectiveUpdate(host, optimizer, settings)

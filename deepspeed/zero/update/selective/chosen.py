@@ -12,7 +12,7 @@ from deepspeed.zero.update.selective.columns import Band, bands_of
 
 
 class WindowSum(TierStore):
-    """The sum of a window's gradients, in the place of a gradient; PARAM is rounded into the last one's memory."""
+    """Sum of a window's gradients, in the place of a gradient; PARAM is rounded into the last gradient's memory."""
 
     def __init__(self, total: torch.Tensor, gradient: TierStore) -> None:
         super().__init__(total)
@@ -23,7 +23,7 @@ class WindowSum(TierStore):
 
 
 class Chosen:
-    """Chosen columns of one view: ``columns`` of each band, sorted, and, while they are ``out``, the compact states."""
+    """Chosen columns of one view, by band, sorted; ``param``: their compact weights while they are on the device."""
 
     def __init__(self, view: OptimView, columns: list[tuple[Band, torch.Tensor]]) -> None:
         self.view, device = view, view.unit.device
@@ -34,25 +34,25 @@ class Chosen:
         self.mark: tuple[Any, int] | None = None  # the mask of it that was left behind, and its version
 
     def take(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The columns of ``flat``, over the view's range, into ``out``."""
+        """Copy the columns of ``flat``, over the view's range, into ``out``, and return it."""
         for (band, near, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
             band.take(flat, near if flat.device == near.device else host, piece)
         return out
 
     def put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
-        """``values`` into the columns of ``flat``."""
+        """Copy ``values`` into the columns of ``flat``."""
         for (band, near, host), piece in zip(self.parts, values.split(self.sizes), strict=True):
             band.put(flat, near if flat.device == near.device else host, piece)
 
     def compact(self, flat: torch.Tensor | None) -> torch.Tensor:
-        """The columns of ``flat``, wherever it rests, on the device; zeros for what is not there yet."""
+        """Return the columns of ``flat``, wherever it rests, on the device; zeros where it is None."""
         if flat is None:
             return torch.zeros_like(self.grad)
         return self.take(flat, torch.empty_like(self.grad, device=flat.device, dtype=flat.dtype)).to(self.grad.device)
 
 
 def chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
-    """What a loaded ``mask`` of the view says: of each band the columns of which it has anything."""
+    """Return the columns that a loaded ``mask`` of the view marks, by band, where it marks any element."""
     columns = []
     for band in bands_of(shapes_of(view.unit), view.start, view.stop):
         marked = torch.zeros(band.width, dtype=torch.float32, device="cpu")
@@ -62,5 +62,5 @@ def chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
 
 
 def shapes_of(unit: Unit) -> list[tuple[int, tuple[int, ...]]]:
-    """Offsets and shapes of its parameters."""
+    """Return offset and shape of each parameter of the unit."""
     return [(segment.offset, segment.shape) for segment in unit.layout.segments]

@@ -14,14 +14,14 @@ MOST_OF_VECTOR = 1 << 20  # elements of a vector that is chosen whole; of a larg
 
 
 def width_of(shape: Sequence[int]) -> int:
-    """Columns of a parameter; 0 of one without elements, 1 of a vector or a number."""
+    """Return the columns of a parameter; 0 without elements, 1 of a vector or a number."""
     if 0 in shape:
         return 0
     return prod(shape[1:]) if len(shape) > 1 else 1
 
 
 def chosen_of(shape: Sequence[int], ratio: float) -> int:
-    """How many of its columns are chosen: at least one of a matrix, all of a small vector, none of a large one."""
+    """Return the number of columns to choose: at least one of a matrix, all of a small vector, none of a large one."""
     if len(shape) < 2:
         return width_of(shape) if prod(shape) <= MOST_OF_VECTOR else 0
     return min(width_of(shape), max(1, int(ratio * width_of(shape))))
@@ -39,28 +39,28 @@ class Band:
 
     @property
     def head(self) -> int:
-        """Elements before the first whole row."""
+        """Return the number of elements before the first whole row."""
         return min(self.numel, -self.first % self.width)
 
     @property
     def body(self) -> int:
-        """Whole rows."""
+        """Return the number of whole rows."""
         return (self.numel - self.head) // self.width
 
     @property
     def rows(self) -> int:
-        """Rows of which there is anything."""
+        """Return the number of rows of which the band has any element."""
         return len([*self._pieces()]) + self.body - bool(self.body)
 
     def _pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Elements [lo, hi) of the band, and the column of the first; the whole rows are one piece."""
+        """Yield elements [lo, hi) of the band, and the column of the first; the whole rows are one piece."""
         bounds = (0, self.head, self.head + self.body * self.width, self.numel)
         for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
             if lo < hi:
                 yield lo, hi, (self.first + lo) % self.width
 
     def take(self, flat: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
-        """Put ``columns`` of the band of ``flat`` into ``out``, row by row; zeros for what is not in the band."""
+        """Copy ``columns`` of the band of ``flat`` into ``out``, row by row; zeros for elements outside the band."""
         at, count, values = 0, columns.numel(), flat[self.start : self.start + self.numel]
         for lo, hi, first in self._pieces():
             rows = self._rows_of(values[lo:hi], first)
@@ -69,7 +69,7 @@ class Band:
             at += size
 
     def put(self, flat: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-        """The other way: ``values`` into ``columns`` of ``flat``, as far as the band has them."""
+        """Copy ``values`` into ``columns`` of the band of ``flat``, the reverse of ``take``, as far as it has them."""
         at, count, target = 0, columns.numel(), flat[self.start : self.start + self.numel]
         for lo, hi, first in self._pieces():
             part = target[lo:hi]
@@ -100,7 +100,7 @@ class Band:
 
 
 def bands_of(segments: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: int) -> list[Band]:
-    """The bands of the flat range [start, stop), of parameters given by offset and shape."""
+    """Return the bands of the flat range [start, stop), of parameters given by offset and shape."""
     bands = []
     for number, (offset, shape) in enumerate(segments):
         lo, hi = max(offset, start), min(offset + prod(shape), stop)
@@ -112,7 +112,7 @@ def bands_of(segments: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: 
 def most_chosen(
     segments: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, ratio: float
 ) -> tuple[int, int]:
-    """The most elements of chosen columns, and the most columns, in one of ``parts`` equal ranges of ``numel``."""
+    """Return the most elements of chosen columns, and the most columns, in any of ``parts`` parts of ``numel``."""
     elements, columns = 0, 0
     for part in range(parts):
         bands = bands_of(segments, part * numel // parts, (part + 1) * numel // parts)

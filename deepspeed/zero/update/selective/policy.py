@@ -42,8 +42,8 @@ _PIECE = 1 << 20  # elements whose sums fit a cache
 
 @dataclass
 class Counts:
-    """Equal on all ranks. ``steps``: updates so far; ``window``: of these in the open window, of ``length``; ``since``:
-    since columns were chosen; ``updates``: how many the device has made, as its bias correction counts them.
+    """Counts, equal on all ranks. ``steps``: updates so far; ``window``: steps in the open window, of ``length``;
+    ``since``: steps since columns were chosen; ``updates``: those of the device, as its bias correction counts them.
     """
 
     steps: int = 0
@@ -53,12 +53,12 @@ class Counts:
     updates: int = 0
 
     def numbers(self) -> dict[str, int]:
-        """As slots."""
+        """Return the counts as slots."""
         return {f"{SLOT}{name}": value for name, value in asdict(self).items()}
 
 
 class _Home(Transfer):
-    """Masters and slots of ``policy`` that are on the device: who asks for them on the host brings them there."""
+    """Masters and slots of ``policy`` that are on the device: a reader on the host waits, which brings them home."""
 
     def __init__(self, policy: "SelectiveUpdate") -> None:
         self._policy = policy
@@ -71,8 +71,8 @@ class _Home(Transfer):
 
 
 class SelectiveUpdate(LateUpdate):
-    """Of one engine. With ``plan.overlap`` what a window's end makes is published at the end of the next window, as the
-    delayed update does step by step; else at once.
+    """ZenFlow update of one engine. With ``plan.overlap`` a window's update is published at the end of the next window,
+    as the delayed update does step by step; else at once.
     """
 
     further_slots = SLOT
@@ -97,16 +97,16 @@ class SelectiveUpdate(LateUpdate):
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
-        """See ``UpdatePolicy``: a window's update goes on beside further steps, and states stay on the device."""
+        """Begin a step without a wait: a window's update runs beside further steps, states stay on the device."""
 
     def wait(self) -> None:
-        """See ``UpdatePolicy``; within a step the policy itself looks at the optimizer, and waits for what it needs."""
+        """Wait as ``UpdatePolicy.wait``; not within a step, where the policy waits for what it needs itself."""
         if not self._busy:
             super().wait()
 
     def apply(self, step: Step) -> None:
-        """Update what is chosen, and add the others to the sums; at the end of a window update these, too. A failure,
-        of before or in here, is raised when the other ranks, which know nothing of it, have what they wait for.
+        """Update the chosen columns and add the others to the sums; at a window's end update these, too. A failure,
+        from before or in here, is raised when the other ranks, which know nothing of it, have what they wait for.
         """
         failed = [] if step.failure is None else [step.failure]
         factor = float(step.factor)  # the host waits for the norm
@@ -158,7 +158,7 @@ class SelectiveUpdate(LateUpdate):
             self._publication(masters=False).finish()
 
     def _note_trained(self, *, begins: bool) -> None:
-        """What is frozen in the middle of a window has been trained in it: its sum is part of the window's update."""
+        """Note parameters trained in this window; the update includes the sum of one frozen in its middle."""
         if begins:
             self._trained.clear()
         for unit in self._units():
@@ -169,7 +169,7 @@ class SelectiveUpdate(LateUpdate):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Inside, whoever asks for states is this."""
+        """Mark requests for states, inside the context, as the policy's own."""
         self._busy = True
         try:
             yield
@@ -177,7 +177,7 @@ class SelectiveUpdate(LateUpdate):
             self._busy = False
 
     def _end_window(self, step: Step, groups: Groups | None, count: int, *, beside: bool) -> None:
-        """Begin the host's update by the mean over ``count`` steps. ``groups``: the settings, where nobody watches."""
+        """Begin the host's update by the mean of ``count`` steps. ``groups``: settings; None if a hook watches."""
         calls, factor = [], float(step.factor)
         for unit, those in itertools.groupby(step.views, lambda view: view.unit):
             self._until_added(unit)
@@ -217,7 +217,7 @@ class SelectiveUpdate(LateUpdate):
         return self.host.publication(units, over=self._write_chosen if self.states_out else None, masters=masters)
 
     def _write_chosen(self, unit: Unit, piece: torch.Tensor, masters: Transfer) -> None:
-        """Into ``piece``, PARAM over the range of OPTIM, behind the ``masters`` of the rest."""
+        """Write chosen columns to ``piece``, PARAM over OPTIM's range, once the other ``masters`` are there."""
         masters.wait()
         for view in unit.views:
             if view.param in self._chosen and (param := self._chosen[view.param].param) is not None:
@@ -225,7 +225,7 @@ class SelectiveUpdate(LateUpdate):
 
     # -- sums on the host ------------------------------------------------------------------------------------------
     def _sums_of(self, unit: Unit) -> list[torch.Tensor]:
-        """Places for a unit's sums: one, and where the last one is in use another."""
+        """Return places for a unit's sums: at least one, which is the open window's; others are spare."""
         places = self._sums.setdefault(unit, [])
         if not places:
             assert unit.master is not None and unit.tiers is not None
@@ -246,7 +246,7 @@ class SelectiveUpdate(LateUpdate):
                 unit.note_pending(turn, reads=(StateKind.GRAD,))
 
     def _until_all_ended(self) -> None:
-        """Wait for what this rank has begun in earlier steps, which may have failed."""
+        """Wait for work that this rank has begun in earlier steps, which may have failed."""
         Several([*(begun.turn for begun in self._begun), *self._adding.values()]).wait()
 
     def _until_added(self, unit: Unit) -> None:
@@ -266,13 +266,13 @@ class SelectiveUpdate(LateUpdate):
             self._squared[unit] = version
 
     def _due(self) -> bool:
-        """Whether the next step chooses columns."""
+        """Tell whether the next step chooses columns."""
         counts, plan = self._counts, self._plan
         after = plan.select or _WINDOWS[0] * counts.length
         return counts.steps >= plan.warm_up and counts.window == 0 and not 0 <= counts.since < after
 
     def _update_chosen(self, groups: Groups, factor: float) -> None:
-        """One step on the device."""
+        """Update the chosen columns on the device, one step."""
         self._counts.updates += self._counts.since >= 0  # also where nothing of it is this rank's
         if (optimizer := self._on_device) is None:
             return
@@ -304,7 +304,7 @@ class SelectiveUpdate(LateUpdate):
         self._taken.clear()
 
     def _square(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The sums of squares of all columns of ``unit``, of this rank's part of its gradient."""
+        """Compute the sums of squares of all columns of ``unit``, over this rank's part of its gradient."""
         widths = _widths(unit)
         places = self._squares[unit].zero_().split(widths)
         base, stop = unit.range_of(StateKind.GRAD)
@@ -313,7 +313,7 @@ class SelectiveUpdate(LateUpdate):
                 band.squares(grad, places[band.segment])
 
     def _choose(self, failed: list[Exception]) -> None:
-        """Choose columns anew, by the gradient of this step. Collective, also where something has ``failed``."""
+        """Choose columns anew, by the gradient of this step. Collective, even after an error in ``failed``."""
         units = [unit for unit in self.host.units if unit.trainable]
         _attempt(failed, lambda: self._come_home(leave=False))
         _attempt(failed, lambda: self._square_all(units))
@@ -358,7 +358,7 @@ class SelectiveUpdate(LateUpdate):
                     self._chosen[view.param] = chosen
 
     def _largest(self, unit: Unit, shares: torch.Tensor) -> list[torch.Tensor]:
-        """Of each parameter the columns to choose; what is not chosen of the squares, and all, goes to ``shares``."""
+        """Return each parameter's columns to choose; add the squares, of the others and of all, to ``shares``."""
         columns, parts = [], self._squares[unit].split(_widths(unit))
         for segment, squares in zip(unit.layout.segments, parts, strict=True):
             count = chosen_of(segment.shape, self._plan.ratio)
@@ -375,14 +375,14 @@ class SelectiveUpdate(LateUpdate):
         return max([0, *(int(view.kept_by(self.optimizer).get("step", 0)) for view in self._views)])
 
     def come_home(self) -> None:
-        """Everything that is known goes to where the masters and moments rest. Local."""
+        """Copy all states of the policy to where the masters and moments rest. Local."""
         worker = self.host.worker
         if self.states_out and not self._busy and not (worker is not None and worker.inside()):
             with self._alone(), torch.no_grad():
                 self._come_home(leave=True)
 
     def _come_home(self, *, leave: bool) -> None:
-        """``leave``: with what the next step, or a checkpoint, goes on from."""
+        """Copy states home; ``leave``: also the sums, masks and counts from which a step or checkpoint goes on."""
         self._until_all_ended()
         self._put_home()
         counts = self._counts
@@ -398,7 +398,7 @@ class SelectiveUpdate(LateUpdate):
         self._on_device, self.states_out = None, False
 
     def _put_home(self) -> None:
-        """What there is on the device, to where it rests."""
+        """Copy masters and moments on the device to where they rest."""
         if (optimizer := self._on_device) is None:
             return
         for chosen in self._chosen.values():
@@ -411,7 +411,7 @@ class SelectiveUpdate(LateUpdate):
                 chosen.put(state[name], optimizer.state[param][name].cpu())
 
     def _mask_of(self, view: OptimView) -> torch.Tensor:
-        """One for what is chosen of the view, on the host."""
+        """Return a mask on the host, with one for each chosen element of the view."""
         mask = torch.zeros(view.stop - view.start, dtype=torch.uint8, device="cpu")
         if (chosen := self._chosen.get(view.param)) is not None:
             chosen.put(mask, torch.ones(sum(chosen.sizes), dtype=torch.uint8, device="cpu"))
@@ -419,7 +419,7 @@ class SelectiveUpdate(LateUpdate):
         return mask
 
     def _go_out(self, failed: list[Exception]) -> None:
-        """Take everything from where it rests; after a load the ranks agree on the counts."""
+        """Take all states from where they rest; after a load the ranks agree on the counts."""
         if self.states_out:
             return
         numbers: dict[str, int] = {}
@@ -438,7 +438,7 @@ class SelectiveUpdate(LateUpdate):
         _attempt(failed, self._bring_out)
 
     def _take_states(self) -> dict[str, int]:
-        """What is chosen and the sums, from the optimizer's state; the counts that are there, too."""
+        """Take chosen columns and sums out of the optimizer's state; return the counts found there."""
         numbers: dict[str, int] = {}
         for view in self._views:
             state = view.kept_by(self.optimizer)
@@ -457,7 +457,7 @@ class SelectiveUpdate(LateUpdate):
         return numbers
 
     def _frozen_sums(self) -> Iterator[tuple[int, int]]:
-        """By unit and position what is frozen, and was not before, as a loaded sum of an open window has some of it."""
+        """Yield unit and position of frozen parameters of which a loaded sum of an open window is not zero."""
         for unit in self._units():
             for position in {*range(len(unit.params))}.difference(requiring(unit.params)):
                 part = unit.part(StateKind.GRAD, unit.layout.segments[position], self._sums_of(unit)[0])
@@ -465,7 +465,7 @@ class SelectiveUpdate(LateUpdate):
                     yield unit.index, position
 
     def _bring_out(self) -> None:
-        """The states of what is chosen come to the device."""
+        """Bring the states of chosen columns to the device."""
         self.states_out, self._on_device, self.pending = True, None, True
         for unit in self.host.units:
             unit.note_pending(self._home, writes=(StateKind.OPTIM,))
@@ -485,10 +485,10 @@ class SelectiveUpdate(LateUpdate):
             optimizer.state[chosen.param] = {"step": step, **moments}
 
     def left_out(self) -> None:
-        """See ``UpdatePolicy``: the window goes on with the next step."""
+        """Leave this step out: the window goes on with the next step."""
 
     def publish(self) -> None:
-        """See ``UpdatePolicy``: as of a delayed update; and everything comes home."""
+        """Publish as a delayed update does; all states come home."""
         super().publish()
         if self.host.worker is None:
             self.come_home()
@@ -515,7 +515,7 @@ class SelectiveUpdate(LateUpdate):
 
 
 def _attempt(failed: list[Exception], call: Callable[[], object]) -> None:
-    """Work of this rank alone in a step; its error joins ``failed``, after which nothing more is tried."""
+    """Run work of this rank alone in a step; its error joins ``failed``, after which no further call is tried."""
     if not failed:
         try:
             call()
@@ -524,7 +524,7 @@ def _attempt(failed: list[Exception], call: Callable[[], object]) -> None:
 
 
 def _add(total: torch.Tensor, store: TierStore, factor: float, landed: Transfer, *, begins: bool) -> Transfer:
-    """Add a gradient times ``factor`` to ``total``, or make it that."""
+    """Add a gradient times ``factor`` to ``total``, or, if it ``begins``, set ``total`` to it."""
     landed.wait()
     for piece, grad in zip(total.split(_PIECE), store.tensor.split(_PIECE), strict=True):
         if begins:
@@ -535,10 +535,10 @@ def _add(total: torch.Tensor, store: TierStore, factor: float, landed: Transfer,
 
 
 def _widths(unit: Unit) -> list[int]:
-    """Of each parameter the columns that are compared: of matrices."""
+    """Return the columns that are compared of each parameter: those of matrices, else 0."""
     return [width_of(s.shape) if len(s.shape) > 1 else 0 for s in unit.layout.segments]
 
 
 def _room(unit: Unit) -> torch.Tensor:
-    """For the sums of squares of these columns, of this rank's part of the gradient."""
+    """Allocate the sums of squares of these columns, over this rank's part of the gradient."""
     return torch.zeros(sum(_widths(unit)), dtype=torch.float32, device=unit.device)

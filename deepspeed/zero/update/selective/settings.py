@@ -13,7 +13,7 @@ from deepspeed.zero.update.selective.columns import most_chosen, width_of
 
 @dataclass(frozen=True)
 class ColumnsPlan(UpdateSettings):
-    """``ratio``: the share of columns. ``select``: steps after which they are chosen again, 0 for every fourth window.
+    """Settings of ``zenflow``. ``ratio``: share of columns. ``select``: steps between choices, 0: every fourth window.
 
     ``window``: steps of one, 0 for as many as ``auto_ratio`` says. ``overlap``: the host's update goes on beside the
     next window. ``warm_up``: first steps that update everything. ``cores``: the share of them that the update takes.
@@ -50,9 +50,9 @@ class ColumnsPlan(UpdateSettings):
     def memory_of(
         self, shapes: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, slots: int, shared: bool
     ) -> list[Bytes]:
-        """See ``UpdateSettings``: sums of a window; of the chosen columns weights, slots and gradient; their numbers,
-        on both sides, and the squares of all columns; and a byte for each element, which says what is chosen while
-        somebody looks at the states.
+        """Implement ``UpdateSettings.memory_of``: sums of a window; of the chosen columns weights, slots and gradient;
+        their numbers, on both sides, and the squares of all columns; and a byte for each element, which marks the
+        chosen ones while the states are at home.
         """
         chosen, columns = most_chosen(shapes, numel * parts, parts=parts, ratio=self.ratio)
         compared = sum(width_of(shape) for _, shape in shapes if len(shape) > 1)
@@ -75,7 +75,7 @@ class ColumnsPlan(UpdateSettings):
 
 
 def settings_of(config: DeepSpeedConfig) -> ColumnsPlan | None:
-    """The settings, where the configuration asks for them."""
+    """Return the settings, where the configuration asks for them, or None."""
     block = config.zero.zenflow
     if block is None:
         return None
