@@ -19,7 +19,7 @@ from deepspeed.observe.log import logger
 
 @functools.cache
 def torch_build() -> dict[str, str]:
-    """``version``, ``cuda``, ``hip`` and ``git_version`` of torch, read without importing it; empty without torch."""
+    """Return torch's ``version``, ``cuda``, ``hip`` and ``git_version``, without importing it; empty without torch."""
     package = importlib.util.find_spec("torch")
     try:
         text = Path(str(package.origin)).with_name("version.py").read_text(encoding="utf-8") if package else ""
@@ -29,7 +29,7 @@ def torch_build() -> dict[str, str]:
 
 
 def _stem(op: OpSpec, compiler: Compiler) -> str:
-    """Name of the op's library in the cache: what it was made from, then what it was made with."""
+    """Return the library's name in the cache: a hash of the op's inputs, then one of compiler, torch and C library."""
     torch, libc = torch_build(), ""
     with contextlib.suppress(ValueError, OSError):  # another C library does not know the name
         libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
@@ -37,7 +37,7 @@ def _stem(op: OpSpec, compiler: Compiler) -> str:
 
 
 def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
-    """Compile ``op``, by ninja several sources at once (MAX_JOBS), and put it and its note in their place."""
+    """Compile ``op``, with ninja several sources at once (MAX_JOBS), and publish the library and its note."""
 
     def run(command: list[str], sign: str = "") -> None:
         status, output = tools.run_tool(command, limit_s=tools.COMPILE_LIMIT_S)
@@ -68,7 +68,7 @@ def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
 
 
 def _build_into(library: Path, op: OpSpec, compiler: Compiler) -> None:
-    """Make ``library`` good: by waiting for another process that builds it, else by building it."""
+    """Build ``library``, or wait while another process builds it. BuildError when either build fails."""
     begin, lock, what = time.time(), cache.BuildLock(library.parent, op.name), {"stem": library.stem}
     with lock.owned():
         if cache.is_good(library):
@@ -101,19 +101,19 @@ def ship(op: OpSpec, folder: Path) -> Path:
 
 
 def _fits(library: Path) -> bool:
-    """Whether it is good, and has code for the devices that are here."""
+    """Return whether ``library`` is good and has code for the devices present."""
     targets = cache.note(library).get("targets")
     return cache.is_good(library) and (not targets or tools.covers(targets, tools.present_targets()))
 
 
 def shipped(op: OpSpec) -> Path | None:
-    """The library that was built when this package was installed, if it was built from these sources."""
+    """Return the library built when this package was installed; None unless it fits these sources and the devices."""
     library = cache.SHIPPED / f"{op.stem()}.so"
     return library if _fits(library) else None
 
 
 def built(op: OpSpec) -> Path | None:
-    """A good library of ``op`` that exists already, shipped or cached, whatever compiler made it; nothing is run."""
+    """Return the newest good library of ``op``, shipped or cached, of any compiler; None without one. Runs nothing."""
     with contextlib.suppress(BuildError, FileNotFoundError):
         if library := shipped(op):
             return library
@@ -123,7 +123,7 @@ def built(op: OpSpec) -> Path | None:
 
 
 def checked_compiler(kind: Kind, *, limit_s: float = tools.PROBE_LIMIT_S) -> Compiler:
-    """The compiler for ``kind``; BuildError when none answers in ``limit_s`` seconds, or it does not fit torch."""
+    """Return the compiler for ``kind``; BuildError when none answers in ``limit_s`` seconds or fits torch."""
     compiler = tools.find(kind, limit_s=limit_s)
     ours, theirs = re.search(r"cuda_(\d+)", compiler.version), torch_build().get("cuda", "").partition(".")[0]
     # the driver is only known to be as new as torch needs it; an older toolkit's libraries run on any newer driver
@@ -135,7 +135,7 @@ def checked_compiler(kind: Kind, *, limit_s: float = tools.PROBE_LIMIT_S) -> Com
 
 
 def last_failure(op: OpSpec, compiler: Compiler) -> str:
-    """Why the last attempt to build ``op`` with ``compiler`` failed; empty when it did not, or there was none."""
+    """Return why the last build of ``op`` with ``compiler`` failed; empty when it succeeded or none was tried."""
     try:
         last = cache.BuildLock(cache.folder(), op.name).read()
     except BuildError as error:
@@ -144,7 +144,7 @@ def last_failure(op: OpSpec, compiler: Compiler) -> str:
 
 
 def build(op: OpSpec) -> Path:
-    """Path of the cached library of ``op``, compiled first where there is no good one; BuildError when that fails."""
+    """Return the path of the cached library of ``op``, compiled first if no good one exists; BuildError on failure."""
     try:
         compiler = checked_compiler(op.kind)
     except BuildError:
@@ -160,7 +160,7 @@ def build(op: OpSpec) -> Path:
 
 @functools.cache
 def load(op: OpSpec) -> ctypes.CDLL:
-    """The op's library, shipped, cached or built now; calls release the GIL. BuildError with the first cause."""
+    """Load the op's library, shipped, cached or built now; calls release the GIL. BuildError with the cause."""
     last: OSError | None = None
     for get in (shipped, build, build):
         path = get(op)
@@ -180,7 +180,7 @@ def load(op: OpSpec) -> ctypes.CDLL:
 
 @functools.cache
 def try_load(op: OpSpec) -> ctypes.CDLL | None:
-    """``load``, or None after one line (once per process) that names the op, the first error and what runs instead."""
+    """Call ``load``; on BuildError return None, and log once per process op, first error and what runs instead."""
     try:
         return load(op)
     except BuildError as error:

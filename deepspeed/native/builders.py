@@ -22,7 +22,7 @@ _SOURCE_FOLDER = "csrc/"
 
 
 class OpState(NamedTuple):
-    """``word``: ``built``, ``on first use`` (it can be built) or ``fallback``; ``detail``: where, with what, or why."""
+    """Op state. ``word``: ``built``, ``on first use`` (buildable), ``fallback``; ``detail``: place, tool or reason."""
 
     word: str
     detail: str
@@ -70,11 +70,11 @@ class OpBuilder:
     extra_ldflags = answers(lambda self: [f"-l{name}" for name in self.SPEC.libraries], "Libraries, as ``-l...``.")
 
     def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
-        """Without the empty flags."""
+        """Return ``args`` without empty flags."""
         return list(filter(None, args))
 
     def spec(self) -> OpSpec:
-        """What is built: SPEC with the lists above."""
+        """Return SPEC with the sources, flags and libraries of the methods above."""
         links, arguments = self.extra_ldflags(), self.nvcc_args if self.SPEC.kind == "cuda" else self.cxx_args
         flags = [*arguments(), *(f"-I{path}" for path in self.include_paths())]
         return replace(
@@ -86,7 +86,7 @@ class OpBuilder:
         )
 
     def why_not(self) -> str:
-        """Why the op cannot be built or loaded here; empty when it can. Looks at files only, runs nothing."""
+        """Return why the op cannot be built or loaded here; empty when it can. Looks at files only, runs nothing."""
         spec, torch = self.spec(), build.torch_build()
         if not spec.sources:
             return f"this package does not have it; use {spec.instead}"
@@ -101,19 +101,19 @@ class OpBuilder:
         return ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be built or loaded here; ``verbose`` logs the reason where it cannot."""
+        """Return whether the op can be built or loaded here; ``verbose`` logs the reason where it cannot."""
         reason = self.why_not()
         if reason and verbose:
             self.warning(f"{self.name} is not available: {reason}")
         return not reason
 
     def is_shipped(self) -> bool:
-        """Whether a library that fits came with this installation."""
+        """Return whether this installation came with a library that fits."""
         spec = self.spec()
         return bool(spec.sources) and not spec.missing() and build.shipped(spec) is not None
 
     def state(self, ask: Callable[[Kind], Compiler | str] = _ask) -> OpState:
-        """What a report says of the op; nothing is built. ``ask`` gives the compiler, or why there is none."""
+        """Return the op's state for a report, without building. ``ask`` returns the compiler, or why none is usable."""
         spec, answer = self.spec(), self.why_not() or None
         if answer is None and (library := build.built(spec)):
             return OpState("built", str(library))
@@ -124,7 +124,7 @@ class OpBuilder:
         return OpState("fallback", f"{spec.instead}: {reason}")
 
     def load(self, verbose: bool = False) -> Any:
-        """The op's module, or its library where it has none, built first if need be; BuildError with the reason."""
+        """Return the op's module, or its library if it has none, built first if needed; BuildError with the reason."""
         if reason := self.why_not():
             raise BuildError(f"native op {self.name} is not available: {reason}")
         library = build.load(self.spec())
@@ -133,11 +133,11 @@ class OpBuilder:
         return importlib.import_module(self.MODULE) if self.MODULE else library
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """``load``: a library shipped with the package that fits its sources is taken, else the op is built."""
+        """Call ``load``: a shipped library that fits its sources is taken, else the op is built."""
         return self.load(verbose)
 
     def builder(self) -> Any:
-        """The op as a setuptools extension; needs setuptools."""
+        """Return the op as a setuptools extension; needs setuptools."""
         spec = self.spec()
         return importlib.import_module("setuptools").Extension(
             self.absolute_name(),
@@ -149,13 +149,13 @@ class OpBuilder:
         )
 
     def command_exists(self, cmd: str | Iterable[str]) -> bool:
-        """Whether any of the programs is on PATH."""
+        """Return whether any of the programs is on PATH."""
         return any(map(shutil.which, [cmd] if isinstance(cmd, str) else cmd))
 
     def has_function(
         self, funcname: str, libraries: Iterable[str] = (), library_dirs: Iterable[str] = (), verbose: bool = False
     ) -> bool:
-        """Whether a program that calls the C function ``funcname`` links with ``libraries``."""
+        """Return whether a program that calls the C function ``funcname`` links with ``libraries``."""
         links = [*(f"-L{folder}" for folder in library_dirs or ()), *(f"-l{name}" for name in libraries or ())]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "probe.cpp"
@@ -167,7 +167,7 @@ class OpBuilder:
         return status == 0
 
     def deepspeed_src_path(self, code_path: str | Path) -> str:
-        """Absolute path of ``csrc/...``; absolute paths stay."""
+        """Return the absolute path of ``csrc/...``; absolute paths are returned unchanged."""
         return str(ops.source_root() / str(code_path).removeprefix(_SOURCE_FOLDER))
 
     def warning(self, msg: str) -> None:
@@ -176,21 +176,21 @@ class OpBuilder:
 
 
 class TorchCPUOpBuilder(OpBuilder):
-    """An op in C++."""
+    """Builder of an op in C++."""
 
 
 class CUDAOpBuilder(OpBuilder):
-    """An op in CUDA C++, without torch headers."""
+    """Builder of an op in CUDA C++, without torch headers."""
 
     SPEC = OpSpec("", (), kind="cuda")
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """``-gencode`` flags of a list like "8.0;9.0", else of TORCH_CUDA_ARCH_LIST, else of the devices here."""
+        """Return ``-gencode`` flags of a list like "8.0;9.0", else of TORCH_CUDA_ARCH_LIST, else of devices here."""
         return compiler.gencode(compiler.targets_in(cross_compile_archs or "") or compiler.wanted_targets())
 
 
 class AsyncIOBuilder(TorchCPUOpBuilder):
-    """Asynchronous file IO; ``load().aio_handle(...)``."""
+    """Builder of asynchronous file IO; ``load().aio_handle(...)``."""
 
     NAME, BUILD_VAR, SPEC, MODULE = "async_io", "DS_BUILD_AIO", ops.ASYNC_IO, ops.ASYNC_IO_MODULE
 
@@ -221,7 +221,7 @@ ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType({each.NAME: each() for each 
 
 
 def states(*, limit_s: float) -> dict[str, OpState]:
-    """State of every op by name; each compiler is asked once and has ``limit_s`` seconds for every answer."""
+    """Return the state of every op by name. Each compiler is asked once; each answer may take ``limit_s`` seconds."""
     ask = functools.cache(functools.partial(_ask, limit_s=limit_s))
     return {name: each.state(ask) for name, each in ALL_OPS.items()}
 

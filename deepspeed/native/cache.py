@@ -23,7 +23,7 @@ ELSEWHERE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
 
 
 def folder() -> Path:
-    """Where libraries are kept, by TORCH_EXTENSIONS_DIR or in ~/.cache; BuildError for a user without a home."""
+    """Return the cache folder, in TORCH_EXTENSIONS_DIR, else XDG_CACHE_HOME or ~/.cache; BuildError without a home."""
     base = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not base:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -38,7 +38,7 @@ def _sha256(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What a note or a lock file says; empty where it says nothing readable."""
+    """Return the JSON object in a note or a lock file; empty when no object can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -47,12 +47,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def note(library: Path) -> dict[str, Any]:
-    """What is known of how it was built; empty where nothing is."""
+    """Return how ``library`` was built (op, compiler, version, SHA-256); empty without a readable note."""
     return _read_json(library.with_suffix(".json"))
 
 
 def is_good(library: Path) -> bool:
-    """Whether it is there and as its note says it was built: loading a truncated one can kill the process."""
+    """Return whether ``library`` has the SHA-256 in its note: loading a truncated library can kill the process."""
     try:
         return _sha256(library) == note(library).get("sha256")
     except OSError:
@@ -60,7 +60,7 @@ def is_good(library: Path) -> bool:
 
 
 def publish(built: Path, library: Path, origin: dict[str, Any]) -> None:
-    """Move ``built`` (on the same file system) to ``library``, then the note, whose hash tells what is not whole."""
+    """Move ``built`` (on the same file system) to ``library``, then its note, whose hash tells a partial library."""
     note = built.with_suffix(".json")
     note.write_text(json.dumps({"sha256": _sha256(built), **origin}), encoding="utf-8")
     os.replace(built, library)
@@ -68,26 +68,26 @@ def publish(built: Path, library: Path, origin: dict[str, Any]) -> None:
 
 
 class BuildLock:
-    """The right to build one op in one folder; the kernel takes it from an owner that died. The file's text is for
-    people, and for those who waited while a build failed. It stays, or two owners could get in.
+    """Lock one op's builds in one folder; the kernel releases the lock of an owner that died. The file's text is for
+    people, and for processes that waited while a build failed. The file stays, or two owners could get in.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path, self._name = folder / f"{name}.lock", name
 
     def read(self) -> dict[str, Any]:
-        """What the last owner wrote, whoever holds the lock; empty when it wrote nothing readable."""
+        """Return the content that the last owner wrote, whoever holds the lock; empty when unreadable."""
         return _read_json(self.path)
 
     def write(self, **content: Any) -> None:
-        """Replace the text."""
+        """Replace the file's text: ``content`` with this process's id and host."""
         content = {"pid": os.getpid(), "host": socket.gethostname(), **content}
         with contextlib.suppress(OSError):
             self.path.write_text(json.dumps(content), encoding="utf-8")
 
     @contextlib.contextmanager
     def owned(self, *, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
-        """Nobody else builds inside; after ``limit_s``, or without file locks, all may, each in its folder."""
+        """Hold the lock inside; after ``limit_s``, or without file locks, each process may build, in its own folder."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # one that another user of a shared folder has made is good enough to lock
@@ -118,7 +118,7 @@ class BuildLock:
 
 
 def _is_dead(work: Path) -> bool:
-    """Whether the process of a work folder is gone; one of another machine counts as gone after a day."""
+    """Return whether the process of a work folder is gone; a process of another machine counts as gone after a day."""
     _, host, pid, _ = work.name.rsplit("@", 3)
     elsewhere = host != socket.gethostname()
     return time.time() - work.stat().st_mtime > _DAY_S if elsewhere else not os.path.exists(f"/proc/{pid}")
@@ -126,7 +126,7 @@ def _is_dead(work: Path) -> bool:
 
 @contextlib.contextmanager
 def work_folder(folder: Path, name: str) -> Iterator[Path]:
-    """A folder for one build, removed afterwards, and with it those of builds that were killed."""
+    """Yield a folder for one build and remove it afterwards. Folders of builds that were killed are removed first."""
     for left in folder.glob(f".{name}@*@*@*"):
         with contextlib.suppress(OSError):
             if _is_dead(left):

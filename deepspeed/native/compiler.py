@@ -33,13 +33,13 @@ _ERROR = re.compile(
 
 
 def first_error(text: str) -> str:
-    """The first line of a compiler's output that is an error, else its first line."""
+    """Return the first error line of a compiler's output, else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "it said nothing")[:300]
 
 
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
-    """Exit status and output of ``command``, all of which ends within ``limit_s``; BuildError when it cannot run."""
+    """Run ``command``; return its status and output. BuildError if it cannot run or takes over ``limit_s`` seconds."""
     what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
     with tempfile.TemporaryFile() as output:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
@@ -62,13 +62,13 @@ def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
 
 
 def find_ninja() -> str | None:
-    """The ninja program, of this environment's Python package or on PATH; None where there is none."""
+    """Return the path of ninja, from this environment's Python package or PATH; None if neither has it."""
     scripts = sysconfig.get_path("scripts")
     return shutil.which("ninja", path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
 
 
 def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
-    """A build file with one command for each target."""
+    """Return a ninja build file with one command for each target."""
     path = functools.partial(re.sub, r"([$ :])", r"$\1")
     lines = [f"builddir = {path(str(work))}", "rule run", "  command = $run"]
     for target, command in commands.items():
@@ -78,9 +78,9 @@ def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler that answered: its command (several words with ``CXX="ccache g++"``), its version and its kind.
-    ``static_runtime``: the C++ runtime can go into the library, so that an older one in the process does no harm.
-    ``targets``: the CUDA architectures that it compiles for.
+    """Compiler that answered: command (several words with ``CXX="ccache g++"``), version and kind. ``static_runtime``:
+    the C++ runtime can go into the library, so that an older one in the process does no harm. ``targets``: the CUDA
+    architectures that it compiles for.
     """
 
     command: tuple[str, ...]
@@ -90,18 +90,18 @@ class Compiler:
     targets: tuple[str, ...] = CUDA_TARGETS
 
     def identity(self) -> list[str]:
-        """What a cached library depends on."""
+        """Return the parts of the compiler that a cached library depends on."""
         nvcc = self._nvcc_options() if self.kind == "cuda" else []
         return [*self.command, self.version, str(self.static_runtime), *nvcc]
 
     def object_command(self, op: OpSpec, source: Path, target: Path) -> list[str]:
-        """Compile one source."""
+        """Return the command that compiles one source."""
         place = ["-Xcompiler", "-fPIC", *self._nvcc_options()] if self.kind == "cuda" else ["-fPIC", "-pthread"]
         flags = ["-std=c++17", "-O3", *op.flags, "-I", str(op.folder())]
         return [*self.command, *place, *flags, "-c", str(source), "-o", str(target)]
 
     def link_command(self, op: OpSpec, objects: Sequence[Path], target: Path) -> list[str]:
-        """Make the shared library."""
+        """Return the command that links the shared library."""
         if self.kind == "cuda":
             # static: a machine with a driver and a CUDA torch needs no toolkit
             runtime = ["-cudart", "static", *self._nvcc_options()]
@@ -120,13 +120,13 @@ class Compiler:
 
 
 def targets_in(text: str) -> tuple[str, ...]:
-    """Architectures in a list as TORCH_CUDA_ARCH_LIST has them: ("80", "90a") of "8.0;9.0a+PTX"."""
+    """Return the architectures in a list like TORCH_CUDA_ARCH_LIST: ("80", "90a") of "8.0;9.0a+PTX"."""
     return tuple(major + minor for major, minor in re.findall(r"(\d+)\.(\d+[a-z]?)", text))
 
 
 @functools.cache
 def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
-    """Architectures of the devices of this process, lowest first, by the driver: torch may not be installed yet."""
+    """Return the architectures of this process's devices, lowest first, by the driver: torch may not be installed."""
     architectures, number, value = set[int](), ctypes.c_int(), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         cuda = ctypes.CDLL(driver)
@@ -141,18 +141,18 @@ def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
 
 
 def wanted_targets() -> tuple[str, ...]:
-    """What TORCH_CUDA_ARCH_LIST asks for, else the devices that are there, else CUDA_TARGETS."""
+    """Return the architectures of TORCH_CUDA_ARCH_LIST, else of the devices present, else CUDA_TARGETS."""
     return targets_in(os.environ.get("TORCH_CUDA_ARCH_LIST", "")) or present_targets() or CUDA_TARGETS
 
 
 def shipped_targets() -> tuple[str, ...]:
-    """The same for a package that may run on other machines as well."""
+    """Return architectures of a package for any machine: TORCH_CUDA_ARCH_LIST, else CUDA_TARGETS and the devices."""
     everywhere = sorted({*CUDA_TARGETS, *present_targets()}, key=int)
     return targets_in(os.environ.get("TORCH_CUDA_ARCH_LIST", "")) or tuple(everywhere)
 
 
 def covers(targets: Sequence[str], devices: Sequence[str]) -> bool:
-    """Whether code for ``targets`` runs on all ``devices``: on those of equal major, the last PTX on newer."""
+    """Return whether code for ``targets`` runs on all ``devices``: code within a major version, last PTX on newer."""
     codes = [int(name) for name in targets if name.isdecimal()]  # "90a" runs on a 90 and on nothing else
     exact, newer = {name[:-1] for name in targets if not name.isdecimal()}, targets[-1].isdecimal()
 
@@ -163,13 +163,13 @@ def covers(targets: Sequence[str], devices: Sequence[str]) -> bool:
 
 
 def gencode(targets: Sequence[str]) -> list[str]:
-    """nvcc's flags for machine code of all ``targets``, and PTX of the last, for newer devices."""
+    """Return nvcc's flags for machine code of all ``targets``, and for PTX of the last target, for newer devices."""
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in targets]
     return [*codes, f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}"]
 
 
 def locate(kind: Kind) -> tuple[str, ...]:
-    """Command of the compiler for ``kind``, found without running anything; BuildError when there is none."""
+    """Return the command of the compiler for ``kind`` without running anything; BuildError when none is found."""
     if kind == "cuda":
         homes = [os.path.join(home, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
         path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", os.defpath), *NVCC_FOLDERS]))
@@ -189,7 +189,7 @@ def locate(kind: Kind) -> tuple[str, ...]:
 
 
 def find(kind: Kind, *, limit_s: float = PROBE_LIMIT_S) -> Compiler:
-    """The compiler for ``kind``, asked for its version; BuildError where none answers in ``limit_s`` seconds."""
+    """Find the compiler for ``kind`` and ask for its version; BuildError when none answers in ``limit_s`` seconds."""
     command = locate(kind)
     status, answer = run_tool([*command, "--version"], limit_s=limit_s)
     if status != 0:
@@ -202,7 +202,7 @@ def find(kind: Kind, *, limit_s: float = PROBE_LIMIT_S) -> Compiler:
 
 
 def _known_targets(command: tuple[str, ...], limit_s: float) -> tuple[str, ...]:
-    """``wanted_targets``; of a device newer than nvcc the newest that it knows, whose PTX runs there."""
+    """Return ``wanted_targets``; a device newer than nvcc gets nvcc's newest target, whose PTX runs on the device."""
     wanted = wanted_targets()
     if wanted != present_targets() or os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return wanted

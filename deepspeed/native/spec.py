@@ -18,16 +18,16 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 def source_root() -> Path:
-    """Folder of the native sources: beside this file in an installed package, else at the top of the checkout."""
+    """Return the folder of the native sources: beside this file if installed, else at the top of the checkout."""
     inside = Path(__file__).resolve().parent / "csrc"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "csrc"
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One shared library of ``extern "C"`` functions. ``sources`` are paths below the source root; what they include
-    with quotes becomes part of the cache key by itself. ``flags`` go to the compiler and the linker, ``libraries`` are
-    names for ``-l``. ``instead`` names what runs when the op is not there.
+    """Shared library of ``extern "C"`` functions. ``sources`` are paths below the source root; files that they include
+    with quotes join the cache key automatically. ``flags`` go to the compiler and the linker, ``libraries`` are names
+    for ``-l``. ``instead`` names what runs when the op is not available.
     """
 
     name: str
@@ -40,19 +40,19 @@ class OpSpec:
     root: Path | None = None  # None: source_root()
 
     def folder(self) -> Path:
-        """Folder that sources, headers and ``#include`` lines are relative to."""
+        """Return the folder that sources, headers and ``#include`` lines are relative to."""
         return self.root or source_root()
 
     def files(self) -> tuple[Path, ...]:
-        """Absolute paths of the sources."""
+        """Return the absolute paths of the sources."""
         return tuple(self.folder() / name for name in self.sources)
 
     def missing(self) -> tuple[str, ...]:
-        """Sources that are not on disk."""
+        """Return the sources that are not on disk."""
         return tuple(name for name in self.sources if not (self.folder() / name).is_file())
 
     def inputs(self) -> tuple[Path, ...]:
-        """Sources and everything that they include with quotes, directly or not."""
+        """Return the sources and every file that they include with quotes, directly or not."""
         read: dict[Path, None] = {}
         waiting = list(self.files())
         while waiting:
@@ -67,7 +67,7 @@ class OpSpec:
         return tuple(read)
 
     def stem(self) -> str:
-        """Name, and hash of contents, flags, version and kind of machine; BuildError for a file that cannot be read."""
+        """Return name and hash of contents, flags, version and machine; BuildError for a file that cannot be read."""
         try:
             contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.inputs()]
         except OSError as error:
@@ -78,7 +78,7 @@ class OpSpec:
 
 
 def short_hash(parts: object) -> str:
-    """16 hex digits of the SHA-256 of ``parts`` as JSON."""
+    """Return 16 hex digits of the SHA-256 of ``parts`` as JSON."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

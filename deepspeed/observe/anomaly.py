@@ -14,13 +14,13 @@ _LEAST_SHARE, _LEAST_FACTOR = 0.1, 4.0  # of a loss above its median; of a norm:
 
 
 def _ordinary(values: deque[float]) -> tuple[float, float]:
-    """Median and spread."""
+    """Return the median and the spread (1.4826 times the median distance from it)."""
     middle = statistics.median(values)
     return middle, 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
 class AnomalyWatch:
-    """Follows one run; ``window`` updates make up what is ordinary, and a note of one kind is made once in them."""
+    """Watch one run for outliers against the last ``window`` updates; a note of one kind comes once per window."""
 
     def __init__(self, window: int) -> None:
         self._window, self._fewest = window, min(_FEWEST, window)
@@ -28,7 +28,7 @@ class AnomalyWatch:
         self._quiet_until: dict[str, int] = {}
 
     def look(self, step: int, *, loss: float | None, norm: float | None) -> list[str]:
-        """Sentences about update ``step``, mostly none. ``norm``: before clipping, infinite if it was skipped."""
+        """Return remarks on update ``step``, mostly none. ``norm``: before clipping, infinite for a skipped update."""
         sentences = {"loss": self._judge_loss(loss), "norm": self._judge_norm(norm)}
         if loss is not None and math.isfinite(loss):
             self._losses.append(loss)

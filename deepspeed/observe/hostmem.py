@@ -25,24 +25,24 @@ def _text(file: Path) -> str:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The file's lines "name number" (or "name: number kB"), in its own units."""
+    """Return the file's lines "name number" (or "name: number kB") as a dict, in the file's units."""
     rows = (line.replace(":", " ").split() for line in _text(file).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def rss_bytes() -> int:
-    """Resident set size now."""
+    """Return the resident set size of this process."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set since the process started or since ``reset_peak_rss`` last worked."""
+    """Return the largest resident set since the process started or since ``reset_peak_rss`` last worked."""
     peak = _numbers(ROOT / "proc/self/status").get("VmHWM", 0) << 10
     return peak or rss_bytes()  # some kernels do not tell
 
 
 def reset_peak_rss() -> bool:
-    """Start a new peak measurement; False where the system has no way to do it (then the peak is since start)."""
+    """Start a new peak measurement; return False where the system cannot (then the peak is since the process start)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -51,18 +51,18 @@ def reset_peak_rss() -> bool:
 
 
 def host_total_bytes() -> int:
-    """Physical memory of the machine."""
+    """Return the physical memory of the machine."""
     return int(psutil.virtual_memory().total)
 
 
 def host_available_bytes() -> int:
-    """Memory that could be given to processes without swapping."""
+    """Return the memory that could be given to processes without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory that processes share, in bytes: ``free`` can still be had. ``key`` is the same for all who share it."""
+    """Memory that processes share, in bytes: ``free`` is still available. ``key`` is equal for all who share it."""
 
     key: tuple[str | int, ...]
     name: str
@@ -71,7 +71,7 @@ class Pool:
 
 
 def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree each)."""
+    """Yield the folders of this process's control groups, innermost first, and whether each is of cgroup v1."""
     # what part of each controller's tree is mounted, and where; "" is that of the second kind
     mounts: dict[str, tuple[str, str]] = {}
     for line in _text(root / "proc/self/mountinfo").splitlines():
@@ -96,7 +96,7 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def memory_groups(root: Path = ROOT) -> list[Pool]:
-    """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back."""
+    """Return control groups that limit this process's memory, innermost first. Reclaimable page cache is free."""
     machine, pools = _text(root / _BOOT), []
     for folder, first in groups(root, "memory"):
         files = ("memory.limit_in_bytes",) if first else ("memory.max", "memory.high")
@@ -113,14 +113,14 @@ def memory_groups(root: Path = ROOT) -> list[Pool]:
 
 
 def memory_pools(root: Path = ROOT) -> list[Pool]:
-    """Everything that bounds this process's memory: its control groups, and the machine."""
+    """Return every bound of this process's memory: its control groups, and the machine."""
     free, total = host_available_bytes(), host_total_bytes()
     name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
     return [*memory_groups(root), Pool((_text(root / _BOOT),), name, total, free)]
 
 
 def _libc(name: str) -> Callable[..., int]:
-    """A function of the C library; one that does nothing where the library has none of that name (musl, macOS)."""
+    """Return a function of the C library, or a function that does nothing where the library lacks it (musl, macOS)."""
     return getattr(_LIBC, name, lambda *_: 0)
 
 
@@ -138,7 +138,7 @@ def return_large_blocks() -> None:
 
 
 class HeapTrimmer:
-    """Gives freed heap memory back to the system after every 64 MiB that went through it.
+    """Give freed heap memory back to the system after every 64 MiB that went through it.
 
     glibc up to 2.37 does not find a freed aligned block again when the same size is asked for with alignment, as torch
     does, so a loop over the tensors of a model leaves a heap as large as the model behind it, all of it free.
@@ -153,7 +153,7 @@ class HeapTrimmer:
             self.trim()
 
     def trim(self) -> None:
-        """Give back now."""
+        """Give freed heap memory back now."""
         self._passed = 0
         _libc("malloc_trim")(0)
 
@@ -161,8 +161,8 @@ class HeapTrimmer:
 def prefer_huge_pages(address: int, nbytes: int) -> None:
     """Ask the kernel to back the 2 MiB-aligned inside of a fresh host buffer with huge pages; only a hint.
 
-    Buffers that come and go with every unit are dominated by page faults otherwise. Not of blocks that may lie in the
-    heap, which would keep huge pages where one of them was, however little of them is used next.
+    Page faults otherwise dominate buffers that come and go with every unit. Blocks below 4 MiB may lie in the heap and
+    are skipped: the heap would keep their huge pages, however little of them is used next.
     """
     start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
     inside = (address + nbytes) // _HUGE_BYTES * _HUGE_BYTES - start

@@ -8,7 +8,7 @@ import sys
 
 
 class _AboveBars(logging.StreamHandler):
-    """Writes lines above the progress bars that the program has on the terminal, if it uses tqdm."""
+    """Write lines above the progress bars that the program has on the terminal, if it uses tqdm."""
 
     def emit(self, record: logging.LogRecord) -> None:
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
@@ -27,7 +27,7 @@ if not logger.handlers:
 
 
 def rank() -> int:
-    """Global rank as the launcher states it (0 when there is none); no process group is needed."""
+    """Return the global rank that the launcher states (0 without a launcher); needs no process group."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -47,7 +47,7 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """``log_dist``, at most once per message."""
+    """Call ``log_dist``, at most once per message."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -58,12 +58,12 @@ def warning_once(message: str) -> None:
 
 
 def print_dist(message: str, ranks: list[int] | None = None) -> None:
-    """``log_dist`` at INFO."""
+    """Log ``message`` at INFO, as ``log_dist``."""
     log_dist(message, ranks=ranks, stacklevel=2)
 
 
 def level_number(name: str) -> int:
-    """The number of a level's name: debug, info, warning, error or critical; ValueError otherwise."""
+    """Return the number of a log level: debug, info, warning, error or critical; ValueError for another name."""
     level = logging.getLevelName(name.upper())
     if not isinstance(level, int):
         raise ValueError(f"{name!r} is no log level; use debug, info, warning, error or critical.")

@@ -20,7 +20,7 @@ Writer = tuple[Callable[[Sequence[Event]], None], Callable[[], Any]]  # writes e
 
 
 def _needed(block: str, settings: Any) -> Any:
-    """What ``block`` writes with: its package, or the folder of the CSV files, made. DeepSpeedConfigError without."""
+    """Return the package that ``block`` writes with, or its output folder, made; DeepSpeedConfigError on failure."""
     if module := _WRITERS[block][0]:
         try:
             return importlib.import_module(module)
@@ -41,7 +41,7 @@ def _needed(block: str, settings: Any) -> Any:
 
 
 def _csv(_settings: Any, folder: Path) -> Writer:
-    """One file per name in ``folder``, titles first; rows are appended, so a resumed run continues its files."""
+    """Write one file per name in ``folder``, titles first; rows are appended, so a resumed run continues its files."""
 
     def write(events: Sequence[Event]) -> None:
         for name, value, step in events:
@@ -54,12 +54,12 @@ def _csv(_settings: Any, folder: Path) -> Writer:
 
 
 def prometheus_name(name: str) -> str:
-    """``Train/Samples/lr`` -> ``deepspeed_lr``: letters, digits and underscores."""
+    """Return a gauge's name: ``Train/Samples/lr`` -> ``deepspeed_lr``, in letters, digits and underscores."""
     return "deepspeed_" + re.sub("[^a-z0-9_]", "_", name.removeprefix("Train/Samples/").lower())
 
 
 def _prometheus(settings: Any, _folder: Path) -> Writer:
-    """The newest value of every metric as a gauge (text format 0.0.4); readers see a whole file, old or new."""
+    """Write the newest value of every metric as a gauge (text format 0.0.4); readers see a whole file, old or new."""
     path, newest = Path(settings.output_file), dict[str, tuple[str, float]]()
     odd = {math.inf: "+Inf", -math.inf: "-Inf"}
 
@@ -80,7 +80,7 @@ def _prometheus(settings: Any, _folder: Path) -> Writer:
 
 
 def _tensorboard(settings: Any, summary: Any) -> Writer:
-    """Event files under ``output_path``/``job_name``, on disk after every call."""
+    """Write event files under ``output_path``/``job_name``, on disk after every call."""
     writer = summary.SummaryWriter(log_dir=str(Path(settings.output_path) / settings.job_name))
 
     def write(events: Sequence[Event]) -> None:
@@ -92,7 +92,7 @@ def _tensorboard(settings: Any, summary: Any) -> Writer:
 
 
 def _wandb(settings: Any, wandb: Any) -> Writer:
-    """A run of Weights and Biases in ``project``, owned by ``team``, as part of ``group``; a step's events together."""
+    """Log to a Weights and Biases run in ``project``, of ``team``, part of ``group``; a step's events together."""
     run = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
 
     def write(events: Sequence[Event]) -> None:
@@ -103,7 +103,7 @@ def _wandb(settings: Any, wandb: Any) -> Writer:
 
 
 def _comet(settings: Any, comet: Any) -> Writer:
-    """An experiment of Comet; a metric is sent when ``samples_log_interval`` samples have passed since its last one."""
+    """Log to a Comet experiment; send a metric when ``samples_log_interval`` samples have passed since its last one."""
     names = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
     experiment = comet.start(**{n: getattr(settings, n) for n in names if getattr(settings, n) is not None})
     if settings.experiment_name is not None:
@@ -134,10 +134,10 @@ def _in_words(error: Exception) -> str:
 
 
 class MonitorMaster:
-    """Hands events to every writer that the configuration enables; ``monitor_config`` has the blocks as attributes.
+    """Pass events to every writer that the configuration enables; ``monitor_config`` has the blocks as attributes.
 
-    ``enabled`` is the same on all ranks; only rank 0 writes. DeepSpeedConfigError on all of them where a package is
-    missing or a file cannot be written; a service that does not let rank 0 in is warned of, and left out.
+    ``enabled`` is the same on all ranks; only rank 0 writes. Raises DeepSpeedConfigError on all ranks where a package
+    is missing or a file cannot be written. A service that refuses rank 0 causes a warning and is left out.
     """
 
     def __init__(self, monitor_config: Any) -> None:
@@ -160,7 +160,7 @@ class MonitorMaster:
                 warning_once(f"{name} cannot write ({_in_words(error)}): it lacks some values; the run goes on")
 
     def close(self) -> None:
-        """Write no more. Idempotent."""
+        """End all writers. Idempotent."""
         writers, self._writers = self._writers, {}
         for name, (_, end) in writers.items():
             try:
@@ -170,7 +170,7 @@ class MonitorMaster:
 
 
 def _alone(name: str, block: str) -> type[MonitorMaster]:
-    """The class ``name``: the writer of one block of the configuration, whose keys it has as attributes."""
+    """Make the class ``name``: the writer of one block of the configuration, whose keys it has as attributes."""
 
     def build(self: MonitorMaster, config: Any) -> None:
         vars(self).update(vars(config))

@@ -12,36 +12,36 @@ from typing import NamedTuple
 
 
 def tail(values: Sequence[float], share: float = 0.95) -> float:
-    """The smallest value that at least that ``share`` of the ``values`` does not exceed; 0 of none."""
+    """Return the smallest value that at least ``share`` of the ``values`` do not exceed; 0 without values."""
     return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)] if values else 0.0
 
 
 class PaceSpread(NamedTuple):
-    """Of the last steps, in milliseconds."""
+    """Median and 95th percentile of the last steps, in milliseconds."""
 
     median: float
     p95: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "PaceSpread":
-        """Zeros of none."""
+        """Return the spread of ``values``; zeros without values."""
         return cls(statistics.median(values), tail(values)) if values else cls(0.0, 0.0)
 
 
 class Pace:
-    """The last ``most`` steps of one rank: own work and waits, in milliseconds."""
+    """Keep own work and waits of one rank's last ``most`` steps, in milliseconds."""
 
     def __init__(self, most: int) -> None:
         self._work, self._wait = deque[float](maxlen=most), deque[float](maxlen=most)
 
     def add(self, work_ms: float, wait_ms: float) -> None:
-        """One more step."""
+        """Add one step."""
         self._work.append(work_ms)
         self._wait.append(wait_ms)
 
     @property
     def steps(self) -> int:
-        """How many of them are known."""
+        """Return the number of steps kept."""
         return len(self._work)
 
     work = property(lambda self: PaceSpread.of(self._work))
@@ -50,7 +50,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class RankPace:
-    """What a rank has told of itself: the number of its last update, of how many steps, where it runs."""
+    """Pace that a rank reports: the number of its last update, over how many steps, and its host."""
 
     rank: int
     step: int
@@ -62,14 +62,14 @@ class RankPace:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank whose own work takes ``times`` as long as that of the median rank, ``median_ms``."""
+    """Rank whose own work takes ``times`` as long as that of the median rank, ``median_ms``."""
 
     pace: RankPace
     times: float
     median_ms: float
 
     def text(self) -> str:
-        """For the log."""
+        """Return the sentence for the log."""
         p, where = self.pace, f" ({self.pace.host})" if self.pace.host else ""
         return (
             f"rank {p.rank}{where} is slow: its own work takes {p.work.median:.1f} ms a step (p95 {p.work.p95:.1f}), "
@@ -79,7 +79,7 @@ class SlowRank:
 
 
 def slow_ranks(paces: Mapping[int, RankPace], *, ranks: int, factor: float, steps: int) -> list[SlowRank]:
-    """Ranks whose work over ``steps`` steps takes ``factor`` times the median's, slowest first, once all told."""
+    """Return ranks whose work takes ``factor`` times the median's, slowest first, once all report ``steps`` steps."""
     if len(paces) < max(2, ranks) or any(pace.steps < steps for pace in paces.values()):
         return []
     middle = statistics.median_low([pace.work.median for pace in paces.values()])

@@ -15,7 +15,7 @@ _LIVING: "list[Borrowed]" = []
 
 
 class Borrowed:
-    """One change of the process-wide setting ``name``, in force until ``give_back``."""
+    """Change the process-wide setting ``name`` until ``give_back``."""
 
     def __init__(self, name: str, *, value: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.name, self._write, self._before = name, write, read()
@@ -35,7 +35,7 @@ class Borrowed:
 
 
 def hold_settings(undo: contextlib.ExitStack, *, log_level: str | None, no_collection: bool) -> None:
-    """Change what an engine asks for; leaving ``undo`` gives it back. ValueError for an unknown level."""
+    """Change the settings that an engine asks for until ``undo`` is left. ValueError for an unknown level."""
     if log_level is not None:
         level = level_number(log_level)
         undo.callback(Borrowed("log level", value=level, read=lambda: logger.level, write=logger.setLevel).give_back)

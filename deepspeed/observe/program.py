@@ -20,28 +20,28 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
 class CheckFailedError(Exception):
-    """What was to be checked is not so; the text says what is."""
+    """Failed check of a command; the text says what was found."""
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose options are rows, and whose ``description`` keeps its lines."""
+    """Parser whose options are rows, and whose ``description`` keeps its lines."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def option(self, flags: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
-        """An option with a value; ``default`` may be written as a user would."""
+        """Add an option with a value; ``default`` may be written as a user would."""
         ending = "" if default is None else " (default %(default)s)"
         self.add_argument(*flags.split(), type=kind, default=default, metavar=metavar, help=text + ending)
 
     def switches(self, **texts: str) -> None:
-        """Options without a value."""
+        """Add options without a value."""
         for name, text in texts.items():
             self.add_argument(f"--{name}", action="store_true", help=text)
 
 
 def docstring_of(module: str, function: str | None = None) -> str:
-    """The docstring of a module, or of a function of it, read without importing it."""
+    """Return the docstring of a module, or of a function in the module, without importing it."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def docstring_of(module: str, function: str | None = None) -> str:
 
 
 def count_of(text: str, most: int = sys.maxsize, least: int = 1) -> int:
-    """A whole number from ``least`` on. Raises ArgumentTypeError."""
+    """Parse a whole number from ``least`` to ``most``. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
         limit = f"to {most}" if most < sys.maxsize else "on"
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} {limit}")
@@ -61,7 +61,7 @@ whole_of = functools.partial(count_of, least=0)  # a whole number from 0 on
 
 
 def number_of(text: str) -> float:
-    """A number from 0 on. Raises ArgumentTypeError."""
+    """Parse a number from 0 on. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < math.inf:
             return float(text)
@@ -69,7 +69,7 @@ def number_of(text: str) -> float:
 
 
 def positive_of(text: str) -> float:
-    """A number above 0. Raises ArgumentTypeError."""
+    """Parse a number above 0. Raises ArgumentTypeError."""
     with contextlib.suppress(argparse.ArgumentTypeError):
         if (number := number_of(text)) > 0:
             return number
@@ -77,7 +77,7 @@ def positive_of(text: str) -> float:
 
 
 def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
-    """The lines of a table; the first ``left`` columns begin at their left edge, the others end at their right."""
+    """Return the lines of a table; the first ``left`` columns are aligned left, the others right."""
     texts = [[cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     padded = [[f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)] for row in texts]
@@ -85,9 +85,9 @@ def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
 
 
 def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
-    """The exit status: of ``run``, or 1 for a failed check, 2 for wrong input and failures, 130 for Ctrl-C, 141 unread.
+    """Return ``run``'s status, or 1 for a failed check, 2 for bad input and failures, 130 for Ctrl-C, 141 unread.
 
-    ``run`` may instead return what is to be said: text, or facts, which are written as JSON; the status is 0 then.
+    ``run`` may instead return text, or facts, which are written as JSON; the status is 0 then.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the program
@@ -114,12 +114,12 @@ def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
 
 
 def say(text: str) -> None:
-    """A line on standard output."""
+    """Write a line to standard output."""
     sys.stdout.write(text + "\n")
 
 
 def size(nbytes: float) -> str:
-    """``"23.4 GiB"``; bytes are scaled by 1024."""
+    """Format a number of bytes as ``"23.4 GiB"``, scaled by 1024."""
     for unit in ("B", "KiB", "MiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.4g} {unit}"

@@ -30,7 +30,7 @@ Record = dict[str, Any]
 
 
 def _clean(value: Any) -> Any:
-    """``value`` without what JSON has no word for: numbers that are not finite are texts."""
+    """Return ``value`` as strict JSON allows it: numbers that are not finite become texts, others are rounded."""
     if isinstance(value, dict):
         return {str(name): _clean(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -43,9 +43,9 @@ def _clean(value: Any) -> Any:
 
 
 class RunFile:
-    """Appends to the record in ``folder``, which is made. Raises UsageError where that cannot be.
+    """Append to the record in ``folder``, which is made. Raises UsageError where that fails.
 
-    What can no longer be written later, as a disk is full, is left out: ``fault`` is the first reason.
+    Lines that cannot be written later, as when a disk is full, are left out: ``fault`` is the first reason.
     """
 
     def __init__(self, folder: str | os.PathLike[str], facts: Record) -> None:
@@ -66,7 +66,7 @@ class RunFile:
             self.write("warning", level="WARNING", text=f"{text}. Name a folder for each run")
 
     def write(self, kind: str, **facts: Any) -> None:
-        """One line, on its way to the disk when this returns."""
+        """Write one line, which is on its way to the disk when this returns."""
         if kind == "warning":
             self._warnings += 1
             if self._warnings > _MOST_WARNINGS:
@@ -96,7 +96,7 @@ class RunFile:
             self.write("step", steps=sums.count, **sums.last, **sums.means())
 
     def ranks(self, state: Record) -> None:
-        """Replace the state of the ranks."""
+        """Replace the file of the ranks' state."""
         hidden = self._folder / f".{RANKS}.{os.getpid()}"
         try:
             hidden.write_text(json.dumps(_clean(state)), encoding="utf-8")
@@ -107,14 +107,14 @@ class RunFile:
                 hidden.unlink()
 
     def close(self, error: str = "") -> None:
-        """The last lines; ``error``: what ended the run."""
+        """Write the last lines and close the file; ``error``: what ended the run."""
         self._end_steps()
         self.write("end", **({"error": error} if error else {}))
         self._file.close()
 
 
 class _StepSums:
-    """Several steps as one."""
+    """Accumulate several steps into one line."""
 
     def __init__(self) -> None:
         self.count, self.last = 0, Record()
@@ -137,7 +137,7 @@ class _StepSums:
 
 
 def _claim(file: int) -> bool:
-    """Whether no other process writes to ``file``, as far as the system knows; from here on this one does."""
+    """Lock ``file`` for this process; return False where another process holds the lock, as far as the system knows."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -155,7 +155,7 @@ def _ends_with_a_line(path: Path) -> bool:
 
 @dataclass
 class Run:
-    """What a record holds, by kind, in order of time. ``damaged``: unreadable lines; ``place``: of the next line."""
+    """Hold a record by kind, in order of time. ``damaged``: unreadable lines; ``place``: offset of the next line."""
 
     folder: Path
     by_kind: dict[str, list[Record]] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def updates(self) -> list[Record]:
-        """The lines of updates; of updates made again, as a job went on from a checkpoint, the last ones."""
+        """Return the lines of updates; where a job resumed from a checkpoint and repeated updates, the last ones."""
         kept: list[Record] = []
         for line in self.of("step"):
             if isinstance(number := line.get("step"), int):
@@ -179,14 +179,14 @@ class Run:
 
     @property
     def ranks(self) -> Record:
-        """The state of every rank as last written; empty before that."""
+        """Return the state of every rank as last written; empty before that."""
         with contextlib.suppress(OSError, ValueError):
             state = json.loads((self.folder / RANKS).read_text(encoding="utf-8"))
             return state if isinstance(state, dict) else {}
         return {}
 
     def read_on(self) -> bool:
-        """Take in what was appended; whether there was anything. A line that is not complete yet waits."""
+        """Take in what was appended; return whether there was anything. A line that is not complete yet waits."""
         with open(self.folder / RECORDS, "rb") as file:
             file.seek(self.place)
             text = file.read()
@@ -208,7 +208,7 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """The record in ``folder``. UsageError, in a sentence, where there is none, or none of this format."""
+    """Read the record in ``folder``. UsageError, in a sentence, where there is none, or none of this format."""
     run = Run(Path(folder))
     asks = 'A run writes one with "observe": {"run": FOLDER} in its configuration'
     if not run.folder.is_dir():

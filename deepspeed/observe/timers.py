@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def memory_report() -> str:
-    """One line: device bytes now and at peak, host bytes now and at peak, machine use."""
+    """Return one line: device bytes now and at peak, host bytes now and at peak, machine use."""
     accelerator, total = get_accelerator(), hostmem.host_total_bytes()
     rows = [("process RSS", hostmem.rss_bytes(), hostmem.peak_rss_bytes())]
     if accelerator.device_name() != "cpu":
@@ -29,7 +29,7 @@ def memory_report() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With ``force``: collect garbage, log ``message`` and the memory in use on rank 0, start new peak measurements."""
+    """Collect garbage, log ``message`` and the memory in use on rank 0, start new peaks; only with ``force``."""
     if force:
         gc.collect()
         log_dist(f"{message}: {memory_report()}", stacklevel=2)
@@ -37,13 +37,13 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def trimmed_mean(values: list[float]) -> float:
-    """Mean without the lowest and the highest tenth of the values; 0 of none."""
+    """Return the mean without the lowest and the highest tenth of the values; 0 without values."""
     cut = len(values) // 10
     return sum(sorted(values)[cut : len(values) - cut]) / max(1, len(values) - 2 * cut)
 
 
 class PhaseTimer:
-    """One phase. Times are milliseconds. Starting and stopping wait for the device first."""
+    """Timer of one phase, in milliseconds. Starting and stopping wait for the device first."""
 
     def __init__(self, name: str) -> None:
         self.name_, self.started_ = name, False
@@ -51,7 +51,7 @@ class PhaseTimer:
         self._records: list[float] = []
 
     def start(self) -> None:
-        """Begin; UsageError when it runs already."""
+        """Start the timer; UsageError when it runs already."""
         if self.started_:
             raise UsageError(f"The timer {self.name_!r} runs already; stop it before starting it again.")
         get_accelerator().synchronize()
@@ -59,7 +59,7 @@ class PhaseTimer:
         self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """End; adds to the time so far, or replaces it with ``reset``. ``record`` keeps the span for ``mean``."""
+        """Stop and add to the time so far, or ``reset`` it to this span; ``record`` keeps the span for ``mean``."""
         if not self.started_:
             raise UsageError(f"The timer {self.name_!r} does not run; start it before stopping it.")
         get_accelerator().synchronize()
@@ -69,11 +69,11 @@ class PhaseTimer:
         self.started_ = False
 
     def reset(self) -> None:
-        """Back to zero, not running."""
+        """Stop the timer, set its time to zero and drop the recorded spans."""
         self.__init__(self.name_)  # type: ignore[misc]
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds so far; a running timer is stopped for the reading and goes on."""
+        """Return the milliseconds so far; ``reset`` zeroes them. A running timer is stopped to read and goes on."""
         if running := self.started_:
             self.stop()
         elapsed, self._elapsed_ms = self._elapsed_ms, 0.0 if reset else self._elapsed_ms
@@ -82,12 +82,12 @@ class PhaseTimer:
         return elapsed
 
     def mean(self) -> float:
-        """Mean of the recorded spans without the lowest and highest tenth, in milliseconds; 0 of none."""
+        """Return the mean of recorded spans without the lowest and highest tenth, in milliseconds; 0 without spans."""
         return trimmed_mean(self._records)
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name; each start and stop waits for the device first, so device work is charged where it was issued."""
+    """Keep timers by name; start and stop wait for the device first, so device work is charged where it was issued."""
 
     Timer = PhaseTimer
     memory_usage = staticmethod(memory_report)
@@ -96,15 +96,15 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, PhaseTimer] = {}
 
     def __call__(self, name: str) -> PhaseTimer:
-        """The timer ``name``, made on first use."""
+        """Return the timer ``name``, made on first use."""
         return self.timers.setdefault(name, PhaseTimer(name))
 
     def has_timer(self, name: str) -> bool:
-        """True when ``name`` was used."""
+        """Return whether ``name`` was used."""
         return name in self.timers
 
     def get_timers(self) -> dict[str, PhaseTimer]:
-        """All timers by name."""
+        """Return all timers by name."""
         return self.timers
 
     def log(
@@ -122,7 +122,7 @@ class SynchronizedWallClockTimer:
         log_dist(f"time (ms) | {' | '.join(times)}{memory}", ranks=ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean recorded time per name in milliseconds, divided by ``normalizer``."""
+        """Return the mean recorded time per name in milliseconds, divided by ``normalizer``."""
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means if reset else ():
             self.timers[name].reset()
@@ -130,13 +130,13 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """The timers when nothing is to be timed: every name can be used and takes no time."""
+    """Replace the timers when nothing is timed: every name is accepted and takes no time."""
 
     class Timer:
-        """Each of them."""
+        """Timer that always reads zero."""
 
         def start(self, *_args: Any, **_kwargs: Any) -> float:
-            """Zero milliseconds."""
+            """Return zero milliseconds."""
             return 0.0
 
         stop = reset = elapsed = mean = start
@@ -154,11 +154,11 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second over updates of ``batch_size`` samples, without the first ``start_step`` (warm-up) updates.
+    """Measure samples per second over updates of ``batch_size`` samples, without the first ``start_step`` (warm-up).
 
     ``steps_per_output`` None never logs. ``config`` may hold ``enabled`` (a disabled timer does nothing) and
-    ``synchronized``: events on the device's stream are measured, which only the update that logs waits for, and who
-    reads ``avg_samples_per_sec``, ``step_elapsed_time`` (of the update under way) or ``total_elapsed_time`` (both in
+    ``synchronized``: events on the device's stream are measured. The update that logs waits for them, and so does each
+    read of ``avg_samples_per_sec``, ``step_elapsed_time`` (of the update under way) or ``total_elapsed_time`` (both in
     seconds). Otherwise only the host's time counts.
     """
 
@@ -182,12 +182,12 @@ class ThroughputTimer:
         self._step_s = self._total_s = 0.0
 
     def update_epoch_count(self) -> None:
-        """A new epoch begins."""
+        """Begin a new epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-batch begins. A second start without a stop between counts from the second."""
+        """Begin a micro-batch. A second start without a stop counts from the second start."""
         if self.enabled:
             self._start = self._now()
 
@@ -197,7 +197,7 @@ class ThroughputTimer:
         return event
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-batch ends; ``global_step`` when an update ended with it."""
+        """End a micro-batch; with ``global_step`` also an update."""
         if not self.enabled or self._start is None:
             return
         counted = self.global_step_count >= self.start_step
@@ -221,7 +221,7 @@ class ThroughputTimer:
             )
 
     def _add_up(self, *, wait: bool) -> None:
-        """Add what has been measured to the sums; without ``wait`` as far as the device has come."""
+        """Add the measured spans to the sums; without ``wait`` only as far as the device has come."""
         late = (event for _, *events in reversed(self._spans) for event in reversed(events)) if wait else ()
         for event in late:  # the last first: that is the only one to wait for, if all are of one stream
             if not event.query():
@@ -245,13 +245,13 @@ class ThroughputTimer:
         return self._total_s
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over all counted updates; -inf before the first."""
+        """Return samples per second over all counted updates; -inf before the first."""
         counted, seconds = self.global_step_count - self.start_step, self.total_elapsed_time
         return counted * self.batch_size / seconds if counted > 0 and seconds > 0 else float("-inf")
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """``func`` shown as a range of its name in the device profiler."""
+    """Wrap ``func`` so that the device profiler shows it as a range of its name."""
 
     @functools.wraps(func)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 
 class TraceFile:
-    """A trace, event by event, compressed as .gz; a context at whose end the file is there, whole, without an error."""
+    """Write a trace event by event, compressed as .gz; the file appears, whole, if the context ends without error."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -43,7 +43,7 @@ class TraceFile:
         self._first = False
 
     def process(self, number: int, title: str, rows: Sequence[str], **facts: Any) -> None:
-        """A process of that ``title``, with ``rows`` from the top, which events name by their position."""
+        """Add a process with that ``title`` and ``rows`` from the top; events name rows by position."""
         self.add({"ph": "M", "name": "process_name", "pid": number, "args": {"name": title}})
         self.add({"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}})
         for order, name in enumerate(rows):
@@ -56,18 +56,18 @@ class TraceFile:
     def span(
         self, process: int, row: int, name: str, kind: str, begin_us: float, us: float, args: Mapping[str, Any]
     ) -> None:
-        """Something that lasts: microseconds since the begin of the trace, and how many."""
+        """Add an event that lasts: its begin in microseconds since the begin of the trace, and its duration."""
         event = {"ph": "X", "pid": process, "tid": row, "name": name, "cat": kind}
         self.add({**event, "ts": round(begin_us, 3), "dur": round(us, 3), **({"args": args} if args else {})})
 
     def instant(self, process: int, row: int, name: str, kind: str, at_us: float, args: Mapping[str, Any]) -> None:
-        """Something at one moment."""
+        """Add an event at one moment."""
         event = {"ph": "i", "s": "t", "pid": process, "tid": row, "name": name, "cat": kind, "ts": round(at_us, 3)}
         self.add({**event, "args": args} if args else event)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises OSError where a trace could not be written; makes the folder. Long before there is anything to write."""
+    """Raise OSError where a trace could not be written; makes the folder. Called long before a trace is written."""
     file = Path(path).absolute()
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_dir():
@@ -78,7 +78,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """For each (begin, end), in order of their begins, the first of as many lanes as needed in which none overlap."""
+    """Return a lane for each (begin, end), in order of begins: the first lane free by then, of as many as needed."""
     free: list[float] = []
     taken = []
     for begin, end in spans:

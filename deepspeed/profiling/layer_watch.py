@@ -39,7 +39,7 @@ class LayerWatch:
         self._noted: set[tuple[str, str]] = set()
 
     def __call__(self, kind: str, units: Sequence[Unit]) -> None:
-        """Look at the gradients of ``units``, which are at rest, and log what is new. Collective; waits for them."""
+        """Check the gradients of ``units``, which are at rest, and log new findings. Collective; waits for them."""
         if kind != GRADIENTS:
             return
         sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._runtime.device)
@@ -91,7 +91,7 @@ class LayerWatch:
             self._touched[name].zero_()
 
     def _say(self, what: str, names: Sequence[str], kind: str = "") -> None:
-        """Once for each parameter, by the first of the ranks that share it; of dead rows, of each part of it."""
+        """Warn once for each parameter, on the first of the ranks that share it; of dead rows, for each part of it."""
         mesh = self._runtime.mesh
         first = mesh.zero.index == 0 and (mesh.tp.index == 0 or (kind == "dead" and names[0] in self._parts))
         new = [name for name in names if (kind or what, name) not in self._noted]

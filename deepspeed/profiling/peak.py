@@ -28,6 +28,6 @@ _TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_tflops(device: str, dtype: DtypeName) -> float | None:
-    """The peak of the device of that name in 10**12 operations a second; None of one that is not known."""
+    """Return the peak of the named device in 10**12 operations a second; None where it is not known."""
     words = {name: rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])" for name in _TFLOPS}  # an L40 is no L4
     return next((_TFLOPS[name].get(dtype) for name, word in words.items() if re.search(word, device)), None)

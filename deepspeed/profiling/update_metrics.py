@@ -24,7 +24,7 @@ _PENDING = 64
 
 
 def tokens_in(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The elements of ``input_ids``, or of the first tensor of whole numbers with two dimensions; 0 without one."""
+    """Return the elements of ``input_ids`` or ``tokens``, or of the first 2-D integer tensor; 0 without one."""
     values = [kwargs[name] for name in ("input_ids", "tokens") if name in kwargs] or [*inputs, *kwargs.values()]
     for value in values:
         if isinstance(value, dict) or hasattr(value, "keys"):
@@ -36,12 +36,12 @@ def tokens_in(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def clipped_norm(norm: float, limit: float) -> float:
-    """The norm after clipping to ``limit``, 0 for none."""
+    """Return the norm after clipping to ``limit``, 0 for none."""
     return norm / max(1.0, (norm + 1e-6) / limit) if limit > 0 else norm
 
 
 class UpdateMetrics:
-    """The figures of one engine, from update to update, for its ``monitor`` and for who watches over them."""
+    """Collect one engine's figures, from update to update, for its ``monitor`` and its anomaly watch."""
 
     def __init__(self, config: DeepSpeedConfig, monitor: MonitorMaster) -> None:
         block, self._monitor = config.anomalies, monitor
@@ -56,7 +56,7 @@ class UpdateMetrics:
         self.steps = deque[StepSpans](maxlen=_PENDING)  # that the device has not passed yet
 
     def note_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch of this rank sets out."""
+        """Count the tokens of a micro-batch that this rank starts."""
         if self._monitor.enabled:
             self._tokens += tokens_in(inputs, kwargs)
 
@@ -85,7 +85,7 @@ class UpdateMetrics:
         self._monitor.write_events([(name, value, engine.global_samples) for name, value in known.items()])
 
     def _communication(self, engine: Any) -> dict[str, float]:
-        """Milliseconds of the newest update that the device has passed: collectives under way, and waits for them."""
+        """Return milliseconds of the newest update that the device has passed: collectives under way, and waits."""
         if engine.mesh.job.size == 1:
             return {}
         if self._listener is not None:
@@ -123,7 +123,7 @@ class UpdateMetrics:
 
 
 def _memory(engine: Any) -> dict[str, float]:
-    """Bytes: in use and at peak, of the device and of the host; and what states were planned to take on each tier."""
+    """Return bytes: in use and at peak, of the device and of the host; and the states' planned bytes on each tier."""
     accelerator, plan = get_accelerator(), engine.memory_plan()
     values: dict[str, float] = {
         "memory_host_bytes": hostmem.rss_bytes(),

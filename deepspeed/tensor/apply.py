@@ -90,7 +90,7 @@ def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
 def replace_layers(
     modules: dict[str, nn.Module], plan: TensorPlan, shared: SharedInput, back: ExitStack
 ) -> list[TensorParallelLayer]:
-    """Put parts in the places of layers; a layer that is in several places is one part there too."""
+    """Put parts in the places of layers and return the parts; a layer in several places is one part there too."""
     made: dict[int, TensorParallelLayer] = {}
     for path, module in modules.items():
         split = plan.splits.get(path, Split("whole"))
@@ -118,7 +118,7 @@ def _end_forward(shared: SharedInput, *_: Any) -> None:
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether the model may drop anything out, by its modules or by a number in them or in its configuration."""
+    """Return whether the model may use dropout, by its modules or by a number in them or in its configuration."""
     holders = [vars(getattr(model, "config", None) or object) if hasattr(model, "config") else {}]
     holders += [vars(module) for module in model.modules()]
     numbers = (v for holder in holders for n, v in holder.items() if "drop" in n and isinstance(v, float))
@@ -146,13 +146,13 @@ def _layer(module: nn.Module, split: Split, shared: SharedInput, path: str) -> T
 
 
 class FirstBatch:
-    """Looks once whether the ranks that share layers are fed the same batch."""
+    """Check once whether the ranks that share layers are fed the same batch."""
 
     def __init__(self, group: AxisGroup) -> None:
         self.group, self.looked = group, False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook. Raises UsageError (an AssertionError) on every rank of the group where they differ."""
+        """Compare batches in a forward pre-hook; UsageError (an AssertionError) on all the group's ranks if unequal."""
         if self.looked:
             return
         self.looked = True

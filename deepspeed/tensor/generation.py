@@ -34,7 +34,7 @@ Marks = list[torch.Tensor]
 
 
 class _Replacement(NamedTuple):
-    """What stands in ``place`` under ``name`` while the parts are shown."""
+    """Value that stands in ``place`` under ``name`` while the parts are shown."""
 
     place: MutableMapping[str, Any]
     name: str
@@ -42,7 +42,7 @@ class _Replacement(NamedTuple):
 
 
 def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int, rank: int = 0) -> TensorPlan:
-    """How ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules. Changes nothing.
+    """Plan how ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules. Changes nothing.
 
     DeepSpeedConfigError where nothing, or no heads, can be split; NotYetError for weights that are codes.
     """
@@ -73,7 +73,7 @@ def _in_place(entries: Sequence[_Replacement]) -> Iterator[None]:
 
 
 class PartsForGeneration:
-    """The layers of ``model`` as ``plan`` deals them out to ``ways`` consecutive ranks of the engine on ``mesh``.
+    """Layers of ``model`` as ``plan`` deals them out to ``ways`` consecutive ranks of the engine on ``mesh``.
 
     Made without a collective and without memory for weights. ``check``, ``marks``, ``fill`` and ``drop`` are for one
     rank alone; ``take``, ``open`` and forwards inside ``shown`` are collective.
@@ -99,7 +99,7 @@ class PartsForGeneration:
         self.filled = False
 
     def _place(self, model: nn.Module, plan: TensorPlan) -> None:
-        """Make the parts of layers, and note what stands where while they are shown."""
+        """Make the parts of layers, and note which values to replace while the parts are shown."""
         modules = dict(model.named_modules(remove_duplicate=False))
         owners = list(dict.fromkeys(modules.values()))
         each = ((m._parameters, n, p) for m in owners for n, p in m._parameters.items() if p is not None)
@@ -115,11 +115,11 @@ class PartsForGeneration:
 
     @property
     def group(self) -> AxisGroup:
-        """The ranks that share layers."""
+        """Return the group of ranks that share layers."""
         return self._shared.group
 
     def check(self, model: nn.Module) -> None:
-        """UsageError where ``model`` has other parameters than when the parts were made."""
+        """Raise UsageError where ``model`` has other parameters than when the parts were made."""
         if self._parts.keys() != {*model.parameters()}:
             raise UsageError(
                 f"{type(model).__name__} has other parameters than at deepspeed.initialize, for which its layers were "
@@ -127,7 +127,7 @@ class PartsForGeneration:
             )
 
     def marks(self, model: nn.Module) -> Marks | None:
-        """What differs once weights or buffers at rest on this rank are written; None where they rest on a drive."""
+        """Return sums that change with weights or buffers at rest on this rank; None where weights rest on a drive."""
         tensors = dict(model.named_parameters())
         units = units_of(tensors)
         if any(unit.on_drive(StateKind.PARAM) for unit in units):
@@ -141,13 +141,13 @@ class PartsForGeneration:
         return marks + [bit_sums(tensor.detach().contiguous().view(-1)) for tensor in loose]
 
     def holds(self, marks: Marks | None) -> bool:
-        """Whether the parts have the weights of ``marks``."""
+        """Return whether the parts have the weights of ``marks``."""
         if not self.filled or marks is None or self._taken is None or len(marks) != len(self._taken):
             return False
         return all(torch.equal(now, before) for now, before in zip(marks, self._taken, strict=True))
 
     def fill(self) -> None:
-        """Give the parts memory; where there is not so much, none."""
+        """Allocate memory for the parts; on failure give all of it back and raise."""
         if self.filled:
             return
         self.filled = True
@@ -165,7 +165,7 @@ class PartsForGeneration:
         )
 
     def take(self, engine: Any, marks: Marks | None) -> None:
-        """Give the parts the weights of ``engine`` as they are now, and the buffers of the first rank of the group."""
+        """Copy the present weights of ``engine`` into the parts, and the buffers of the group's first rank."""
         self._taken = None
         if self._moves is None:
             # buffers, which no layout cuts, are not in the target
@@ -182,14 +182,14 @@ class PartsForGeneration:
         self._taken = marks
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Give the memory of the parts back."""
         for part in self._parts.values() if self.filled else ():
             point(part, _hollow(part, tuple(part.shape), self._device))
         self._taken, self._buffers, self.filled = None, [], False
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, the model computes by the parts."""
+        """Let the model compute by its parts inside this context."""
         for layer, part in self._layers:
             part.train(layer.training)
         with _in_place([*self._entries, *self._buffers]):
@@ -211,14 +211,14 @@ class PartsForGeneration:
         break_off(self.group)
 
     def close_group(self) -> None:
-        """Give the group back; the next ``open`` makes another one."""
+        """Destroy the group; the next ``open`` makes another one."""
         if self._opened is not None:
             destroy_mesh(self._opened)
         self._opened = None
 
 
 def _hollow(like: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Of the dtype of ``like`` and of ``shape``, in one element's memory."""
+    """Return a tensor of ``shape`` in the dtype of ``like``, in one element's memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(shape)
 
 
@@ -232,20 +232,20 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class RandomStates(NamedTuple):
-    """Of the generators that torch draws from by default: on the host, and on the device if that has one."""
+    """States of torch's default generators: on the host, and on the device if that has one."""
 
     host: torch.Tensor
     device: torch.Tensor | None
 
     @classmethod
     def now(cls) -> "RandomStates":
-        """As they are."""
+        """Return the current states."""
         accelerator = get_accelerator()
         device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state().cpu()
         return cls(torch.get_rng_state(), device)
 
     def set(self) -> None:
-        """Draw from here on."""
+        """Set torch's default generators to these states."""
         torch.set_rng_state(self.host)
         if self.device is not None:
             get_accelerator().set_rng_state(self.device)

@@ -22,13 +22,13 @@ from deepspeed.zero.param import local_of, part_of, point, whole_of
 
 
 class SharedInput:
-    """The ranks that share layers, and the input that several layers in a row have entered by (q, k and v of one).
+    """Hold the ranks that share layers, and the input that several layers in a row have entered (as q, k and v do).
 
-    Its gradients are summed over the layers first, so that one sum over the ranks serves them all.
+    Gradients of that input are summed over the layers first, so that one sum over the ranks serves all of them.
 
-    With ``random`` numbers (dropout): what is whole needs the same ones on all ranks, what is in parts other ones on
+    With ``random`` numbers (dropout), whole activations need the same numbers on all ranks, parts need other numbers on
     each. Between a column- and a row-parallel layer a rank draws from a generator of its own, seeded from the common
-    one, so that a recomputation, which begins with the state of that one, draws the same again.
+    generator: a recomputation, which begins with the common generator's state, draws the same again.
     """
 
     def __init__(self, group: AxisGroup, *, random: bool = False) -> None:
@@ -38,7 +38,7 @@ class SharedInput:
         self._latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, which is whole, for a layer that computes a part from it."""
+        """Return ``value``, which is whole, as the input of a layer that computes a part from it."""
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
         if self._latest is not None:
@@ -51,7 +51,7 @@ class SharedInput:
         return entered
 
     def begin_parts(self) -> None:
-        """What follows is in parts: other random numbers on each rank."""
+        """Begin work in parts, which draws other random numbers on each rank."""
         if not self.random or (self._common is not None and torch.initial_seed() == self._seed):
             return  # a recomputation that ended early has left a state, which its caller has replaced
         seed = int(torch.randint(1 << 60, (), device="cpu"))
@@ -61,7 +61,7 @@ class SharedInput:
         torch.manual_seed(self._seed)
 
     def end_parts(self) -> None:
-        """What follows is whole: the same random numbers on all ranks."""
+        """End work in parts: random numbers are the same on all ranks again."""
         if self._common is not None and torch.initial_seed() == self._seed:
             host, device = self._common
             torch.set_rng_state(host)
@@ -70,19 +70,19 @@ class SharedInput:
         self._common = None
 
     def forget(self) -> None:
-        """Let go of the latest input."""
+        """Drop the latest input."""
         self._latest = None
 
 
 def shared_input(group: Any) -> SharedInput:
-    """Of a process group of the caller's, or a ``SharedInput`` as it is."""
+    """Return the ``SharedInput`` of a caller's process group; a ``SharedInput`` is returned as it is."""
     if isinstance(group, SharedInput):
         return group
     return SharedInput(group if isinstance(group, AxisGroup) else plain_mesh("gloo", group=group).job)
 
 
 def _is_transposed(layer: nn.Module) -> bool:
-    """Whether the weight is (in, out), as in transformers' Conv1D."""
+    """Return whether the weight is (in, out), as in transformers' Conv1D."""
     return not isinstance(layer, nn.Linear)
 
 
@@ -93,13 +93,13 @@ def _weight_of(layer: nn.Module) -> nn.Parameter:
 
 
 def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of one that is whole, or a part already."""
+    """Return the shape of the whole parameter, from the whole or from a part."""
     place = getattr(parameter, "tp_place", None)
     return place.shape if isinstance(place, Place) else tuple(parameter.shape)
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer whose parameters and work the ranks of a group share; ``name`` is its path in messages."""
+    """Layer whose parameters and work the ranks of a group share; ``name`` is its path in messages."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -113,7 +113,7 @@ class TensorParallelLayer(nn.Module):
 
     @property
     def group(self) -> AxisGroup:
-        """The ranks that have the other parts."""
+        """Return the group of ranks that have the other parts."""
         return self.shared.group
 
     def take(self, name: str, parameter: nn.Parameter | None, place: Place | None = None) -> None:
@@ -128,7 +128,7 @@ class TensorParallelLayer(nn.Module):
                 self.cut_now()
 
     def cut_now(self) -> "TensorParallelLayer":
-        """Keep this rank's parts alone."""
+        """Keep only this rank's parts of the parameters."""
         for parameter in self._parameters.values():
             place = getattr(parameter, "tp_place", None)
             if parameter is not None and place is not None and tuple(local_of(parameter).shape) == place.shape:
@@ -136,7 +136,7 @@ class TensorParallelLayer(nn.Module):
         return self
 
     def gather_params(self, params: Sequence[nn.Parameter]) -> None:
-        """Make these parameters whole, of a layer that no engine has, until ``cut_now``. Collective."""
+        """Make these parameters, of a layer that no engine has, whole until ``cut_now``. Collective."""
         for parameter in params:
             place = getattr(parameter, "tp_place", None)
             if place is not None and tuple(local_of(parameter).shape) != place.shape:
@@ -148,7 +148,7 @@ class TensorParallelLayer(nn.Module):
 
 
 def _place(shape: tuple[int, ...], dim: int, parts: Sequence[int], group: AxisGroup, unit: int = 1) -> Place:
-    """Of each of the ``parts`` of dimension ``dim`` one share, in multiples of ``unit``."""
+    """Return this rank's share of each of the ``parts`` of dimension ``dim``, in multiples of ``unit``."""
     boxes: list[Box] = []
     before = total = 0
     for part in parts:
@@ -208,13 +208,13 @@ class LinearLayer(TensorParallelLayer):
         return join_parts(out, self.group, -1, edges=self.edges) if self.gather_output else out
 
     def _stretches(self) -> list[int]:
-        """How many elements of each packed weight are here."""
+        """Return the number of elements of each packed weight on this rank."""
         place: Place = self.weight.tp_place  # type: ignore[attr-defined]
         return [shape[0] * shape[1] for _, shape in place.boxes]
 
 
 class VocabParallelLinear(LinearLayer):
-    """An output head of which each rank computes the logits of some words; see ``vocab_parallel_cross_entropy``."""
+    """Output head whose logits each rank computes for some words; see ``vocab_parallel_cross_entropy``."""
 
     def __init__(self, module: nn.Module, mp_group: Any = None, **options: Any) -> None:
         super().__init__(module, mp_group, **options)
@@ -259,15 +259,15 @@ class LinearAllreduce(TensorParallelLayer):
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):
-    """An output head split by input."""
+    """Output head split by input."""
 
 
 class SubParamLinearLayer(LinearLayer):
-    """A column-parallel layer with several packed weights; ``parts`` are their sizes."""
+    """Column-parallel layer with several packed weights; ``parts`` are their sizes."""
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
-    """A row-parallel layer by the name that clients look for."""
+    """Row-parallel layer by the name that clients look for."""
 
 
 class HeadsLinear(TensorParallelLayer):
@@ -288,7 +288,7 @@ class HeadsLinear(TensorParallelLayer):
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding of which each rank has some rows."""
+    """Embedding of which each rank has some rows."""
 
     def __init__(self, module: nn.Embedding, mp_group: Any = None, *, name: str = "") -> None:
         super().__init__(mp_group, name=name)
@@ -308,7 +308,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
 
 class HiddenParallelEmbedding(TensorParallelLayer):
-    """An embedding of which each rank has some columns."""
+    """Embedding of which each rank has some columns."""
 
     def __init__(self, module: nn.Embedding, mp_group: Any = None, *, name: str = "") -> None:
         super().__init__(mp_group, name=name)

@@ -12,7 +12,7 @@ from deepspeed.tensor.layers import shared_input
 
 
 class _PartsCrossEntropy(torch.autograd.Function):
-    """Per-row -log softmax(logits)[label]; a row whose label is ``ignore`` is 0. No rank sees all logits."""
+    """Compute per-row -log softmax(logits)[label]; a row whose label is ``ignore`` is 0. No rank sees all logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: AxisGroup, ignore: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> torch.Tensor:
-    """``functional.cross_entropy`` where ``logits`` (..., this rank's words) are split over ``group``. Collective.
+    """Compute ``functional.cross_entropy`` of ``logits`` (..., this rank's words) split over ``group``. Collective.
 
     ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32.
     """
@@ -75,7 +75,7 @@ def vocab_parallel_cross_entropy(
 
 
 class PartsCausalLoss:
-    """What transformers calls ``model.loss_function``, for a head whose logits stay in parts."""
+    """Loss that transformers calls as ``model.loss_function``, for a head whose logits stay in parts."""
 
     def __init__(self, group: AxisGroup) -> None:
         self.group = group
@@ -90,7 +90,7 @@ class PartsCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """The mean over tokens, or their sum divided by ``num_items_in_batch``."""
+        """Return the mean over tokens, or their sum divided by ``num_items_in_batch``."""
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"

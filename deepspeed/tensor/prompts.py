@@ -25,7 +25,7 @@ class GenerateCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def packed(self) -> bytes:
-        """For other ranks. Raises UsageError for an argument that cannot be sent."""
+        """Return the call as bytes for other ranks. Raises UsageError for an argument that cannot be sent."""
         on_device: list[bool] = []
 
         def add(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,20 +42,20 @@ class GenerateCall(NamedTuple):
 
     @classmethod
     def unpacked(cls, data: bytes, device: torch.device) -> "GenerateCall":
-        """What another rank has packed, its tensors on this ``device`` where they were on that one's."""
+        """Restore another rank's packed call, with tensors on ``device`` where they were on that rank's device."""
         call, on_device = pickle.loads(data)
         flags = iter(on_device)
         return cls(*map_tensors(call, lambda tensor: tensor.to(device) if next(flags) else tensor))
 
 
 def innermost(module: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that generates in the end: PEFT's passes everything on to that of the model inside."""
+    """Return the ``generate`` that runs in the end: PEFT's passes everything on to that of the model inside."""
     inner = module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module
     return generate if inner is module else getattr(inner, "generate", generate)
 
 
 def _named(inner: Callable[..., Any], call: GenerateCall) -> dict[str, Any] | None:
-    """The arguments by name; None where the call itself will raise."""
+    """Return the arguments by name; None where the call itself will raise."""
     try:
         bound = inspect.signature(inner).bind_partial(*call.args, **call.kwargs)
     except TypeError:
@@ -65,13 +65,13 @@ def _named(inner: Callable[..., Any], call: GenerateCall) -> dict[str, Any] | No
 
 
 def _asked(named: dict[str, Any], settings: Sequence[Any], name: str) -> Any:
-    """What an argument says, else the first of ``settings`` that does."""
+    """Return the value of an argument, else that of the first of ``settings`` that has one."""
     values = (named.get(name), *(getattr(one, name, None) for one in settings))
     return next((value for value in values if value is not None), None)
 
 
 def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall) -> tuple[int, int]:
-    """Tokens of the prompt that a call of ``generate`` is given, and most tokens with what it makes; as far as the
+    """Return the tokens of the prompt of a call of ``generate``, and the most tokens with new ones; as far as the
     arguments, or the ``generation_config`` that they or the model have, say; else transformers' 20 new ones.
     """
     inner = innermost(module, generate)
@@ -96,7 +96,7 @@ def lengths(module: nn.Module, generate: Callable[..., Any], call: GenerateCall)
 
 
 def _comparable(value: Any) -> Any:
-    """What is equal where two arguments say the same; None: that cannot be known."""
+    """Return a text that is equal where two arguments say the same; None where that cannot be known."""
     if hasattr(value, "to_dict"):
         return repr(sorted(value.to_dict().items(), key=lambda item: item[0]))
     numbers = value if isinstance(value, list | tuple) else (value,)
@@ -104,7 +104,7 @@ def _comparable(value: Any) -> Any:
 
 
 def settings_of(module: nn.Module, generate: Callable[..., Any]) -> str:
-    """What the model itself says of how it generates, for ``check_alike``."""
+    """Return the model's own settings of how it generates, as text for ``check_alike``."""
     model = getattr(innermost(module, generate), "__self__", module)
     return f"{_comparable(getattr(model, 'generation_config', None))}, training {module.training}"
 

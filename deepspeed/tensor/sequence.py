@@ -59,7 +59,7 @@ def _layers(block: nn.Module) -> list[TensorParallelLayer]:
 
 
 def _on_parts(layer: nn.Module, sums: Callable[[nn.Parameter], None]) -> None:
-    """Its input comes joined, and sums the gradients on their way back; what it gives is a part of the tokens."""
+    """Set the layer to take joined input, whose gradients it sums on their way back, and keep a part of the tokens."""
     if isinstance(layer, LinearLayer | HeadsLinear):
         layer.input_sums = True
     if isinstance(layer, HeadsLinear):
@@ -72,7 +72,7 @@ def _on_parts(layer: nn.Module, sums: Callable[[nn.Parameter], None]) -> None:
 
 
 def _swapped(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The arguments with another hidden state: the keyword of that name, or the first tensor."""
+    """Return the arguments with another hidden state: the keyword of that name, or the first tensor."""
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
     at = next(i for i, value in enumerate(args) if isinstance(value, torch.Tensor))

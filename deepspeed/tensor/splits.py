@@ -52,12 +52,12 @@ _REFUSED = frozenset(("mla_kv_a_proj", "packed_rowwise", "sequence_parallel"))
 
 @dataclass(frozen=True)
 class Split:
-    """How one layer is split.
+    """Describe how one layer is split.
 
-    ``way``: "column" (by output), "row" (by input), "heads" (whole, one of ``heads`` outputs), "vocab" (rows
-    of an embedding), "hidden" (columns of one), "sum" (whole, used on parts: gradients are summed), "whole".
-    ``whole``: the outputs of a column are gathered, the input of a row is cut. ``parts``: sizes of what is packed.
-    ``unit``: features that stay together. ``local``: an output head whose logits are not gathered.
+    ``way``: "column" (by output), "row" (by input), "heads" (whole, one of ``heads`` outputs), "vocab" (rows of an
+    embedding), "hidden" (columns of one), "sum" (whole, used on parts: gradients are summed), "whole". ``whole``: the
+    outputs of a column are gathered, the input of a row is cut. ``parts``: sizes of packed weights. ``unit``: features
+    that stay together. ``local``: an output head whose logits are not gathered.
     """
 
     way: Literal["column", "row", "heads", "vocab", "hidden", "sum", "whole"]
@@ -70,7 +70,7 @@ class Split:
 
 @dataclass
 class TensorPlan:
-    """Splits by module path; numbers of modules that count heads or widths, with what they are on each rank."""
+    """Splits by module path; attributes of modules that count heads or widths, with their values on each rank."""
 
     splits: dict[str, Split] = field(default_factory=dict)
     numbers: list[tuple[nn.Module, str, int]] = field(default_factory=list)
@@ -85,14 +85,14 @@ class TensorPlan:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A layer that multiplies by one matrix: torch's, also one drawn in another way, or transformers' Conv1D."""
+    """Return whether a module multiplies by one matrix: torch's Linear, FalconLinear or transformers' Conv1D."""
     named = (isinstance(module, nn.Linear), type(module).__name__) == (True, "FalconLinear")
     plain = type(module).forward is nn.Linear.forward and "weight" in module._parameters
     return plain or named or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
+    """Return the numbers of inputs and outputs of a linear layer."""
     weight: Any = module.weight
     rows, columns = (getattr(weight, "tp_place", None) or weight).shape
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
@@ -104,7 +104,7 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 class Planner:
-    """Makes the plan of a model, or stage, for ``ways`` ranks. ``others``: parameters of other stages, if known."""
+    """Make the plan of a model, or stage, for ``ways`` ranks. ``others``: parameters of other stages, if known."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Planner:
         self.plan = TensorPlan()
 
     def make(self) -> TensorPlan:
-        """Raises DeepSpeedConfigError for a rule that matches nothing and for heads that cannot be dealt out."""
+        """Make the plan; DeepSpeedConfigError for a rule that matches nothing or heads that cannot be dealt out."""
         splits = self.plan.splits
         by_user = dict(self._by_rules())
         if self.rules.use_default_specs:
@@ -184,7 +184,7 @@ class Planner:
         return Split("column", rule.gather_output, self._parts(path, rule, outputs))
 
     def _parts(self, path: str, rule: LayerRuleConfig, outputs: int) -> tuple[int, ...]:
-        """Sizes of what is packed along the split dimension: an inner list, or a number of equal ones."""
+        """Return the sizes packed along the split dimension: an inner list, or a number of equal ones."""
         if rule.shape is None:
             return ()
         at: Any = rule.shape[rule.partition_dim or 0] if (rule.partition_dim or 0) < len(rule.shape) else None
@@ -218,12 +218,12 @@ class Planner:
                     yield path, Split(way, whole)  # type: ignore[arg-type]
 
     def _children(self, path: str) -> dict[str, str]:
-        """Names of the linear layers right inside, with their paths."""
+        """Return the paths of the linear layers right inside, by name."""
         prefix = f"{path}." if path else ""
         return {p[len(prefix) :]: p for p in self.linears if p.startswith(prefix) and "." not in p[len(prefix) :]}
 
     def _attentions(self) -> list[str]:
-        """Modules with queries, or with queries, keys and values in one."""
+        """Return the paths of modules with queries, or with queries, keys and values in one layer."""
         return [path for path in self.modules if (_QUERY | _PACKED | _BY_HEADS) & self._children(path).keys()]
 
     def _by_names(self) -> Iterator[tuple[str, Split]]:
@@ -277,7 +277,7 @@ class Planner:
         yield outs[0], Split("row", whole)
 
     def _separable(self, path: str, names: Mapping[str, str]) -> bool:
-        """Whether the heads of an attention can be computed apart, by nothing but these layers and norms of a head."""
+        """Return whether attention heads can be computed apart, by nothing but these layers and norms of a head."""
         heads, kv, width = self._heads_of(path)
         if str(getattr(self.config, "model_type", "")) in _ODD_TYPES or getattr(self.config, "alibi", False):
             return False
@@ -297,7 +297,7 @@ class Planner:
         return True
 
     def _heads_of(self, path: str) -> tuple[int | None, int | None, int | None]:
-        """Heads, heads of keys and values, and features of a head."""
+        """Return the number of heads, of key and value heads, and of features per head."""
         module, names = self.modules[path], self._children(path)
         holders = (module, getattr(module, "config", None), self.config)
         heads, width = _number(_HEADS, *holders), _number(_HEAD_WIDTHS, *holders)
@@ -315,7 +315,7 @@ class Planner:
         return heads, kv, width
 
     def _deal_heads(self, path: str) -> None:
-        """Cut between heads; give ranks that outnumber the heads of keys and values copies; adapt what counts heads."""
+        """Cut between heads; copy heads of keys and values if ranks outnumber them; adapt what counts heads."""
         splits, names = self.plan.splits, self._children(path)
         ours = [n for n in names if n in _QUERY | _PACKED | _BY_HEADS]
         if not any(splits.get(names[n], Split("whole")).way == "column" and not splits[names[n]].whole for n in ours):
@@ -355,7 +355,7 @@ class Planner:
         self.plan.numbers += [(module, n, local) for n in names if module.__dict__.get(n) == value and local != value]
 
     def _vocabulary(self) -> Iterator[tuple[str, Split]]:
-        """Embedding and output head, where the model has both as modules of torch's."""
+        """Yield the splits of embedding and output head, where the model has both as modules of torch's."""
         heads = [path for path in self.linears if path.rpartition(".")[2] in self.rules.lm_head_patterns]
         get = getattr(self.model, "get_output_embeddings", None)
         named = get() if callable(get) else None

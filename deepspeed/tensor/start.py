@@ -19,7 +19,7 @@ from deepspeed.tensor.apply import parallelize
 
 @dataclass(frozen=True)
 class Recorded:
-    """What ``tp_model_init`` was told about a model."""
+    """Arguments of ``tp_model_init`` for a model."""
 
     size: int
     dtype: torch.dtype | None
@@ -46,7 +46,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
 
 
 def configured(model: nn.Module, source: Any, ways: Ways, ranks: int) -> tuple[DeepSpeedConfig, Ways]:
-    """The configuration for ``ranks`` ranks of one data axis, and how they are cut. Collective with a ``tp_group``.
+    """Return the configuration for ``ranks`` ranks of one data axis, and their cut. Collective with a ``tp_group``.
 
     Raises DeepSpeedConfigError where configuration, ``tp_model_init`` and mpu do not agree.
     """
@@ -72,7 +72,7 @@ def configured(model: nn.Module, source: Any, ways: Ways, ranks: int) -> tuple[D
 
 
 def _distributed(model: nn.Module) -> Recorded | None:
-    """What DTensor parameters, which the client distributed, say."""
+    """Return the size and group of the mesh of DTensor parameters, which the client distributed; None without any."""
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and hasattr(parameter, "placements") and mesh.ndim == 1:
@@ -81,7 +81,7 @@ def _distributed(model: nn.Module) -> Recorded | None:
 
 
 def _of_group(group: Any, ways: Ways) -> Ways:
-    """The ranks of all such groups, one group after the other."""
+    """Return ``ways`` with the ranks of all such groups, one group after the other. Collective."""
     mine = plain_mesh("gloo", group=group).job
     everyone = plain_mesh("gloo", group=ways.group).job
     groups = sorted(set(gather_objects(mine.ranks, everyone)))

@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 def _repeated(query: Any, *heads: Any) -> tuple[Any, ...]:
-    """Shapes of keys and values with as many heads as the query, without which torch before 2.13 counts nothing."""
+    """Return shapes of keys and values with as many heads as the query; torch before 2.13 counts nothing otherwise."""
     return tuple((shape[0], query[1], *shape[2:]) for shape in heads)
 
 
@@ -41,7 +41,7 @@ _FORMULAS = {
 
 
 class Whereabouts:
-    """The modules whose forward is under way, and the part of the step; in the place of torch's tracker of modules."""
+    """Track the modules whose forward is running, and the part of the step, in place of torch's tracker of modules."""
 
     def __init__(self, ignored: Collection[type[nn.Module]] = ()) -> None:
         self._ignored = tuple(ignored)
@@ -55,22 +55,22 @@ class Whereabouts:
 
     @property
     def recomputing(self) -> bool:
-        """Whether what runs now makes again what a checkpoint has not kept."""
+        """Return whether the current operation recomputes activations that a checkpoint has not kept."""
         again = any(again for _, _, again in self._running)
         return inside_backward() and (again or torch.is_grad_enabled())
 
     def enter(self, name: str, module: nn.Module) -> None:
-        """``module``'s forward begins."""
+        """Note that ``module``'s forward begins."""
         self._running.append((name, module, inside_backward()))
 
     def leave(self, name: str) -> None:
-        """It has ended, with whatever began inside and was cut short."""
+        """Note that the forward of ``name`` has ended, with any forward inside it that was cut short."""
         while self._running and self._running.pop()[0] != name:
             pass
 
     @property
     def parents(self) -> set[str]:
-        """The rows that an operation counts in: its part of the step and, in a forward, every module around it."""
+        """Return the rows an operation counts in: its part of the step and, in a forward, each module around it."""
         if self._ignored and any(isinstance(module, self._ignored) for _, module, _ in self._running):
             return set()
         if inside_backward():
@@ -79,12 +79,12 @@ class Whereabouts:
 
 
 def module_row(name: str) -> str:
-    """The row of a module, which no part of a step can be confused with."""
+    """Return the row name of a module, which differs from every part of a step."""
     return f"module {name}"
 
 
 class Counter(FlopCounterMode):
-    """torch's counter with the rows of ``place``; enter it again to go on counting."""
+    """Count operations as torch does, in the rows of ``place``; enter it again to go on counting."""
 
     def __init__(self, place: Whereabouts) -> None:
         super().__init__(display=False, custom_mapping=_FORMULAS)
@@ -102,7 +102,7 @@ class Counter(FlopCounterMode):
         return result
 
     def flops(self, row: str) -> int:
-        """The operations of a row. One in five of attention's backward makes the scores again: it is recomputation."""
+        """Return a row's operations. One in five of attention's backward recomputes scores, so it is recomputation."""
         counted = sum(self.rows.get(row, {}).values())
         if row not in (BACKWARD, RECOMPUTED):
             return counted

@@ -24,7 +24,7 @@ from deepspeed.profiling.peak import peak_tflops
 
 
 class ProfileState(Enum):
-    """What the update under way is for."""
+    """Purpose of the update under way."""
 
     WAITING = "waiting"
     TIMING = "timing"
@@ -33,7 +33,7 @@ class ProfileState(Enum):
 
 
 class StepProfile:
-    """Follows an engine's phases; ``flops_per_update`` is the mean over the ranks, without recomputation, once known.
+    """Follow an engine's phases; ``flops_per_update`` is the mean over the ranks, without recomputation, once known.
 
     ``settings``: the block flops_profiler. Raises DeepSpeedConfigError where ``output_file`` cannot be written.
     """
@@ -52,7 +52,7 @@ class StepProfile:
 
     @property
     def peak(self) -> float | None:
-        """The most operations a second that this device can do; None where that is not known."""
+        """Return this device's peak in operations a second; None where the peak is not known."""
         tflops = self._settings.peak_tflops or peak_tflops(get_accelerator().product_name(), self._dtype)
         return None if tflops is None else tflops * 1e12
 
@@ -73,7 +73,7 @@ class StepProfile:
         return lambda: end.record()
 
     def micro_batch_ends(self, update: int | None) -> None:
-        """A call of ``engine.step`` ends, with so many updates if it was one. Collective after the counted one."""
+        """End a call of ``engine.step``, with ``update`` updates if it was one. Collective after the counted one."""
         self.profiler.stop_profile()
         if update is None:
             return
@@ -90,11 +90,11 @@ class StepProfile:
 
     @property
     def busy(self) -> bool:
-        """Whether the update under way is timed or counted, which takes longer."""
+        """Return whether the update under way is timed or counted, which takes longer."""
         return self.state in (ProfileState.TIMING, ProfileState.COUNTING)
 
     def await_step(self, updates: int) -> None:
-        """After so many updates: the next one is profiled if it is due."""
+        """Start the profile with the next update if it is due after ``updates`` updates."""
         if self.state is ProfileState.WAITING and updates >= self._settings.profile_step:
             self.state = ProfileState.TIMING
 
@@ -117,7 +117,7 @@ class StepProfile:
         log_dist(f"the flops profile of update {update - 1} is in {s.output_file}")
 
     def _notes(self, everyone: list[float]) -> list[str]:
-        """Of the update as a whole, for people. ``everyone``: operations by part, of all ranks."""
+        """Return lines for people about the whole update. ``everyone``: operations by part, of all ranks."""
         model, again = everyone[0] + everyone[1], everyone[2]
         notes = [
             f"all {self._job.size} ranks, one update: {amount(model, 'FLOPS')}, and {amount(again, 'FLOPS')} recomputed"
@@ -135,16 +135,16 @@ class StepProfile:
         return [*notes, f"MFU {rate / peak:.2%} of {amount(peak, 'FLOPS/s')}, with recomputation {hardware / peak:.2%}"]
 
     def mfu(self, seconds: float, share: float = 1.0) -> float | None:
-        """The share of the device's peak that an update of ``seconds`` reaches; None while something is not known.
+        """Return the share of the device's peak that an update of ``seconds`` reaches; None while a figure is unknown.
 
-        ``share``: its tokens over those of the update that was counted.
+        ``share``: the update's tokens over those of the update that was counted.
         """
         if self.flops_per_update is None or (peak := self.peak) is None or seconds <= 0:
             return None
         return self.flops_per_update * share / seconds / peak
 
     def close(self) -> None:
-        """The run ends: say so where the profile was never made."""
+        """End the run's profile; warn if no profile was made."""
         self.profiler.stop_profile()
         if self.state is not ProfileState.DONE and self._job.index == 0:
             logger.warning(
@@ -156,7 +156,7 @@ class StepProfile:
 
 
 def _check_writable(output_file: str | None) -> None:
-    """Before training rather than after the profile."""
+    """Raise DeepSpeedConfigError before training, rather than after the profile, if the file cannot be written."""
     if output_file is None:
         return
     path = Path(output_file)

@@ -21,7 +21,7 @@ from deepspeed.profiling.flops_profiler.report import ModuleCost, Profile, amoun
 
 
 def _numel(module: nn.Module) -> int:
-    """Elements of the module's parameters, sharded or not."""
+    """Return the number of elements of the module's parameters, sharded or not."""
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
 
 
@@ -32,17 +32,17 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @dataclass
 class _Latency:
-    """Of one module: spans that are not added up yet, and their sum in seconds."""
+    """Time of one module: spans that are not added up yet, and their sum in seconds."""
 
     spans: list[tuple[Any, Any]]
     seconds: float = 0.0
 
 
 class FlopsProfiler:
-    """Counts and times what ``model`` does between ``start_profile`` and ``stop_profile``.
+    """Count and time the operations of ``model`` between ``start_profile`` and ``stop_profile``.
 
     ``recompute_fwd_factor``: the share of the forward that a backward repeats where that cannot be counted (inside a
-    kernel); what checkpointing repeats is counted. ``ds_engine`` is accepted: sharded parameters count in full.
+    kernel); recomputation by checkpointing is counted. ``ds_engine`` is accepted: sharded parameters count in full.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -52,7 +52,7 @@ class FlopsProfiler:
         self.reset_profile()
 
     def reset_profile(self) -> None:
-        """Forget what was counted. UsageError between start and stop."""
+        """Discard all counts and times. UsageError between start and stop."""
         if self.started:
             raise UsageError("reset_profile() was called while the profiler runs; call stop_profile() first")
         self._counter, self._latencies = Counter(Whereabouts()), dict[str, _Latency]()
@@ -61,7 +61,7 @@ class FlopsProfiler:
     def start_profile(
         self, ignore_list: Collection[type[nn.Module]] | None = None, *, count: bool = True, time: bool = True
     ) -> None:
-        """Begin anew; modules of the classes in ``ignore_list`` count nothing. UsageError when it runs already.
+        """Start anew; modules of the classes in ``ignore_list`` count nothing. UsageError when it runs already.
 
         Counting is slower than computing, and compiled code runs uncompiled for it: take times without it.
         """
@@ -72,7 +72,7 @@ class FlopsProfiler:
         self.resume(count=count, time=time)
 
     def resume(self, *, count: bool, time: bool) -> None:
-        """Go on after ``stop_profile``: what comes is added."""
+        """Continue after ``stop_profile``, and add to its figures."""
         place = self._counter.place
         with contextlib.ExitStack() as undone:
             for name, module in self._listened(everywhere=count):
@@ -87,7 +87,7 @@ class FlopsProfiler:
         self.started = True
 
     def _listened(self, *, everywhere: bool) -> list[tuple[str, nn.Module]]:
-        """The modules to follow: all, but where compiled code runs as such only those around it."""
+        """Return the modules to follow: all of them with ``everywhere``, else none inside compiled modules."""
         inside: set[nn.Module] = set()
         for module in [] if everywhere else self.model.modules():
             if _is_compiled(module):
@@ -95,7 +95,7 @@ class FlopsProfiler:
         return [(name, module) for name, module in self.model.named_modules() if module not in inside]
 
     def _timed(self, latency: _Latency) -> Any:
-        """Start a span; returns what ends it."""
+        """Start a span; return the function that ends it."""
         start = get_accelerator().Event(enable_timing=True)
         start.record()
 
@@ -128,7 +128,7 @@ class FlopsProfiler:
         undone.callback(module.register_forward_hook(after, prepend=True, always_call=True).remove)
 
     def stop_profile(self) -> None:
-        """Stop listening; the figures stay. Waits for the device."""
+        """Stop listening and keep the figures. Waits for the device."""
         if not self.started:
             return
         self.started = False
@@ -139,40 +139,40 @@ class FlopsProfiler:
             latency.spans.clear()
 
     def end_profile(self) -> None:
-        """Stop, and forget the figures."""
+        """Stop listening and discard the figures."""
         self.stop_profile()
         self.reset_profile()
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Operations of the forward, two for a multiply-add."""
+        """Return the operations of the forward, two for a multiply-add."""
         return _shown(self._counter.flops(FORWARD), "FLOPS", as_string=as_string)
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Multiply-adds of the forward."""
+        """Return the multiply-adds of the forward."""
         return _shown(self._counter.flops(FORWARD) // 2, "MACs", as_string=as_string)
 
     def get_total_backward_flops(self, as_string: bool = False) -> int | str:
-        """Operations of the backward without recomputation."""
+        """Return the operations of the backward without recomputation."""
         return _shown(self._counter.flops(BACKWARD), "FLOPS", as_string=as_string)
 
     def get_total_recomputed_flops(self, as_string: bool = False) -> int | str:
-        """Operations of forwards that the backward has repeated; estimated by the factor where none were counted."""
+        """Return operations of forwards repeated in the backward; estimated by the factor where none were counted."""
         counted = self._counter.flops(RECOMPUTED)
         estimate = int(self.recompute_fwd_factor * self._counter.flops(FORWARD))
         return _shown(counted or estimate, "FLOPS", as_string=as_string)
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds in the model's forward, or between start and stop where it was not called as a whole."""
+        """Return the seconds in the model's forward, or between start and stop where it was not called as a whole."""
         seconds = self._latencies[""].seconds if "" in self._latencies else 0.0
         seconds = seconds or self._duration.seconds
         return amount(seconds, "s") if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Elements of all parameters, whole where they are sharded."""
+        """Return the number of elements of all parameters, whole where they are sharded."""
         return _shown(_numel(self.model), "", as_string=as_string)
 
     def profile(self, title: str = "", notes: Sequence[str] = ()) -> Profile:
-        """All figures, for a report."""
+        """Return all figures, for a report."""
         modules = [
             ModuleCost(
                 name=name,
@@ -202,7 +202,7 @@ class FlopsProfiler:
         write_report(text, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """The part of the report that adds up modules of one class."""
+        """Print the part of the report that adds up modules of one class."""
         write_report(render(self.profile(), depth=module_depth, top=top_modules, detailed=False), None)
 
 
@@ -211,7 +211,7 @@ def _shown(count: int, unit: str, *, as_string: bool) -> int | str:
 
 
 def write_report(text: str, output_file: str | None) -> None:
-    """To ``output_file``, whose folder is made, else to standard output. UsageError where that cannot be."""
+    """Write ``text`` to ``output_file``, whose folder is made, or to standard output if None. UsageError on failure."""
     if output_file is None:
         sys.stdout.write(text + "\n")
         return
@@ -226,7 +226,7 @@ def write_report(text: str, output_file: str | None) -> None:
 
 
 def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
-    """Ones of ``shape``, in the dtype and on the device of the model's first floating-point parameter."""
+    """Return ones of ``shape``, in the dtype and on the device of the model's first floating-point parameter."""
     if not isinstance(shape, tuple) or not shape:
         raise UsageError(f"get_model_profile(input_shape={shape!r}): pass a tuple with the batch's size first")
     param = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
@@ -248,7 +248,7 @@ def get_model_profile(
     ignore_modules: Collection[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiply-adds and parameters of one call of ``model``, after ``warm_up`` others.
+    """Return the operations, multiply-adds and parameters of one call of ``model``, after ``warm_up`` other calls.
 
     The call gets one tensor of ones of ``input_shape`` (with the batch), or ``args`` and ``kwargs``. ``mode``
     "generate" calls ``model.generate``. Raises UsageError without an input, or for another mode.

@@ -9,7 +9,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, 
 
 
 def amount(value: float, unit: str) -> str:
-    """``"1.234 GFLOPS"``: three digits behind the point, scaled by 1000."""
+    """Format a value as ``"1.234 GFLOPS"``: three digits behind the point, scaled by 1000."""
     scale, prefix = next((row for row in _PREFIXES if abs(value) >= row[0]), (1.0, ""))
     digits = 0 if scale == 1.0 and isinstance(value, int) else 3
     return f"{value / scale:.{digits}f} {prefix}{unit}".rstrip()
@@ -17,7 +17,7 @@ def amount(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """One module's forward: elements of its parameters, operations, and seconds."""
+    """Cost of one module's forward: elements of its parameters, operations, and seconds."""
 
     name: str
     kind: str
@@ -28,13 +28,13 @@ class ModuleCost:
 
     @property
     def depth(self) -> int:
-        """0 for the model, 1 for its children."""
+        """Return 0 for the model, 1 for its children, and so on."""
         return 0 if self.whole else self.name.count(".") + 1
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a report shows. ``totals``: operations by part of the step; ``notes``: lines about the step as a whole."""
+    """Content of a report. ``totals``: operations by part of the step; ``notes``: lines about the step as a whole."""
 
     title: str
     modules: Sequence[ModuleCost]
@@ -43,7 +43,7 @@ class Profile:
 
 
 def render(profile: Profile, *, depth: int = -1, top: int = 1, detailed: bool = True) -> str:
-    """The whole report. ``depth``: deepest level of the table by class, -1 for all; ``top``: classes at each level."""
+    """Return the report. ``depth``: deepest level of the table by class, -1 for all; ``top``: classes at each level."""
     title = f"Flops profile of {profile.title}" if profile.title else "Flops profile"
     lines = [title, *_totals(profile), "", "Costliest classes by depth:", *_by_depth(profile.modules, depth, top)]
     if detailed:

@@ -59,7 +59,7 @@ class Board:
         self._thread.start()
 
     def put(self, step: StepSpans, facts: Facts) -> None:
-        """An update is over; ``facts``: what else is known of it."""
+        """Queue an update that is over; ``facts``: other facts about it."""
         self._pending.append((step, facts))  # without the lock, under which the thread writes to disk
         if len(self._pending) > _PENDING:  # of many short updates in a beat none is lost
             with self._lock:
@@ -68,13 +68,13 @@ class Board:
                     self._pending.popleft()
 
     def write(self, kind: str, **facts: Any) -> None:
-        """A line of the record, on the first rank."""
+        """Write a line of the record, on the first rank."""
         if self.file is not None:
             with self._lock:
                 self.file.write(kind, **facts)
 
     def close(self, *, wait: bool = True, error: str = "") -> None:
-        """The last words of this rank, on the first of all; ``wait`` for the device. ``error``: what ended the run."""
+        """Send this rank's last state and end the record; ``wait`` for the device. ``error``: what ended the run."""
         if self._over.is_set() or os.getpid() != self._owner:
             return
         self._over.set()
@@ -100,7 +100,7 @@ class Board:
             self._complain()
 
     def _complain(self) -> None:
-        """Once, of a record that cannot be written; not under the lock, which who hears warnings takes."""
+        """Warn once if the record cannot be written; outside the lock, which listeners to warnings take."""
         if self.file is not None and (fault := self.file.fault) is not None and not self._complained:
             self._complained = True
             logger.warning("observe.run cannot be written: %s; the run goes on, and its record has gaps", fault)
@@ -134,7 +134,7 @@ class Board:
                     self.file.step(times, {"step": step.number, **facts, "memory": self._memory}, sampled)
 
     def _measure(self) -> Facts:
-        """Bytes of this rank, per tier."""
+        """Return the bytes of this rank, per tier."""
         accelerator, memory = get_accelerator(), {"host": hostmem.rss_bytes(), "drive": self._drive_bytes()}
         if accelerator.device_name() != "cpu":
             memory |= {"device": accelerator.memory_allocated(), "device_peak": accelerator.max_memory_allocated()}
@@ -146,7 +146,7 @@ class Board:
         return {keys[key]: json.loads(self._store.get(key)) for key in present}
 
     def _judge(self, states: dict[int, Facts]) -> None:
-        """Name the ranks that are slow, once each; let others see how fast each is."""
+        """Warn of slow ranks, once each, and publish how fast each rank is."""
         self._steps_of = {rank: int(state["step"]) for rank, state in states.items()}
         paces = {
             rank: RankPace(rank, s["step"], s["steps"], PaceSpread(*s["work"]), PaceSpread(*s["wait"]), s["host"])
@@ -169,5 +169,5 @@ class Board:
             self.write("ranks", **self._state)
 
     def _behind(self) -> bool:
-        """Whether other ranks have not told of as many updates yet."""
+        """Return whether another rank has reported fewer updates than this rank's last."""
         return len(self._steps_of) < self._ranks or min(self._steps_of.values()) < self._last_step

@@ -16,7 +16,7 @@ _Offset = tuple[int, int]  # from the first rank's clock, and when
 
 
 def on_first_clock(moment_ns: int, before: _Offset, after: _Offset) -> int:
-    """A moment of this rank by the first one's clock; between two comparisons clocks are taken to drift evenly."""
+    """Convert a moment of this rank to the first rank's clock; clocks are taken to drift evenly between comparisons."""
     (first, begin), (last, end) = before, after
     share = (moment_ns - begin) / (end - begin) if end > begin else 0.0
     return moment_ns - first - round((last - first) * share)
@@ -25,7 +25,7 @@ def on_first_clock(moment_ns: int, before: _Offset, after: _Offset) -> int:
 def rows_of(
     steps: Sequence[StepSpans], clock: MarkClock, base: tuple[Any, int], offsets: tuple[_Offset, _Offset]
 ) -> Iterator[Row]:
-    """The spans of ``steps``, all of which have passed, in the first rank's time. ``base``: see ``MarkClock.sync``."""
+    """Yield the spans of ``steps``, which have all passed, in first-rank time. ``base``: see ``MarkClock.sync``."""
     mark, base_ns = base
 
     def at(moment: Any) -> int:
@@ -40,7 +40,7 @@ def rows_of(
 
 
 def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_out: int) -> None:
-    """Write the ``rows`` of all, by ``title``, to ``path``; ``left_out`` had no room. Collective. Raises OSError."""
+    """Write every rank's ``rows`` to ``path``, by ``title``; ``left_out`` had no room. Collective. Raises OSError."""
     content = json.dumps([title, rows, left_out]).encode()
     if group.index and not group.alike:
         Wire(group).number(0)  # its turn
@@ -69,7 +69,7 @@ def _parts(mine: bytes, group: AxisGroup) -> Iterator[tuple[int, Any]]:
 
 
 def _write_rank(file: TraceFile, process: int, title: str, rows: list[Row], begin_ns: int, lost: int) -> None:
-    """One process of the trace; what overlaps in a row gets rows of its own."""
+    """Write one process of the trace; spans that overlap in a row get rows of their own."""
     places: dict[int, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row[2], -(row[3] or 0))):
         places.setdefault(row[0], []).append(row)

@@ -39,13 +39,13 @@ _AT_ONCE = {"all_reduce": "all_reduce", "broadcast": "broadcast", "merge": "agre
 
 
 class Wraps:
-    """Methods of living objects, each replaced until ``close`` by one that is given it."""
+    """Replace methods of living objects until ``close``; each replacement is given the method."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
 
     def put(self, owner: object, name: str, call: Callable[..., Any], *given: Any) -> None:
-        """Let ``owner.name(...)`` be ``call(*given, method, ...)``. AttributeError where there is no such method."""
+        """Replace ``owner.name`` by ``call(*given, method, ...)``. AttributeError where there is no such method."""
         names, method = vars(owner), getattr(owner, name)
         before = names.get(name)
         names[name] = made = functools.wraps(method)(functools.partial(call, *given, method))
@@ -62,14 +62,14 @@ class Wraps:
         self._undo.close()
 
     def on_close(self, call: Callable[..., Any], *args: Any) -> None:
-        """Something else to undo."""
+        """Register another call for ``close``."""
         self._undo.callback(call, *args)
 
 
 class Listener:
-    """Notes the spans of ``engine`` in ``step``, which is replaced at every update: phases, waits and collectives; with
-    ``detail`` the modules, transfers between tiers and each use of a unit, too. Of updates so short that notes would
-    cost more than ``_PRICE`` of them, phases alone, but for a share of them (``StepSpans.noted``).
+    """Note the spans of ``engine`` in ``step``, which is replaced at every update: phases, waits and collectives; with
+    ``detail`` the modules, transfers between tiers and each use of a unit, too. Notes may cost at most ``_PRICE`` of
+    the time: shorter updates get phases alone, but for a share of them (``StepSpans.noted``).
     """
 
     def __init__(self, engine: Any, clock: MarkClock) -> None:
@@ -92,7 +92,7 @@ class Listener:
             place.append(call)
 
     def turn(self) -> StepSpans:
-        """The update ends, and the next begins: what the last one was."""
+        """End the update and begin the next; return the spans of the update that ended."""
         now, last = self._mark(), self.step
         last.end = now
         self.step = StepSpans(self._clock, now, _MOST)
@@ -100,7 +100,7 @@ class Listener:
         return last
 
     def _choose(self, last: StepSpans) -> None:
-        """Whether the update that begins is noted: after ``last``, by what its notes cost."""
+        """Decide whether to note the update that begins, by what the notes of ``last`` cost."""
         begun, self._begun_ns = self._begun_ns, time.perf_counter_ns()
         if last.noted:
             price_ns = _NOTE_NS * max(1, len(last.spans) + last.hits + last.misses)
@@ -191,7 +191,7 @@ class Listener:
     _detailed = False
 
     def detail(self) -> None:
-        """From here on more is noted, until ``less``."""
+        """Note more from here on, until ``less``."""
         engine, details = self._engine, self._details
         self._detailed = True
         self.wake()
@@ -211,7 +211,7 @@ class Listener:
                 details.put(store, "put", self._copy, "to the host")
 
     def less(self) -> None:
-        """No more details."""
+        """Stop noting details."""
         self._detailed = False
         self._details.close()
         self._open.clear()
@@ -256,7 +256,7 @@ class Listener:
             self._details.on_close(handle.remove)
 
     def _begin_backward(self, name: str, _: Any) -> None:
-        """The gradients of a block's outputs are there: what comes now is its backward, until another's begins."""
+        """Begin the backward of a block, whose output gradients have arrived; it lasts until another block's begins."""
         if self._detailed:
             self._end_backward()
             self._open.append((name, self._mark()))

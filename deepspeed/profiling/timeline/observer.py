@@ -36,7 +36,7 @@ _LAST_S = 2.0  # how long a script that ends waits for what its device has not p
 
 
 class LateMean:
-    """The mean of losses, which the program need not wait for."""
+    """Mean of losses, which the program need not wait for."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:
         self._event: Any = NullEvent()
@@ -50,7 +50,7 @@ class LateMean:
         self._event.record()
 
     def known(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Return whether the mean can be read without waiting."""
         return bool(self._event.query())
 
     def read(self) -> float:
@@ -60,7 +60,7 @@ class LateMean:
 
 
 class TraceWindow:
-    """The updates of a trace: from the ``first`` to the ``last``, counted from 1."""
+    """Updates of a trace: from the ``first`` to the ``last``, counted from 1."""
 
     def __init__(self, path: str, first: int, last: int) -> None:
         self.path, self.first, self.last = path, first, last
@@ -70,7 +70,7 @@ class TraceWindow:
         self.offset = (0, 0)
 
     def add(self, step: StepSpans) -> None:
-        """One more update, without spans for which there is no room."""
+        """Add an update, without spans for which there is no room."""
         room = _MOST_SPANS - sum(len(s.spans) for s in self.steps)
         step.left_out += max(0, len(step.spans) - room)
         del step.spans[max(0, room) :]
@@ -78,7 +78,7 @@ class TraceWindow:
 
 
 class Observer:
-    """Watches an engine from the end of ``initialize`` until it is destroyed."""
+    """Watch an engine from the end of ``initialize`` until it is destroyed."""
 
     def __init__(self, engine: Any) -> None:
         settings, mesh = engine._config.observe, engine.mesh
@@ -107,7 +107,7 @@ class Observer:
         self._open_window()
 
     def _open(self, settings: Any) -> RunFile | None:
-        """What the first rank writes to; UsageError on all ranks where it cannot."""
+        """Return the first rank's record; UsageError on all ranks where record or trace cannot be written."""
         file: RunFile | None = None
         fault: Exception | None = None
         try:
@@ -146,7 +146,7 @@ class Observer:
             self._wraps.on_close(logger.removeHandler, handler)
 
     def close(self, *, script_ends: bool = False) -> None:
-        """The last words of this rank. ``script_ends`` without ``destroy``: alone, without a wait for the device."""
+        """Stop and pass on the last facts. ``script_ends`` without ``destroy``: alone, without a long device wait."""
         if self._engine is None or os.getpid() != self._owner:  # a fork is no rank
             return
         atexit.unregister(self._at_exit)
@@ -174,7 +174,7 @@ class Observer:
         self._engine = None
 
     def _await_device(self) -> None:
-        """For a while; of an update that it has not passed then nothing is said."""
+        """Wait a while for the device, then drop the updates that it has not passed."""
         end = time.monotonic() + _LAST_S
         while self._waiting and time.monotonic() < end:
             step, outcome, loss, _ = self._waiting[-1]
@@ -189,7 +189,7 @@ class Observer:
             self._boundary()
 
     def _hear_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``backward`` is given a loss; ``train_batch`` returns one, after the boundary."""
+        """Note the loss: ``backward`` is given one; ``train_batch`` returns one, after the boundary."""
         batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
         if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
             self._losses.append(given.detach())
@@ -229,7 +229,7 @@ class Observer:
         return result
 
     def _pass_saving(self, *, last: bool = False) -> None:
-        """A checkpoint that has its name is a line of the record; so is one that has got none, as a save has failed."""
+        """Write a line for each checkpoint that has its name, and a warning for each whose save has failed."""
         board, running = self._board, self._engine._saver.running and not last
         while board is not None and len(self._saving) > running:  # one at a time: an earlier one is over
             saved = self._saving.pop(0)
@@ -277,7 +277,7 @@ class Observer:
         return facts | ({"metrics": dict(self._metrics)} if self._metrics else {})
 
     def _pass_on(self, *, wait: bool = False, last: bool = False) -> None:
-        """Give the board the updates of which everything is known; ``wait`` until it is; ``last``: no more comes."""
+        """Give the board the updates whose facts are all known; ``wait`` until they are; ``last``: no more comes."""
         assert self._board is not None
         while self._waiting:
             step, outcome, loss, facts = self._waiting[0]
@@ -308,7 +308,7 @@ class Observer:
 
     # -- the trace --------------------------------------------------------------------------------------------------
     def _open_window(self) -> None:
-        """Begin with the trace, if the next update is of it. Collective then."""
+        """Begin the trace if the next update belongs to it. Collective then."""
         window, n = self._window, self._engine.global_steps + 1
         if window is None or n < window.first:
             if window is not None and n + 1 == window.first:
@@ -344,7 +344,7 @@ class Observer:
 
 
 def _version_of(folder: Any, name: str) -> tuple[int, int] | None:
-    """What tells the folder ``name`` from a later one of that name; None where there is none, or can be none."""
+    """Return inode and time, which tell the folder ``name`` from a later one of that name; None where there is none."""
     with contextlib.suppress(OSError, TypeError, ValueError):
         status = (Path(folder) / name).stat()
         return status.st_ino, status.st_mtime_ns
@@ -352,13 +352,13 @@ def _version_of(folder: Any, name: str) -> tuple[int, int] | None:
 
 
 def _script_ends(observer: "weakref.ref[Observer]") -> None:
-    """It leaves its engine to the interpreter."""
+    """Close the observer of an engine that the script leaves to the interpreter."""
     if (known := observer()) is not None:
         known.close(script_ends=True)
 
 
 def start_facts(engine: Any) -> dict[str, Any]:
-    """What runs where, for the first line of a record."""
+    """Return the facts of the job (what runs where) for the first line of a record."""
     config, mesh, plan = engine._config, engine.mesh, engine.memory_plan()
     return {
         "version": __version__,
@@ -380,7 +380,7 @@ def start_facts(engine: Any) -> dict[str, Any]:
 
 
 def observe(engine: Any) -> None:
-    """Do what the block ``observe`` of the engine's configuration asks for, until the engine is destroyed. Collective.
+    """Start what the engine's configuration asks for in ``observe``, until the engine is destroyed. Collective.
 
     Raises UsageError where a file cannot be written.
     """

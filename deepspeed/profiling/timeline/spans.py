@@ -17,26 +17,26 @@ TimedSpan = tuple[int, str, Any, Any, dict[str, Any] | None]
 
 
 class MarkClock:
-    """Marks moments of what is under way, here where computation is over when its call returns."""
+    """Mark moments of running work; here, computation is over when its call returns."""
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter_ns)  # now; on a device, where the current stream is now
 
     def known(self, mark: Any) -> bool:
-        """Whether that moment has passed."""
+        """Return whether that moment has passed."""
         return True
 
     def between_ns(self, begin: Any, end: Any) -> int:
-        """Nanoseconds between two moments that have passed."""
+        """Return the nanoseconds between two moments that have passed."""
         return int(end - begin)
 
     def sync(self) -> tuple[Any, int]:
-        """A mark, and what the host's clock (``perf_counter_ns``) shows there."""
+        """Return a mark, and the host's clock (``perf_counter_ns``) at that moment."""
         now = time.perf_counter_ns()
         return now, now
 
 
 class DeviceClock(MarkClock):
-    """Events on the current stream; only ``sync`` waits. A moment of the host alone cannot be told from it here."""
+    """Mark moments by events on the current stream; only ``sync`` waits. Host-only moments cannot be told apart."""
 
     def mark(self) -> Any:
         event = get_accelerator().Event(enable_timing=True)
@@ -44,27 +44,27 @@ class DeviceClock(MarkClock):
         return event
 
     def known(self, mark: Any) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed the event."""
         return bool(mark.query())
 
     def between_ns(self, begin: Any, end: Any) -> int:
-        """As the device has measured it, to about a microsecond within seconds of each other."""
+        """Return nanoseconds as the device measured them, to about a microsecond within seconds of each other."""
         return round(begin.elapsed_time(end) * 1e6)
 
     def sync(self) -> tuple[Any, int]:
-        """An event that has passed, and when."""
+        """Return an event that has passed, and the host's clock at that moment."""
         event = self.mark()
         event.synchronize()
         return event, time.perf_counter_ns()
 
 
 def clock_for(device: str) -> MarkClock:
-    """The clock of computation on that type of device."""
+    """Return the clock of computation on that type of device."""
     return MarkClock() if device == "cpu" else DeviceClock()
 
 
 def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """How long at least one of (begin, end) lasts."""
+    """Return how long at least one of the (begin, end) intervals lasts."""
     total, until = 0, -(1 << 62)
     for begin, end in sorted(intervals):
         if end > until:
@@ -74,7 +74,7 @@ def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 class StepSpans:
-    """What one update was made of, from its ``begin`` on: spans, at most ``most`` of them, and counts."""
+    """Hold the spans of one update from its ``begin`` on, at most ``most``, and counts."""
 
     def __init__(self, clock: MarkClock, begin: Any, most: int) -> None:
         self.clock, self.begin, self.most = clock, begin, most
@@ -85,14 +85,14 @@ class StepSpans:
         self.noted = True  # else phases alone are known of it
 
     def add(self, row: int, name: str, begin: Any, end: Any, facts: dict[str, Any] | None = None) -> None:
-        """One more span, if there is room."""
+        """Add a span if there is room, else count it in ``left_out``."""
         if len(self.spans) < self.most:
             self.spans.append((row, name, begin, end, facts))
         else:
             self.left_out += 1
 
     def known(self) -> bool:
-        """Whether all of it has passed; what was begun last may end last."""
+        """Return whether the whole update has passed; the span begun last may end last."""
         past = self.end is not None and self.clock.known(self.end)
         return past and (isinstance(self.end, int) or all(map(self._over, reversed(self.spans))))
 
@@ -101,9 +101,9 @@ class StepSpans:
         return isinstance(begin, int) or self.clock.known(begin if end is None else end)
 
     def summary(self) -> dict[str, float]:
-        """In milliseconds, once ``known``: the whole step, each phase and what is outside of them; if it is ``noted``,
-        also collectives under way, and waits, which nothing hid. ``prefetch_hits`` and ``prefetch_misses``: uses of
-        units that were on their way or had arrived, and that had to be asked for; ``sent_bytes``: sizes of collectives.
+        """Return milliseconds, once ``known``: the step, each phase and the time outside phases; if ``noted``, also
+        collectives under way, and waits, which nothing hid. ``prefetch_hits`` and ``prefetch_misses`` count uses of
+        units that were on their way or there, and that had to be asked for; ``sent_bytes``: sizes of collectives.
         """
         since, start = self.clock.between_ns, self.begin
         whole, phases = since(start, self.end), dict[str, int]()

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
-    """In a rank: median seconds of each way of reading, and the bytes of all gradients."""
+    """Run in a rank: return the median seconds of each way of reading, and the number of parameters."""
     engine, x = engine_for(plan, plan.level)
     params = list(engine.module.parameters())
     numel = sum(p.numel() for p in params)

@@ -43,7 +43,7 @@ _COPIES = 3
 
 
 class _Watch(threading.Thread):
-    """Waits until a checkpoint has its name; ``seconds`` since its save began then."""
+    """Wait until a checkpoint has its name; ``seconds`` is the time since its save began."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
@@ -56,14 +56,14 @@ class _Watch(threading.Thread):
         self.seconds = time.perf_counter() - self._begin
 
     def end(self) -> float:
-        """``seconds``, for a checkpoint that is known to be there."""
+        """Return ``seconds``, for a checkpoint that is known to exist."""
         self._over.set()
         self.join()
         return self.seconds
 
 
 def on_rank(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """In a rank: train and save; what was measured."""
+    """Train and save in a rank; return the measurements."""
     config = {
         "train_micro_batch_size_per_gpu": _ROWS,
         "bf16": {"enabled": True},
@@ -113,7 +113,7 @@ def on_rank(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _copy_s(engine: Any) -> float:
-    """Seconds to copy what a save copies, by no other means than a copy, into memory that is there."""
+    """Return the seconds of a plain copy of all that a save copies, into memory that exists already."""
     params = [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
     slots = [v for state in engine.basic_optimizer.state.values() for v in state.values()]
     tensors = [*params, *(v for v in slots if isinstance(v, torch.Tensor) and v.dim())]
@@ -123,7 +123,7 @@ def _copy_s(engine: Any) -> float:
 
 @contextlib.contextmanager
 def _place(folder: str, nbytes: float) -> Iterator[str]:
-    """A new folder in ``folder``, gone afterwards, also when the process is told to end. Raises UsageError."""
+    """Yield a new folder in ``folder``, removed afterwards, also when the process is told to end. Raises UsageError."""
     check_folder(folder, nbytes, "two checkpoints take", "give fewer --params")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -142,7 +142,7 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks measured. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
+    """Return the ranks' measurements. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
     if plan.steps < plan.every:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
     each, room = _TRAINING + _SAVED * (1 + plan.background), 2 * _SAVED * plan.params * _ALLOWED

@@ -28,7 +28,7 @@ _MODULES |= {"step": "step", "vs-fsdp2": "vs_fsdp2", "stream": "stream", "genera
 
 
 def _measured(prog: str, name: str, words: Sequence[str] | None = None) -> int:
-    """Run the measurement in the module ``name``, which is imported when the line is right. The exit status."""
+    """Run the measurement of module ``name``, which is imported when the line is right; return the exit status."""
     parser = CommandLine(prog=prog, description=docstring_of(f"deepspeed.tools.bench.{name}"), allow_abbrev=False)
     getattr(options, name)(parser)
     parser.switches(json="one JSON object instead of a table")

@@ -18,12 +18,12 @@ _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
 
 
 def titled(title: str, rows: Sequence[Sequence[str | float]], *notes: str, left: int = 1) -> str:
-    """A title, a table, and what is said below it."""
+    """Return a title, a table, and notes below the table."""
     return "\n".join([title, "", *columns(rows, left), *notes])
 
 
 def params_of(text: str) -> int:
-    """A number of parameters: ``1000000``, ``1e9``, ``8M``, ``1.5B`` (powers of 1000). Raises ArgumentTypeError."""
+    """Parse a number of parameters: ``1000000``, ``1e9``, ``8M``, ``1.5B`` (powers of 1000). ArgumentTypeError."""
     number = re.sub("[KMGB]$", lambda unit: _POWERS[unit[0]], text.strip().upper())
     count = float(number) if re.fullmatch(r"[0-9.]+(E\+?[0-9]{1,2})?", number, re.IGNORECASE) else 0.0
     if not 1 <= count <= 1e13:
@@ -34,7 +34,7 @@ def params_of(text: str) -> int:
 
 
 def size_of(text: str) -> int:
-    """Bytes of ``1048576``, ``64K``, ``1M``, ``2G`` (powers of 1024). Raises ArgumentTypeError."""
+    """Parse a size to bytes: ``1048576``, ``64K``, ``1M``, ``2G`` (powers of 1024). Raises ArgumentTypeError."""
     try:
         return byte_count(re.sub(r"([KMGT])(i?B)?\s*$", r"\1iB", text, flags=re.IGNORECASE))
     except ValueError as error:
@@ -44,7 +44,7 @@ def size_of(text: str) -> int:
 
 
 def block_of(text: str) -> int:
-    """``size_of``, a multiple of 4096 and 1 GiB at most."""
+    """Parse a size as ``size_of``, which must be a multiple of 4096 and 1 GiB at most."""
     size = size_of(text)
     if size % _ALIGN or size > 1 << 30:
         raise argparse.ArgumentTypeError(f"a block is a multiple of {_ALIGN} bytes, 1G at most, not {text}")
@@ -52,12 +52,12 @@ def block_of(text: str) -> int:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Median, least, greatest and all of ``values``."""
+    """Return median, least, greatest and all of ``values``."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
 
 
 def check_memory(nbytes: float, options: str) -> None:
-    """Raise UsageError, which names the ``options`` to lower, when so much host memory is not free."""
+    """Raise UsageError, which names the ``options`` to lower, unless ``nbytes`` of host memory are free."""
     free = host_available_bytes()
     if nbytes > free:
         raise UsageError(
@@ -66,7 +66,7 @@ def check_memory(nbytes: float, options: str) -> None:
 
 
 def check_folder(folder: str, nbytes: float, what: str, remedy: str) -> None:
-    """Raise UsageError unless ``folder`` is one, with room for ``nbytes``, which ``what`` takes."""
+    """Raise UsageError unless ``folder`` is a folder with room for ``nbytes``, which ``what`` takes."""
     if not os.path.isdir(folder):
         fault = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise UsageError(f"the folder {folder} {fault}; name one on the drive to be measured")

@@ -28,7 +28,7 @@ _RESIDENT = 3 * 16  # bytes of memory an element: four tensors of each contender
 
 
 def rate(step: Callable[[], object], numel: int) -> float:
-    """GB/s of one update."""
+    """Return the GB/s of one update."""
     begin = time.perf_counter()
     step()
     return BYTES * numel / (time.perf_counter() - begin) / 1e9
@@ -43,7 +43,7 @@ def _optimizer(cls: Callable[..., torch.optim.Optimizer], numel: int, **settings
 
 
 def loop(buffers: list[torch.Tensor], threads: int, pool: ThreadPoolExecutor) -> Callable[[], object]:
-    """Adds the second of four flat tensors to the others. Raises BuildError where there is no compiler."""
+    """Return a loop of Adam's memory traffic over four flat tensors. Raises BuildError where there is no compiler."""
     stream = load(_STREAM).ds_stream
     numel = buffers[0].numel()
     each = -(-numel // threads)
@@ -55,7 +55,7 @@ def loop(buffers: list[torch.Tensor], threads: int, pool: ThreadPoolExecutor) ->
 
 
 def rates_of(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
-    """GB/s of every round on ``threads`` threads; and why the loop cannot be measured here, if so."""
+    """Return GB/s of every round on ``threads`` threads; and why the loop cannot be measured here, if so."""
     before, missing = torch.get_num_threads(), ""
     torch.set_num_threads(threads)
     try:
@@ -72,7 +72,7 @@ def rates_of(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """By contender, and how they compare; ``plan.missing`` then says what could not be measured. Raises UsageError."""
+    """Return rates by contender, and their ratios; ``plan.missing`` tells what was not measured. Raises UsageError."""
     check_memory(_RESIDENT * plan.params, "--params")
     plan.threads = plan.threads or torch.get_num_threads()
     rates, plan.missing = rates_of(plan.params, plan.threads)

@@ -23,7 +23,7 @@ WAYS = ("plain PyTorch", "in unsharded()", "through the engine")
 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
-    """In a rank: median seconds of all tokens each way, and of entering and leaving unsharded()."""
+    """Run in a rank: return median seconds of all tokens each way, and of entering and leaving unsharded()."""
     engine, x = engine_for(plan, plan.level)
     plain = blocks(plan.params).bfloat16().eval()
     engine.eval()
@@ -53,7 +53,7 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """What the slowest rank measured. Raises UsageError, DeepSpeedError."""
+    """Return the slowest rank's measurements. Raises UsageError, DeepSpeedError."""
     ranks = on_ranks(on_rank, plan)
     seconds = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     tokens = {name: plan.tokens * plan.rows / seconds[name] for name in WAYS}

@@ -32,7 +32,7 @@ WAYS = ("engine", "plain")
 
 @dataclass(frozen=True)
 class Load:
-    """How the engine is driven: bytes of a request, requests under way, threads where the page cache is in the way."""
+    """Settings of the engine: bytes of a request, requests under way, threads where the page cache is in the way."""
 
     block_bytes: int = 1 << 20
     queue_depth: int = 32
@@ -40,12 +40,12 @@ class Load:
     backend: str = "auto"
 
     def engine(self) -> AioEngine:
-        """An engine with these settings. Raises ValueError or TransferError as it does."""
+        """Return an engine with these settings. Raises ValueError or TransferError as the engine does."""
         return AioEngine(**vars(self))
 
 
 class Target:
-    """``nbytes`` bytes under ``folder``, and memory to fill them from. Raises UsageError or TransferError."""
+    """File of ``nbytes`` bytes under ``folder``, and memory to fill it from. Raises UsageError or TransferError."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
         if nbytes < ALIGN or nbytes % ALIGN:
@@ -72,18 +72,18 @@ class Target:
             raise
 
     def close(self) -> None:
-        """Give the space back."""
+        """Close the file, which frees its space on the drive."""
         self.file.close()
         os.close(self.fd)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of each part of the file that is as long as the memory, or shorter."""
+        """Yield offset and bytes of each part of the file that is as long as the memory, or shorter."""
         for offset in range(0, self.nbytes, self.pattern.numel()):
             yield offset, min(self.pattern.numel(), self.nbytes - offset)
 
 
 def through_engine(target: Target, engine: AioEngine, load: Load, *, write: bool) -> None:
-    """Move the whole file; so many pieces are under way that the queue is full across their borders."""
+    """Move the whole file; enough pieces are under way to keep the queue full across their borders."""
     memory, start = (target.pattern, engine.write) if write else (target.scratch, engine.read)
     window = -(-load.queue_depth * load.block_bytes // PIECE_BYTES) + 1
     under_way: deque[Transfer] = deque()
@@ -109,7 +109,7 @@ def through_loop(target: Target, load: Load, *, write: bool) -> None:
 
 
 def check(target: Target, engine: AioEngine) -> None:
-    """Read everything back through the engine. Raises DeepSpeedError for other bytes than were written."""
+    """Read everything back through the engine. Raises DeepSpeedError where bytes differ from those written."""
     for offset, nbytes in target.pieces():
         engine.read(target.file, offset, target.scratch[:nbytes].zero_()).wait()
         if not torch.equal(target.scratch[:nbytes], target.pattern[:nbytes]):
@@ -119,7 +119,7 @@ def check(target: Target, engine: AioEngine) -> None:
 
 
 def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) -> float:
-    """GB/s over the whole file, which was written before; without an engine, of the loop."""
+    """Return GB/s over the whole file, which was written before; without an engine, of the loop."""
     begin = time.perf_counter()
     if engine is None:
         through_loop(target, load, write=write)
@@ -129,7 +129,7 @@ def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) 
 
 
 def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dict[str, dict[str, list[float]]]:
-    """GB/s of both ways by operation, in turns. Raises OSError when the drive fails, DeepSpeedError when it lies."""
+    """Return GB/s of both ways by operation, in turns. OSError if the drive fails, DeepSpeedError for wrong data."""
     # Blocks that never were written are slow the first time, and reading them asks nothing of a drive.
     through_engine(target, engine, load, write=True)
     operations = [name for name in ("write", "read") if getattr(options, name)] or ["write", "read"]
@@ -163,7 +163,7 @@ def as_text(facts: dict[str, Any], _: Any) -> str:
 
 
 def measure(options: Any) -> dict[str, Any]:
-    """GB/s of both ways. Raises UsageError, DeepSpeedError, OSError."""
+    """Return GB/s of both ways. Raises UsageError, DeepSpeedError, OSError."""
     depth = 1 if options.sequential_requests else options.queue_depth
     load = Load(options.block_size, depth, options.io_parallel, options.backend)
     with load.engine() as engine, contextlib.closing(Target(options.folder, options.io_size)) as target:

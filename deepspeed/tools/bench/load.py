@@ -42,7 +42,7 @@ def _files(folder: str) -> list[Path]:
 
 
 def _mapped(folder: str) -> nn.Module:
-    """A module for every name, whose parameters are those of the files."""
+    """Return a tree of modules, one for every name, whose parameters are those of the files."""
     root = nn.Module()
     for file in _files(folder):
         with safe_open(file, framework="pt") as content:
@@ -69,7 +69,7 @@ def _config(plan: argparse.Namespace) -> dict[str, Any]:
 
 
 def _warm_up(plan: argparse.Namespace) -> Any:
-    """Import and build what is imported and built once; transformers, if it is to load."""
+    """Import and build, before the measurement, all that is made once; return transformers, if it is to load."""
     deepspeed.initialize(model=nn.Linear(8, 8), config=_config(plan))[0].destroy()
     client: Any = importlib.import_module("transformers") if plan.transformers else None
     if client is not None:
@@ -79,7 +79,7 @@ def _warm_up(plan: argparse.Namespace) -> Any:
 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, float]:
-    """In a rank: load, and what it took."""
+    """Load in a rank; return seconds, bytes read, growth of memory, and sizes."""
     torch.set_num_threads(1)
     client = _warm_up(plan)
     kept = client.integrations.HfDeepSpeedConfig(_config(plan)) if client is not None else None
@@ -96,7 +96,7 @@ def on_rank(plan: argparse.Namespace) -> dict[str, float]:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks measured. Raises UsageError for wrong input, DeepSpeedError, CheckFailedError above the bound."""
+    """Return the measurements. Raises UsageError for wrong input, DeepSpeedError, CheckFailedError above the bound."""
     if plan.transformers and plan.level != 3:
         raise UsageError("--transformers loads in shards under ZeRO-3 alone; leave --zero out")
     files = _files(plan.model)

@@ -13,14 +13,14 @@ _MOST_THREADS = 4096  # more crash the runtimes of cpu-adam
 
 
 def _times(text: str) -> float:
-    """``1.3x-shard`` or ``1.3``. Raises ArgumentTypeError."""
+    """Parse ``1.3x-shard`` or ``1.3``. Raises ArgumentTypeError."""
     if not re.fullmatch(r"\d+(\.\d+)?(x-shard)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no multiple of a shard; write for example 1.3x-shard")
     return float(text.removesuffix("x-shard"))
 
 
 def add_training(parser: CommandLine, *, ranks: int = 2, levels: Sequence[int] = range(4), least: int = 1) -> None:
-    """Options of what trains a model under one of these ``levels`` of ZeRO, on at ``least`` so many ranks."""
+    """Add options of a command that trains a model under one of these ZeRO ``levels``, on at least ``least`` ranks."""
     parser.option("--params", params_of, "8M", "N", "about, for example 8M or 1e9")
     parser.option("--ranks", partial(count_of, least=least), ranks, "N", "processes")
     parser.option("--rows", count_of, 256, "N", "samples of a micro-batch")

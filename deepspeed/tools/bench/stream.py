@@ -24,7 +24,7 @@ WAYS = ("to one rank", "to all ranks", "messages to one rank")
 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
-    """In a rank: median seconds of each way, and the bytes of all weights."""
+    """Run in a rank: return median seconds of each way, and the bytes of all weights."""
     engine, _ = engine_for(plan, plan.level)
     rank, ranks = comm.get_rank(), comm.get_world_size()
     numel = sum(p.numel() for p in engine.module.parameters())
@@ -49,7 +49,7 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """What the first rank measured, and what follows. Raises UsageError, DeepSpeedError."""
+    """Return the first rank's measurements, and what follows. Raises UsageError, DeepSpeedError."""
     facts = on_ranks(on_rank, plan)[0]
     travels = facts["bytes"] * (plan.ranks - 1) / plan.ranks
     of_least = {name: s / facts["seconds"][WAYS[2]] for name, s in facts["seconds"].items()}

@@ -24,18 +24,18 @@ _Errors = tuple[type[Exception], ...]
 
 
 def blocks(params: int) -> nn.Sequential:
-    """A model of about so many parameters: [rows, width] -> [rows, width]."""
+    """Return a model of about ``params`` parameters: [rows, width] -> [rows, width]."""
     width = max(1, round(math.sqrt(params / (4 * _LAYERS))))
     return nn.Sequential(*(ResidualBlock(width) for _ in range(_LAYERS)))
 
 
 def batch_for(model: nn.Module, rows: int, device: torch.device) -> Tensor:
-    """A micro-batch in bf16."""
+    """Return a micro-batch in bf16."""
     return torch.randn(rows, model[0].norm.normalized_shape[0], dtype=torch.bfloat16, device=device)  # type: ignore[index]
 
 
 def engine_for(plan: argparse.Namespace, level: int, **zero: Any) -> tuple[Any, Tensor]:
-    """An engine in bf16 with AdamW, which has taken a step, and a micro-batch for it."""
+    """Return an engine in bf16 with AdamW, which has taken a step, and a micro-batch for it."""
     config = {
         "train_micro_batch_size_per_gpu": plan.rows,
         "bf16": {"enabled": True},
@@ -51,18 +51,18 @@ def engine_for(plan: argparse.Namespace, level: int, **zero: Any) -> tuple[Any, 
 
 
 def passes(engine: Any, x: Tensor) -> None:
-    """A forward and its backward."""
+    """Run a forward and its backward."""
     engine.backward(engine(x).float().square().mean())
 
 
 def settle(engine: Any) -> None:
-    """Until nothing of the engine is under way."""
+    """Wait until nothing of the engine is under way."""
     engine.runtime.update.wait()
     get_accelerator().synchronize()
 
 
 def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> float:
-    """Seconds of ``work`` and of what it takes until ``after``."""
+    """Return the seconds of ``work`` and ``after`` together."""
     begin = time.perf_counter()
     work()
     after()
@@ -70,7 +70,7 @@ def timed(work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> f
 
 
 def together(work: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     comm.barrier()
     return timed(work, comm.barrier)
 
@@ -87,7 +87,7 @@ def _on_cpu(work: Callable[..., Any], plan: argparse.Namespace, alike: _Errors, 
 def on_ranks(
     work: Callable[..., Any], plan: argparse.Namespace, *given: Any, each: int = _TRAINING, alike: _Errors = ()
 ) -> list[Any]:
-    """``work(plan, *given)`` on CPU ranks, ``each`` bytes a parameter; errors ``alike`` on all: DeepSpeedError."""
+    """Run ``work(plan, *given)`` on CPU ranks, ``each`` bytes a parameter; errors ``alike`` on all: DeepSpeedError."""
     if each:
         check_memory(plan.ranks * plan.params * each, "--params or --ranks")
     plan.threads = max(1, torch.get_num_threads() // plan.ranks)

@@ -43,33 +43,33 @@ SWEEP: Sweep = {"block_size": (256 << 10, 1 << 20, 8 << 20), "queue_depth": (8, 
 
 @dataclass
 class Trial:
-    """One setting, and the GB/s of every repetition with it, of writes and reads."""
+    """Setting of the engine, and the GB/s of every repetition with it, of writes and reads."""
 
     load: Load
     rates: dict[str, list[float]]
 
     @property
     def score(self) -> float:
-        """Harmonic mean of the medians, in GB/s: bytes over the time to move them once each way."""
+        """Return the harmonic mean of the medians, in GB/s: bytes over the time to move them once each way."""
         return statistics.harmonic_mean([statistics.median(values) for values in self.rates.values()])
 
     @property
     def block(self) -> dict[str, int | bool]:
-        """The ``aio`` block of a training configuration that drives the engine so."""
+        """Return the ``aio`` block of a training configuration that drives the engine so."""
         load = self.load
         sizes = {"block_size": load.block_bytes, "queue_depth": load.queue_depth, "intra_op_parallelism": load.threads}
         return {**sizes, "single_submit": False, "overlap_events": True}
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
-    """Of those that are as good as the best, the one with least memory under way, and least threads."""
+    """Return, of the trials within 2% of the best, the trial with least memory under way, then least threads."""
     top = max(trial.score for trial in trials)
     good = [trial for trial in trials if trial.score >= CLOSE * top]
     return min(good, key=lambda t: (t.load.block_bytes * t.load.queue_depth, t.load.threads, -t.score))
 
 
 def read_sweep(path: str) -> Sweep:
-    """A JSON file with lists under ``block_size``, ``queue_depth`` and ``io_parallel``. Raises UsageError."""
+    """Read a JSON file with lists under ``block_size``, ``queue_depth`` and ``io_parallel``. Raises UsageError."""
     try:
         tree = parse_text(Path(path).read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError, DeepSpeedConfigError) as error:
@@ -88,7 +88,7 @@ def read_sweep(path: str) -> Sweep:
 
 
 def affordable(nbytes: int, *, measured_gbps: float, seconds: float, passes: int) -> int:
-    """As much of ``nbytes``, at least 16 MiB of it, as lets ``passes`` passes over the file end in half of the time."""
+    """Return as much of ``nbytes``, at least 16 MiB, as lets ``passes`` passes over the file end in half the time."""
     most = int(measured_gbps * 1e9 * seconds / 2 / passes)
     return min(nbytes, max(LEAST_BYTES, most)) // ALIGN * ALIGN
 
@@ -103,7 +103,7 @@ def _repeat(trials: list[Trial], target: Target, until: float) -> None:
 
 
 def tune(options: argparse.Namespace) -> list[Trial]:
-    """Measure all settings for ``--seconds``, at least ``--loops`` times each. Raises as Target, OSError."""
+    """Measure all settings for ``--seconds``, ``--loops`` times at least; return trials. Raises as Target, OSError."""
     sweep = read_sweep(options.sweep_config) if options.sweep_config else SWEEP
     operations = [name for name in ("write", "read") if not getattr(options, f"no_{name}")]
     sys.stderr.write(f"ds_nvme_tune: measuring in {options.nvme_dir} for about {options.seconds:.0f} s\n")
@@ -129,7 +129,7 @@ def tune(options: argparse.Namespace) -> list[Trial]:
 
 
 def as_text(facts: dict[str, Any], options: argparse.Namespace) -> str:
-    """The table, fastest first, and the block."""
+    """Return the table, fastest first, and the block."""
     trials, best = options.measured
     settings = ("block_size", "queue_depth", "intra_op_parallelism")
     rows: list[list[str | float]] = [[*settings, *(f"{name} GB/s" for name in best.rates), "times", ""]]
@@ -141,7 +141,7 @@ def as_text(facts: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 def with_block(text: str, block: dict[str, Any]) -> str:
-    """The JSON object ``text`` with ``block`` merged into its ``aio``, all else as it is. Raises ValueError."""
+    """Return the JSON object ``text`` with ``block`` merged into its ``aio``, all else unchanged. Raises ValueError."""
     tree = json.loads(text)
     if not isinstance(tree, dict) or not isinstance(tree.get("aio", {}), dict):
         raise ValueError("it is no JSON object, or its aio is none")
@@ -160,7 +160,7 @@ def with_block(text: str, block: dict[str, Any]) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put ``text`` in the place of ``path`` in one step; its mode and the link to it stay. Raises OSError."""
+    """Replace ``path`` by ``text`` in one step, and keep its mode and the link to it. Raises OSError."""
     path = path.resolve()
     mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
     write_atomically(path, text.encode(), mode=mode)
@@ -168,7 +168,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _merged_config(path: Path, block: dict[str, Any]) -> str:
-    """Text of the configuration ``path`` with ``block``. Raises UsageError, also for comments, which would be lost."""
+    """Return configuration ``path`` with ``block``. UsageError on failure, also for comments, which would be lost."""
     try:
         return with_block(path.read_bytes().decode("utf-8"), block)
     except OSError as error:
@@ -180,7 +180,7 @@ def _merged_config(path: Path, block: dict[str, Any]) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Every setting, and the best, which goes into the files that were named. Raises UsageError, and as ``tune``."""
+    """Try every setting; write the best into the files that were named. Raises UsageError, and as ``tune``."""
     if options.no_read and options.no_write:
         raise UsageError("--no_read and --no_write leave nothing to measure")
     if not 0 <= options.seconds <= _DAY_S:

@@ -52,7 +52,7 @@ def _theirs(plan: argparse.Namespace) -> Any:
 
 
 def on_rank(plan: argparse.Namespace, who: str) -> tuple[list[float], int]:
-    """In a rank: seconds of the steps, and bytes by which its memory grew at most."""
+    """Run in a rank: return the seconds of the steps, and the bytes by which its memory grew at most."""
     importlib.import_module(_FSDP)  # its own memory does not count
     before = hostmem.rss_bytes()
     step = _ours(plan) if who == CONTENDERS[0] else _theirs(plan)
@@ -60,7 +60,7 @@ def on_rank(plan: argparse.Namespace, who: str) -> tuple[list[float], int]:
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:
-    """By contender, medians over all rounds. Raises UsageError, DeepSpeedError."""
+    """Return medians over all rounds by contender. Raises UsageError, DeepSpeedError."""
     seconds: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     grew: dict[str, list[int]] = {who: [] for who in CONTENDERS}
     for turn in range(plan.rounds):

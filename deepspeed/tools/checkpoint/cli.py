@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def prune(args: argparse.Namespace) -> int:
-    """Remove older complete checkpoints and what dead saves have left behind, and say what; 0."""
+    """Remove older complete checkpoints and leftovers of saves that died, print which, and return 0."""
     folder = Path(args.folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
@@ -112,7 +112,7 @@ def prune(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Import the command's module, and torch with it, and run it. Raises CheckpointError before where nothing is."""
+    """Import the command's module, and torch with it, and run it. CheckpointError before, where no checkpoint is."""
     path = getattr(args, "source", getattr(args, "checkpoint", args.run))
     if path not in ("live", args.run) and not Path(path).exists():
         raise CheckpointError(f"there is no checkpoint in {path} (no such folder)")

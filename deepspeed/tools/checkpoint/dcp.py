@@ -16,7 +16,7 @@ from deepspeed.checkpoint.weights.weights import Progress, Stream, stream, total
 
 
 class _StreamPlanner(DefaultSavePlanner):
-    """Plans with tensors whose one element takes the place of all, and reads each one's values in its turn."""
+    """Plan with tensors whose one element takes the place of all, and read the values of each tensor in its turn."""
 
     def __init__(self) -> None:
         super().__init__()

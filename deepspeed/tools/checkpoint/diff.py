@@ -24,7 +24,7 @@ _MODELS = (*_INDEXES, "model.safetensors", "pytorch_model.bin")
 
 
 def run(args: Namespace) -> int:
-    """Print a line per tensor; 0 when all are equal, else 1."""
+    """Print a line per tensor; return 0 when all are equal, else 1."""
     other = Path(args.other)
     if args.checkpoint == "live":
         from deepspeed.tools.checkpoint import live  # noqa: PLC0415 - the only command that needs the whole package
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
 
 
 def _rows(first: dict[str, Stream], second: dict[str, Stream], shared: dict[str, str]) -> Iterator[TensorRow]:
-    """Every tensor of either side. A tied weight may be there once, or by each of its names."""
+    """Yield a row for every tensor of either side. A tied weight may be stored once, or by each of its names."""
     with progress("diff", total_bytes(first.values())) as advance:
         for name, values in first.items():
             if name in second:
@@ -66,7 +66,7 @@ def _rows(first: dict[str, Stream], second: dict[str, Stream], shared: dict[str,
 
 
 def tell(rows: Iterable[TensorRow], well: str, *, quiet: bool) -> int:
-    """Print the rows, if ``quiet`` only those that are not ``well``, and the sums; 0 when all are ``well``, else 1."""
+    """Print the rows (``quiet``: only those not ``well``) and the sums; return 0 when all are ``well``, else 1."""
     counts = dict.fromkeys((well, "different", "missing", "extra"), 0)
     for row in rows:
         counts[row.verdict] += 1
@@ -77,7 +77,7 @@ def tell(rows: Iterable[TensorRow], well: str, *, quiet: bool) -> int:
 
 
 def _model(path: Path) -> dict[str, Stream]:
-    """The tensors of a model file, or of a Hugging Face folder; pickled ones are opened with weights_only."""
+    """Return the tensors of a model file or a Hugging Face folder; pickled files are opened with weights_only."""
     first = path if path.is_file() else next(path / name for name in _MODELS if (path / name).is_file())
     if not first.name.endswith(".index.json"):
         return _file(first)
@@ -93,7 +93,7 @@ def _model(path: Path) -> dict[str, Stream]:
 
 
 def _file(path: Path) -> dict[str, Stream]:
-    """Memory that is mapped to the file, which is read where the tensors are."""
+    """Map a file to memory and return its tensors, which are read where they are used."""
     try:
         if path.suffix == ".safetensors":
             state: Any = load_file(path)

@@ -30,7 +30,7 @@ CHOICES = {**DTYPES, "keep": None}
 
 @contextlib.contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out``; what it holds moves into ``out`` when the body ends well, else it vanishes."""
+    """Yield a hidden folder beside ``out``; its content moves into ``out`` if the body ends well, else it vanishes."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with folders.temporary_for(out) as hidden:
         hidden.mkdir()
@@ -49,7 +49,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def run(args: Namespace) -> int:
-    """Export as the command line says; 0. Raises CheckpointError, OSError."""
+    """Export as the command line says and return 0. Raises CheckpointError, OSError."""
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file; name a folder to write to")
@@ -89,7 +89,7 @@ def run(args: Namespace) -> int:
 
 
 def run_import(args: Namespace) -> int:
-    """Convert; 0. Raises CheckpointError for one of this package's, and when the tag is there already."""
+    """Convert and return 0. Raises CheckpointError for a checkpoint of this package, and where the tag exists."""
     out = Path(args.out)
     with contextlib.closing(find_and_open(Path(args.source), args.tag)) as source:
         if source.kind == "deepspeed-checkpoint":  # anew it would have no generators and one rank's client state

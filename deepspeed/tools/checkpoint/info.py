@@ -24,7 +24,7 @@ _UNREAD = "not part of the checkpoint, never read"
 
 
 def run(args: Namespace) -> int:
-    """Print what the checkpoint holds; 0."""
+    """Print what the checkpoint holds and return 0."""
     with contextlib.closing(find_and_open(Path(args.checkpoint), args.tag)) as source:
         say("\n".join([*_facts(source), "", *_tensors(source, each=args.tensors)]))
     return 0
@@ -60,12 +60,12 @@ def _facts(source: Source) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value of the facts, which keep floats by their bits."""
+    """Format a value of the facts, which keep floats by their bits."""
     return f"{float.fromhex(value):g}" if isinstance(value, str) and re.match(r"-?0x\d\.", value) else str(value)
 
 
 def _tensors(source: Source, *, each: bool) -> list[str]:
-    """Sums by state and dtype, and with ``each`` a line per tensor."""
+    """Return sums by state and dtype, and with ``each`` a line per tensor."""
     sums: dict[str, list[int]] = {}
     lines = []
     for (state, name), (dtype, shape) in source.entries.items():
@@ -81,7 +81,7 @@ def _tensors(source: Source, *, each: bool) -> list[str]:
 
 
 def scan(path: Path) -> Counter[str]:
-    """How many opcodes of the pickles in a torch archive or bare stream name what ("": nothing); they are never run.
+    """Count the names in opcodes of the pickles in a torch archive or bare stream ("": no name), without running them.
 
     Without names nothing can be called.
     """
@@ -106,7 +106,7 @@ def _disassembled(stream: Any) -> Counter[str]:
 
 
 def unsafe(path: Path) -> list[str]:
-    """The names in a file of torch that ``torch.load(weights_only=True)`` refuses."""
+    """Return the names in a file of torch that ``torch.load(weights_only=True)`` refuses."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception as error:  # whatever the file is: not one that can be opened so
@@ -114,7 +114,7 @@ def unsafe(path: Path) -> list[str]:
 
 
 def audit(args: Namespace) -> int:
-    """Print what every file is; 1 when loading would execute a pickle, or a file for other programs is not plain."""
+    """Print what every file is; return 1 if loading would execute a pickle, or another program's file is not plain."""
     folder = located(Path(args.checkpoint), args.tag)
     stubs, odd, executed = 0, 0, 0
     complete = folders.is_complete(folder)

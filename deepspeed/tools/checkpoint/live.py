@@ -33,7 +33,7 @@ _Shape = tuple[int, ...]
 
 
 def rows(args: Namespace) -> Iterator[TensorRow]:
-    """A row per tensor. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
+    """Yield a row per tensor. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
     if not args.model:
         raise UsageError("diff live needs --model MODULE:BUILD, which makes the model; a folder of the name is ./live")
     with contextlib.closing(find_and_open(Path(args.other), args.tag_b or args.tag)) as source:
@@ -57,7 +57,7 @@ def rows(args: Namespace) -> Iterator[TensorRow]:
 
 
 def _build(reference: str, device: str) -> nn.Module:
-    """The model of ``module:build``, on the host where its own code needs values that the meta device has not."""
+    """Build the model of ``module:build``, on the host where its own code needs values that the meta device lacks."""
     try:
         function = resolve(reference)
         with torch.device(device):
@@ -74,7 +74,7 @@ def _build(reference: str, device: str) -> nn.Module:
 
 
 def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
-    """What ``deepspeed.initialize`` would build for the configuration; the other blocks of that have no say in it."""
+    """Build the optimizer as ``deepspeed.initialize`` would, from the optimizer and zero_optimization blocks alone."""
     given = read_config_source(config)
     blocks: dict[str, Any] = {}
     if block := block_of(given, "optimizer"):  # rates and the like may be "auto"
@@ -90,7 +90,7 @@ def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
 
 
 def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterator[TensorRow]:
-    """Why loading would refuse the state as a whole, whatever its tensors are."""
+    """Yield reasons why loading would refuse the optimizer state as a whole, whatever its tensors are."""
     saved = open_facts(source).get("optimizer")
     if not saved:
         yield TensorRow("optimizer", "missing", "the checkpoint is of an engine without one")
@@ -104,7 +104,7 @@ def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterato
 
 
 def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, _Shape]:
-    """Shapes of the optimizer's state in a checkpoint, after a step on stand-ins. Raises UsageError when it cannot."""
+    """Return the shapes of checkpointed optimizer state, from a step on stand-ins. UsageError when the step fails."""
     whole, slots = granularity(optimizer) == "parameter", dict[Key, _Shape]()
     known: dict[tuple[int, _Shape], dict[str, _Shape]] = {}
     for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -121,7 +121,7 @@ def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict
 def _step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: _Shape, devices: tuple[str, ...]
 ) -> dict[str, _Shape]:
-    """Shapes of the tensors that the optimizer keeps for a parameter of ``group``, on the first device that will do."""
+    """Return the shapes of the optimizer's tensors for a parameter of ``group``, on the first device that will do."""
     params, refused = group["params"], Exception()
     for device in devices:
         stand_in = nn.Parameter(torch.zeros(shape, device=device))

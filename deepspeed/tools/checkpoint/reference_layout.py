@@ -36,7 +36,7 @@ _SUB_GROUP = 1_000_000_000
 
 
 class _Stored(Namespace):
-    """Pickles as an instance of the class of DeepSpeed that its subclass stands for."""
+    """Pickle as an instance of the class of DeepSpeed that the subclass stands for."""
 
 
 def _stand_in(module: str, name: str, **members: Any) -> Any:
@@ -52,7 +52,7 @@ _Level = _stand_in(
 
 
 class _Pickler(pickle._Pickler):
-    """The Python pickler: the compiled one insists on importing every class under the name it writes."""
+    """Pickle in Python: the compiled pickler insists on importing every class under the name it writes."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, _Stored)):
@@ -63,7 +63,7 @@ class _Pickler(pickle._Pickler):
 
 
 class _Layout:
-    """What is to be written, for how many ranks, and the contents of each file."""
+    """Plan the files of a checkpoint for ``world`` ranks, and make the contents of each."""
 
     def __init__(self, source: Source, level: int | None, world: int, *, exclude_frozen: bool) -> None:
         facts, entries = source.facts, source.entries
@@ -97,7 +97,7 @@ class _Layout:
                 self.slices.setdefault((s.rank, part), []).append(s)
 
     def _values(self, state: str, rank: int, part: int, *, padding: int = 0) -> torch.Tensor:
-        """A flat tensor of ``state`` without its last ``padding`` elements, zeros where nothing is stored."""
+        """Return a flat tensor of ``state`` without its last ``padding`` elements, zeros where nothing is stored."""
         out = torch.zeros(self.lengths[part] - padding, dtype=torch.float32)
         for s in self.slices.get((rank, part), []):
             if (state, s.name) in self.source.entries:  # one by one: no more than one is held in the stored dtype
@@ -121,7 +121,7 @@ class _Layout:
         return _DynamicLossScaler(cur_scale=scale, **known, **fixed)
 
     def optim_file(self, rank: int) -> dict[str, Any]:
-        """Contents of a rank's optimizer-state file."""
+        """Return the contents of a rank's optimizer-state file."""
         parts, world, state = range(len(self.lengths)), self.world, dict[int, dict[str, Any]]()
         slices, numbers = [self.slices.get((rank, part), []) for part in parts], iter(parts)
         for part in parts:
@@ -166,7 +166,7 @@ class _Layout:
         return {"optimizer_state_dict": inner, "ds_config": self.config, "ds_version": __version__}
 
     def _fragment(self, name: str, rank: int) -> torch.Tensor:
-        """What a rank holds of a frozen parameter."""
+        """Return the part of a frozen parameter that a rank holds."""
         key, numel = ("param", name), prod(self.frozen[name])
         if self.level < 3:
             return whole(self.source, key)
@@ -176,7 +176,7 @@ class _Layout:
         return out
 
     def _whole_state(self) -> dict[str, Any]:
-        """Level 0: state over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a low-precision model."""
+        """Return level 0's state of whole parameters, wrapped if DeepSpeed keeps fp32 copies of a 16-bit model."""
         source, state = self.source, dict[int, dict[str, Any]]()
         trained = [[name for name, _ in group] for group in self.groups]
         # torch's own state dict counts frozen ones too
@@ -203,7 +203,7 @@ class _Layout:
         }
 
     def model_file(self, rank: int) -> dict[str, Any]:
-        """Contents of a rank's model-state file."""
+        """Return the contents of a rank's model-state file."""
         facts, sharded = self.facts, self.level > 0
         frozen = None if self.level < 2 or self.exclude_frozen else self.frozen
         engine, shared = facts.get("engine") or {}, shared_names(self.source)
@@ -236,9 +236,8 @@ class _Layout:
 
 
 def write(source: Source, out: Path, *, level: int | None, world: int, exclude_frozen: bool) -> Path:
-    """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks, ``level`` None: its own; the tag's folder.
-
-    Raises CheckpointError when there is no optimizer, or state that the layout cannot hold; OSError.
+    """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks (``level`` None: its own); return the tag's
+    folder. Raises CheckpointError when there is no optimizer, or state that the layout cannot hold; OSError.
     """
     if not (source.facts.get("optimizer") or {}).get("groups"):
         raise CheckpointError(f"{source.path} has no optimizer, which this layout needs; export with --format torch")

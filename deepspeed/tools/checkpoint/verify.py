@@ -20,7 +20,7 @@ _LISTED = 50
 
 
 def verify(folder: Path) -> list[str]:
-    """Everything that is wrong with the checkpoint in the tag's folder, a sentence each. Raises CheckpointError."""
+    """Return all faults of the checkpoint in the tag's folder, a sentence each. Raises CheckpointError."""
     if not folders.is_complete(folder):
         return _read_all(folder)
     if wrong := _tensors(folder, read_manifest(folder)):
@@ -38,7 +38,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _tensors(folder: Path, manifest: Manifest) -> list[str]:
-    """Every element exactly once, files as long as they were, and every byte of one tensor and as its checksum says."""
+    """Return faults: elements not stored exactly once, wrong file sizes, gaps and overlaps, wrong checksums."""
     wrong = []
     for name, nbytes in manifest.files.items():
         actual = (folder / name).stat().st_size if (folder / name).is_file() else nbytes
@@ -76,7 +76,7 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _read_all(folder: Path) -> list[str]:
-    """Another program's layout has no checksums of its own: read every tensor once."""
+    """Read every tensor once and return the faults: another program's layout has no checksums of its own."""
     wrong = []
     with contextlib.closing(open_checkpoint(folder)) as source:
         streams = {f"{key[0]} of {key[1]}": stream(source, key) for key in source.entries}
@@ -91,7 +91,7 @@ def _read_all(folder: Path) -> list[str]:
 
 
 def run(args: Namespace) -> int:
-    """Print the verdict; 0 or 1."""
+    """Print the verdict; return 0 or 1."""
     folder = located(Path(args.checkpoint), args.tag)
     try:
         wrong = verify(folder)

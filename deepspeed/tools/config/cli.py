@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) -> Findings | None:
-    """The findings about file ``name`` (never base64); None where faults went to standard error, one line each."""
+    """Return the findings about file ``name`` (never base64); None where faults went to standard error, a line each."""
     try:
         if name == "-":
             source = text_source(sys.stdin.buffer.read(), "standard input")
@@ -110,7 +110,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 2 for faults and wrong usage."""
+    """Run the command; return the exit status: 0, or 2 for faults and wrong usage."""
     args = build_parser().parse_args(argv)
     return guarded("ds_config", lambda: {"check": _check, "show": _show, "init": _init}[args.command](args))
 

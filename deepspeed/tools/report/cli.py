@@ -28,7 +28,7 @@ Report = Mapping[str, list[Row]]
 
 
 def gather(named: Mapping[str, Probe]) -> list[Row]:
-    """The rows of the ``named`` probes; one that fails becomes a row ``unknown (reason)``, whatever it raised."""
+    """Return the rows of the ``named`` probes; a probe that fails becomes a row ``unknown (reason)``."""
     rows: list[Row] = []
     for name, probe in named.items():
         try:
@@ -44,7 +44,7 @@ def _listed(uses: Mapping[str, str], find: Callable[[str], str | None], missing:
 
 
 def collect(*, operators: bool = True) -> Report:
-    """Everything that is to be said, in order. Never raises."""
+    """Return everything that the report says, in order. Never raises."""
     torch, reason = probes.load_torch()
     devices: dict[str, Probe] = {"accelerator": lambda: Row("accelerator", "unknown (torch cannot be imported)")}
     if torch is not None:
@@ -85,7 +85,7 @@ def collect(*, operators: bool = True) -> Report:
 
 
 def doubts(report: Report) -> dict[str, str]:
-    """Name -> doubt of the rows that carry one, in order."""
+    """Return name -> doubt of the rows that carry a doubt, in order."""
     return {row.name: row.doubt for rows in report.values() for row in rows if row.doubt}
 
 
@@ -96,7 +96,7 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 
 def as_text(report: Report, *, verdict: bool = True) -> str:
-    """The report as lines of at most 110 columns: a title and aligned rows per section; last the doubts."""
+    """Return the report in lines of at most 110 columns: a title and aligned rows per section; last the doubts."""
     column = min(34, max((len(row.name) for rows in report.values() for row in rows), default=0))
     parts = {
         title: [line for row in rows for line in _wrapped(f"{row.name:<{column}}  ", row.value)]
@@ -109,7 +109,7 @@ def as_text(report: Report, *, verdict: bool = True) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ds_report`` and ``dsr``; returns 0, and 2 where there is no run to be shown."""
+    """Run ``ds_report`` or ``dsr``; return 0, and 2 where there is no run to be shown."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:
         return run_command(argv[1:])

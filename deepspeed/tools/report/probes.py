@@ -80,7 +80,7 @@ _THREADS = (
 
 
 class Row(NamedTuple):
-    """One fact. ``doubt``: one sentence or two when the value is missing or doubtful, else empty."""
+    """Fact of the report. ``doubt``: one sentence or two when the value is missing or doubtful, else empty."""
 
     name: str
     value: str
@@ -88,18 +88,18 @@ class Row(NamedTuple):
 
 
 def first_line(error: BaseException) -> str:
-    """Class and first line of ``error``, for one row of a table."""
+    """Return class and first line of ``error``, for one row of a table."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Major and minor of a version: ``"2.13.0+cpu"`` -> ``(2, 13)``."""
+    """Return major and minor of a version: ``"2.13.0+cpu"`` -> ``(2, 13)``."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def range_doubt(name: str, version: str) -> str:
-    """What is doubtful about ``version`` of a required package; empty when it is in the tested range."""
+    """Return the doubt about ``version`` of a required package; empty when it is in the tested range."""
     first, beyond = REQUIRED[name]
     if first and numbers(version) < numbers(first):
         return f"{name} {version} is too old: at least {first} is needed; upgrade it."
@@ -109,7 +109,7 @@ def range_doubt(name: str, version: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, None where it is missing."""
+    """Return the version of a package, None where it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -117,7 +117,7 @@ def installed(name: str) -> str | None:
 
 
 def package_row() -> Row:
-    """This package: version, folder, and whether an installation of another version is in the way."""
+    """Report this package: version, folder, and whether an installation of another version is in the way."""
     folder = str(Path(__file__).resolve().parents[2])
     version = installed("deepspeed")
     if version is None:
@@ -129,7 +129,7 @@ def package_row() -> Row:
 
 
 def load_torch() -> tuple[ModuleType | None, str]:
-    """torch, or None and the reason why it cannot be imported."""
+    """Import torch; return it, or None and the reason why it cannot be imported."""
     try:
         return importlib.import_module("torch"), ""
     except Exception as error:  # a broken binary raises OSError, AttributeError, ...
@@ -137,7 +137,7 @@ def load_torch() -> tuple[ModuleType | None, str]:
 
 
 def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
-    """Version of torch (its package data where it cannot be imported), and what it was built for."""
+    """Report torch's version (from its package data where it cannot be imported), and what it was built for."""
     if torch is None:
         doubt = f"Importing torch fails ({reason}); reinstall a build that fits this machine and driver."
         return [Row("torch", f"{installed('torch') or 'not installed'}, cannot be imported: {reason}", doubt)]
@@ -150,7 +150,7 @@ def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
 
 
 def required_rows() -> list[Row]:
-    """Python and the required packages, torch apart."""
+    """Report Python and the required packages except torch."""
     rows = [Row("Python", f"{platform.python_version()}, {sys.executable}")]
     for name in [name for name in REQUIRED if name != "torch"]:
         version, missing = installed(name), f"{name} is a requirement of this package; install it."
@@ -159,7 +159,7 @@ def required_rows() -> list[Row]:
 
 
 def _version(path: str, pattern: str = "(.+)") -> str:
-    """What ``pattern`` matches in what the program says of its version, or the first line of that."""
+    """Return the match of ``pattern`` in the program's text about its version, or the first line of the text."""
     options: dict[str, Any] = dict(capture_output=True, text=True, timeout=TOOL_LIMIT_S, stdin=subprocess.DEVNULL)
     done = subprocess.run([path, "--version"], **options)
     text = (done.stdout or done.stderr).strip()
@@ -168,7 +168,7 @@ def _version(path: str, pattern: str = "(.+)") -> str:
 
 
 def compiler_row() -> Row:
-    """The C++ compiler that builds take."""
+    """Report the C++ compiler that builds take."""
     try:
         path = compiler.locate("cpp")[0]
     except BuildError as error:
@@ -177,7 +177,7 @@ def compiler_row() -> Row:
 
 
 def ninja_row() -> Row:
-    """The program that runs the compilers."""
+    """Report the program that runs the compilers."""
     if path := compiler.find_ninja():
         return Row("ninja program", f"{_version(path)}, {path}")
     doubt = "The Python package ninja brings the program that compiles native kernels side by side; install it."
@@ -185,7 +185,7 @@ def ninja_row() -> Row:
 
 
 def cuda_rows(built_for: str | None) -> list[Row]:
-    """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for builds that need neither."""
+    """Report nvcc and CUDA_HOME; ``built_for`` is torch's CUDA version, None for builds that need neither."""
     home = Row("CUDA_HOME", os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "not set")
     try:
         nvcc = compiler.locate("cuda")[0]
@@ -198,13 +198,13 @@ def cuda_rows(built_for: str | None) -> list[Row]:
 
 
 def operator_rows() -> list[Row]:
-    """Native operators: built, built on first use, or what runs instead and why."""
+    """Report native operators: built, built on first use, or what runs instead and why."""
     states = builders.states(limit_s=TOOL_LIMIT_S)
     return [Row(name, f"{state.word}: {state.detail}") for name, state in states.items()]
 
 
 def variable_rows(env: Mapping[str, str]) -> list[Row]:
-    """The variables of ``env`` that change behaviour, without what looks like a secret or a login in an address."""
+    """Report variables of ``env`` that change behaviour, without what looks like a secret or a login in an address."""
     threads = env.get("OMP_NUM_THREADS")
     return [Row("OMP_NUM_THREADS", threads or "not set", "" if threads else _THREADS)] + [
         Row(name, "(hidden)" if _SECRET.search(name) else _LOGIN.sub(r"\1(hidden)@", env[name]))
@@ -214,7 +214,7 @@ def variable_rows(env: Mapping[str, str]) -> list[Row]:
 
 
 def identity_row(env: Mapping[str, str]) -> Row:
-    """Who a script started from here would take itself for."""
+    """Report the rank that a script started from here would take."""
     from deepspeed.client.comm.discovery import discover  # noqa: PLC0415 - its package imports torch, which may fail
 
     try:
@@ -228,7 +228,7 @@ def identity_row(env: Mapping[str, str]) -> Row:
 
 
 def cpu_rows(root: Path = ROOT) -> list[Row]:
-    """Model, the vector instructions that matter here, sockets and NUMA nodes."""
+    """Report CPU model, the vector instructions that matter here, sockets and NUMA nodes."""
     fields: dict[str, list[str]] = {}  # the value of every core
     for line in (root / "proc/cpuinfo").read_text().splitlines():
         name, colon, value = line.partition(":")
@@ -251,7 +251,7 @@ def cpu_rows(root: Path = ROOT) -> list[Row]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores' worth of time that the control group allows (second kind only); None without a limit."""
+    """Return the cores' worth of time that the control group allows (cgroup v2 only); None without a limit."""
     from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
 
     files = [folder / "cpu.max" for folder, first in hostmem.groups(root, "cpu") if not first]
@@ -260,7 +260,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def cores_row(root: Path = ROOT) -> Row:
-    """Cores this process may use, and the machine's."""
+    """Report the cores this process may use, and the machine's."""
     whole, mine = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     limit = "" if quota is None else f", time for {quota:g} (control group)"
@@ -269,7 +269,7 @@ def cores_row(root: Path = ROOT) -> Row:
 
 
 def memory_rows(root: Path = ROOT) -> list[Row]:
-    """Memory of the machine, and the control group's limit."""
+    """Report the memory of the machine, and the control group's limit."""
     from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
 
     total = hostmem.host_total_bytes()
@@ -280,7 +280,7 @@ def memory_rows(root: Path = ROOT) -> list[Row]:
 
 
 def shm_row(path: str = "/dev/shm") -> Row:
-    """Shared memory, through which data workers and ranks on one machine hand over tensors."""
+    """Report shared memory, through which data workers and ranks on one machine hand over tensors."""
     if not os.path.isdir(path):
         return Row(path, "not there")
     stat = os.statvfs(path)
@@ -289,7 +289,7 @@ def shm_row(path: str = "/dev/shm") -> Row:
 
 
 def limit_rows() -> list[Row]:
-    """Limits of this process (ulimit)."""
+    """Report the limits of this process (ulimit)."""
     locked, files = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     shown = ["unlimited" if value < 0 else text(value) for value, text in ((locked, size), (files, str))]
     return [
@@ -299,7 +299,7 @@ def limit_rows() -> list[Row]:
 
 
 def device_rows(torch: ModuleType) -> list[Row]:
-    """Type, number, names and memory of the devices; ``none`` where ranks run on the CPU."""
+    """Report type, number, names and memory of the devices; ``none`` where ranks run on the CPU."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         device = torch.accelerator.current_accelerator(check_available=True)
@@ -318,7 +318,7 @@ def device_rows(torch: ModuleType) -> list[Row]:
 
 
 def _why_none(torch: ModuleType, reasons: list[str]) -> str:
-    """Why a machine that has a device, or a torch that was built for one, runs on the CPU; empty when both agree."""
+    """Return why a machine with a device, or a torch built for a device, runs on the CPU; empty when both agree."""
     for name in ("cuda", "hip"):
         if version := getattr(torch.version, name, None):
             visible = [key for key in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if key in os.environ]
@@ -332,7 +332,7 @@ def _why_none(torch: ModuleType, reasons: list[str]) -> str:
 
 
 def nccl_row(torch: ModuleType) -> Row:
-    """Version of NCCL (RCCL on ROCm)."""
+    """Report the version of NCCL (RCCL on ROCm)."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type != "cuda":
         return Row("NCCL", "not used without a CUDA or ROCm device")
@@ -340,7 +340,7 @@ def nccl_row(torch: ModuleType) -> Row:
 
 
 def backends_row() -> Row:
-    """Backends of torch.distributed."""
+    """Report the backends of torch.distributed."""
     from deepspeed.comm.init import available_backends  # noqa: PLC0415 - imports torch, which may fail
 
     names = " ".join(available_backends())

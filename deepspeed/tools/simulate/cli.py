@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _share_of(text: str) -> float:
-    """A share: ``5%`` or ``0.05``."""
+    """Parse a share: ``5%`` or ``0.05``."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -71,7 +71,7 @@ def _parser() -> CommandLine:
 
 
 def _failures(outcome: "Outcome", options: argparse.Namespace, who: str = "") -> list[str]:
-    """What of the limits is passed, a sentence each."""
+    """Return the limits that are passed, a sentence each."""
     share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
     texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
     if options.max_memory is not None and outcome.reserved > options.max_memory:

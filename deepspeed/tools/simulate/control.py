@@ -32,20 +32,20 @@ _HOST = "host"
 
 
 class Control:
-    """Sends one rank's messages. Since ``restart``: how many, and ``seconds`` of the program, waits included."""
+    """Send one rank's messages. Since ``restart``: how many, and ``seconds`` of the program, waits included."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._timeline = recorder, recorder.timeline
         self.restart()
 
     def restart(self) -> None:
-        """Count from here on."""
+        """Restart the counts from here on."""
         self.messages = 0
         self.seconds = 0.0
 
     def merge(self, largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[int], list[int]]:
-        """In the place of ``collectives.merge``. Messages that reach others carry the simulated time along: who has
-        waited goes on when the last rank has sent its own.
+        """Merge in place of ``collectives.merge``. Messages that reach others carry the simulated time along: a rank
+        that has waited goes on when the last rank has sent its own.
         """
         seconds, now = self._timeline.machine.agreement(group.size), self._timeline.now
         (*largest, latest), union = collectives.merge([*largest, int(now * _PICOSECONDS)], union, group)
@@ -53,18 +53,18 @@ class Control:
         return largest, union
 
     def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
-        """In the place of ``dist.all_gather_object``: all others say the same."""
+        """Gather in place of ``dist.all_gather_object``: all others say the same."""
         everyone[:] = [value] * len(everyone)
         self.take(self._timeline.machine.gather(len(everyone)))
 
     def take(self, seconds: float, ranks: Sequence[int] = (), channel: str = "") -> None:
-        """A message takes so long; with a ``channel``, once all ``ranks`` have come to it."""
+        """Spend ``seconds`` on a message; with a ``channel``, once all ``ranks`` have come to it."""
         self._recorder.emit(Talk(seconds, tuple(ranks), channel))
         self.messages, self.seconds = self.messages + 1, self.seconds + seconds
 
 
 class _Column:
-    """What is said between pipeline stages, of each of which one rank is simulated, ``ranks`` by stage."""
+    """Send messages between pipeline stages, of each of which one rank is simulated, ``ranks`` by stage."""
 
     def __init__(self, recorder: Recorder, control: Control, ranks: Sequence[int]) -> None:
         self._machine, self._control, self._ranks = recorder.timeline.machine, control, tuple(ranks)
@@ -74,7 +74,7 @@ class _Column:
         self._peers = self._make("simulated", axis, "gloo")
 
     def new_group(self, name: str, axis: Any, backend: str) -> AxisGroup:
-        """In the place of ``groups._new_group``: the group on the host is one whose members differ."""
+        """Make a group in place of ``groups._new_group``: the group on the host is one whose members differ."""
         made = self._make(name, axis, backend)
         return replace(made, backend=_HOST) if name.endswith("/host") else made
 
@@ -82,7 +82,7 @@ class _Column:
         return rank * len(self._ranks) // dist.get_world_size()
 
     def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
-        """In the place of ``dist.all_gather_object``: each rank says what that of its stage does."""
+        """Gather in place of ``dist.all_gather_object``: each rank says the same as its stage's simulated rank."""
         ranks = dist.get_process_group_ranks(group)
         if not set(ranks).issuperset(self._ranks):  # of one stage
             self._control.gather(everyone, value)
@@ -94,36 +94,36 @@ class _Column:
         self._control.take(self._machine.gather(len(ranks)), ranks, "programs")
 
     def total(self, numbers: list[Any], _: Any) -> list[Any]:
-        """In the place of ``PipelineEngine._sum``: of each number the sum over all ranks, by gloo's ring."""
+        """Sum each number over all ranks, in place of ``PipelineEngine._sum``, by gloo's ring."""
         everyone: list[Any] = [None] * dist.get_world_size()
         self.gather(everyone, numbers)
         return [sum(column) for column in zip(*everyone, strict=True)]
 
     def send_object(self, value: object, peer: int, group: AxisGroup) -> Any:
-        """In the place of ``point_to_point.send_object``."""
+        """Send in place of ``point_to_point.send_object``."""
         with _disable_current_modes():
             return self._send(value, self._place(group.ranks[peer]), self._peers)
 
     def receive_object(self, peer: int, group: AxisGroup) -> Any:
-        """In the place of ``point_to_point.receive_object``."""
+        """Receive in place of ``point_to_point.receive_object``."""
         with _disable_current_modes():
             return self._receive(self._place(group.ranks[peer]), self._peers)
 
 
 def _even_edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
-    """In the place of ``loss._edges``, which reads how many words all ranks have: the program waits for a number."""
+    """Replace ``loss._edges``, which reads how many words all ranks have: the program waits for a number."""
     int(collectives.sum_in_place(torch.zeros(group.size, device=logits.device, dtype=torch.float64), group).sum())
     return bounds(logits.shape[-1] * group.size, group.size)
 
 
 @contextlib.contextmanager
 def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Control]:
-    """Inside, messages take their time. ``column``: they are sent to these ranks, one of each pipeline stage."""
+    """Make messages take their time inside. ``column``: they are sent to these ranks, one of each pipeline stage."""
     control = Control(recorder)
     count = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
 
     def collectives_of(group: Any) -> int:
-        """Torch's process group without peers counts nothing, which would look like somebody else's collectives."""
+        """Count for torch's group without peers, whose zero would look like somebody else's collectives."""
         return recorder.collectives if "fake" in dist.get_backend(group) else count(group)
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [

@@ -57,9 +57,9 @@ _FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of device with its links and its host; ``values`` has all of CONSTANTS. ``on_host``: the device is the
-    host, so that work is done when the program has started it. ``assumed``: constants that nobody has measured;
-    ``used``: those that a time has been taken from.
+    """Device kind with its links and its host; ``values`` has all of CONSTANTS. ``on_host``: the device is the host, so
+    that work is done when the program has started it. ``assumed``: constants that nobody has measured; ``used``:
+    constants that a time has been taken from.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Machine:
         return self.values[constant]
 
     def used_by(self, world: int) -> "Machine":
-        """This machine as a job of ``world`` ranks finds it: fewer ranks than a node has devices get larger shares of
-        its cores, its memory and its drives. Where nodes have more and fewer ranks, the fullest holds up the others.
+        """Return this machine as a job of ``world`` ranks finds it: fewer ranks than a node's devices get larger shares
+        of its cores, memory and drives. Where nodes have more and fewer ranks, the fullest holds up the others.
         """
         times = self["gpus_per_node"] / min(world, self["gpus_per_node"])
         shares = {name: times * self.values[name] for name in SHARED}
@@ -82,7 +82,7 @@ class Machine:
         return replace(self, values=self.values | shares)
 
     def seconds(self, work: Work, name: str = "") -> float:
-        """Time of one launch on its stream."""
+        """Return the seconds of one launch on its stream."""
         match work.kind:
             case "collective":
                 return self.collective(name, work.nbytes, work.ranks)
@@ -102,9 +102,9 @@ class Machine:
         return max(self["kernel_s"], work.flops / (rate * share), work.nbytes / self["memory_rate"])
 
     def product_share(self, work: Work) -> float:
-        """Of the peak. The result is cut into tiles, of which each processor computes one at a time: in the last wave
-        some have none, and tiles reach over the edge. Of the sizes of tiles a library takes the best; the smaller, the
-        more has to be loaded for an operation. A tile begins with what takes as long as ``matmul_half`` of its depth.
+        """Return the share of the peak. The result is cut into tiles, of which each processor computes one at a time:
+        in the last wave some have none, and tiles reach over the edge. A library takes the best tile size; smaller
+        tiles load more per operation. A tile begins with what takes as long as ``matmul_half`` of its depth.
         """
         rows, depth, columns = work.shape or (0, 0, 0)
         if not rows * depth * columns:
@@ -119,7 +119,7 @@ class Machine:
         return self["matmul_share"] * best * depth / (depth + self["matmul_half"])
 
     def collective(self, name: str, nbytes: int, ranks: tuple[int, ...]) -> float:
-        """A ring over ``ranks`` that moves ``nbytes`` in all, or for an all-reduce a tree where that is faster.
+        """Return seconds of a ring over ``ranks`` that moves ``nbytes`` in all; an all-reduce takes a tree if faster.
 
         Ring: a piece takes all links but one, each with its latency, and (n - 1)/n of the bytes take the narrowest;
         twice for an all-reduce. Tree: 2 log2(n) steps.
@@ -147,14 +147,14 @@ class Machine:
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
 
     def gather(self, ranks: int) -> float:
-        """Small objects of all ``ranks`` to all, over gloo: a ring for their sizes, and one for what they are."""
+        """Return seconds to gather small objects of all ``ranks`` over gloo: a ring for sizes, and one for contents."""
         hop = self["agreement_hop_s"] if ranks > self["gpus_per_node"] else 0.0
         return 2 * (ranks - 1) * (self["agreement_s"] + hop)
 
     def agreement(self, ranks: int) -> float:
-        """One message by which the programs of ``ranks`` ranks agree, ``collectives.merge``: the last has heard of all
-        after ceil(log2 n) rounds (Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization"). In
-        round k each goes on when it has what the one 2^k before it sent, which is another node's once on the way
+        """Return seconds of a message by which ``ranks`` programs agree, ``collectives.merge``: the last has heard of
+        all after ceil(log2 n) rounds (Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization").
+        In round k each goes on when it has what the one 2^k before it sent, which is another node's once on the way
         through a node and in every round that is longer than a node.
         """
         rounds, inside = (ranks - 1).bit_length(), (int(self["gpus_per_node"]) - 1).bit_length()
@@ -164,12 +164,12 @@ class Machine:
 
 @functools.lru_cache(maxsize=64)
 def _members(ranks: tuple[int, ...], per_node: int) -> Counter[int]:
-    """How many of these ranks each node has."""
+    """Return how many of these ranks each node has."""
     return Counter(rank // per_node for rank in ranks)
 
 
 def machines() -> list[str]:
-    """The machines that come with the package."""
+    """Return the names of the machines that come with the package."""
     return sorted(path.name[:-5] for path in _folder().iterdir() if path.name.endswith(".json"))
 
 
@@ -178,10 +178,10 @@ def _folder() -> Any:
 
 
 def load_machine(name: str) -> Machine:
-    """The machine of that name, or of that JSON file: {"name": ..., "constants": {constant: [value, source]}}.
+    """Load the machine of that name, or JSON file: {"name": ..., "constants": {constant: [value, source]}}.
 
-    A file may say {"like": "h100"} and give only what differs, and {"device": "cpu"} where the host computes.
-    Raises UsageError for anything else.
+    A file may say {"like": "h100"} and give only what differs, and {"device": "cpu"} where the host computes. Raises
+    UsageError for anything else.
     """
     try:
         text = (_folder() / f"{name}.json").read_text() if name in machines() else Path(name).read_text()

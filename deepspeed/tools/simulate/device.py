@@ -22,7 +22,7 @@ NAME = "sim"
 
 
 class Sink(Protocol):
-    """Who is told what the device is asked for: ``simulate.record``. Streams and events are numbers, times seconds."""
+    """Receiver of all requests to the device: ``simulate.record``. Streams and events are numbers, times seconds."""
 
     plain_attention: Counter[str]
 
@@ -40,7 +40,7 @@ class _Current(threading.local):
 
 
 class SimEvent:
-    """What ``torch.cuda.Event`` offers, on a simulated stream."""
+    """Imitate ``torch.cuda.Event`` on a simulated stream."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.number: int | None = None
@@ -59,14 +59,14 @@ class SimEvent:
         return self.number is None or MODULE.sink.done(self.number)
 
     def elapsed_time(self, end: "SimEvent") -> float:
-        """Milliseconds from this event to ``end``; RuntimeError, as on a real device, before both have happened."""
+        """Return milliseconds from this event to ``end``; RuntimeError, as on a device, before both have happened."""
         if self.number is None or end.number is None or not (self.query() and end.query()):
             raise RuntimeError("both events must be recorded and complete before their times are read")
         return (MODULE.sink.happens(end.number) - MODULE.sink.happens(self.number)) * 1e3
 
 
 class SimStream:
-    """What ``torch.cuda.Stream`` offers."""
+    """Imitate ``torch.cuda.Stream``."""
 
     _numbers = itertools.count(COMPUTE + 1)
 
@@ -94,7 +94,7 @@ class SimStream:
 
 
 class _Module(types.ModuleType):
-    """Takes the place of ``torch.cuda``."""
+    """Take the place of ``torch.cuda``."""
 
     Stream, Event = SimStream, SimEvent
     communication_backend = "fake"  # torch's process group without peers
@@ -112,12 +112,12 @@ class _Module(types.ModuleType):
         return self._sink
 
     def records(self, sink: Sink) -> bool:
-        """Whether ``sink`` is told now."""
+        """Return whether ``sink`` receives the requests now."""
         return self._sink is sink
 
     @contextlib.contextmanager
     def recorded_by(self, sink: Sink) -> Iterator[None]:
-        """All that the device is told inside goes to ``sink``."""
+        """Send all requests to the device inside to ``sink``."""
         before, self._sink = self._sink, sink
         try:
             yield

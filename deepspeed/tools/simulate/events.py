@@ -19,7 +19,7 @@ Site = tuple[tuple[str, int, str], ...]
 
 
 def place_of(site: Site) -> str:
-    """The site for people."""
+    """Format the site for people."""
     return " <- ".join(f"{file}:{line} {function}" for file, line, function in site) or "(outside of any file)"
 
 
@@ -32,7 +32,7 @@ class Touch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one launch has to do: arithmetic, bytes to and from memory, and for collectives the ranks that take part.
+    """Cost of one launch: arithmetic, bytes to and from memory, and for collectives the ranks that take part.
 
     ``kind``: "kernel", "matmul", "attention", "up" (host to device), "down", "collective", "host", "adam", "read",
     "write".
@@ -53,9 +53,9 @@ class Work(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """``name`` is put on ``stream`` and reads and writes so much of some buffers; on HOST it runs at once.
+    """Launch of ``name`` on ``stream``, which reads and writes parts of buffers; on HOST it runs at once.
 
-    ``label`` is what it is done for: a unit, a phase.
+    ``label``: the unit or phase that the launch is for.
     """
 
     stream: int
@@ -68,14 +68,14 @@ class Launch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """``event`` stands for all that ``stream`` has been given so far."""
+    """Record of ``event``, which stands for all that ``stream`` has been given so far."""
 
     event: int
     stream: int
 
 
 class Wait(NamedTuple):
-    """``stream`` goes on after ``event``; one that was never recorded orders nothing."""
+    """Wait of ``stream`` for ``event``; an event that was never recorded orders nothing."""
 
     stream: int
     event: int
@@ -83,7 +83,7 @@ class Wait(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The program stops until ``event``, or all of ``stream``, or (both None) the whole device is done; or about as
+    """Stop of the program until ``event``, or all of ``stream``, or (both None) the whole device is done; or about as
     long, which it cannot rely on (not ``orders``).
     """
 
@@ -95,13 +95,13 @@ class HostWait(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The program has asked, without waiting, and was told that ``event`` has happened."""
+    """Answer to the program, which has not waited, that ``event`` has happened."""
 
     event: int
 
 
 class Allocate(NamedTuple):
-    """A buffer begins; the device's comes from the pool of ``stream``."""
+    """Begin of a buffer; a device buffer comes from the pool of ``stream``."""
 
     buffer: int
     nbytes: int
@@ -112,7 +112,7 @@ class Allocate(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A buffer ends, its memory is free at once. ``covered``: streams whose work the allocator waits for by itself."""
+    """End of a buffer, which frees its memory at once. ``covered``: streams whose work the allocator waits for."""
 
     buffer: int
     covered: frozenset[int] = frozenset()
@@ -120,7 +120,7 @@ class Free(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """The program talks with ``ranks`` for ``seconds``; with a ``channel`` once all have come so far."""
+    """Talk of the program with ``ranks`` for ``seconds``; with a ``channel`` once all have come so far."""
 
     seconds: float
     ranks: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ class Talk(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """From here on the program is in ``name``."""
+    """Begin of the program's phase ``name``."""
 
     name: str
 

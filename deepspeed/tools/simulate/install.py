@@ -34,7 +34,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def _movable_data() -> property:
-    """``FakeTensor.data``: assigning a tensor of another device moves the parameter there, as it does for real ones."""
+    """Replace ``FakeTensor.data``: assigning a tensor of another device moves the parameter, as for real tensors."""
     plain: Any = torch.Tensor.data
 
     def read(self: FakeTensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def _movable_data() -> property:
 
 
 def _keys_of_the_device(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor._make_subclass`` with the simulated device's dispatch keys for every fake tensor: ``set_data`` compares
+    """Give every fake tensor of ``Tensor._make_subclass`` the simulated device's dispatch keys: ``set_data`` compares
     them, and a fake tensor's own device is a note beside them.
     """
 
@@ -63,8 +63,8 @@ def _keys_of_the_device(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Traced:
-    """In the place of ``torch._subclasses.FakeTensor``, by which libraries ask whether they are being traced: a library
-    that thinks so builds masks, and leaves out looks at values, that a real step has not. Nothing is one.
+    """Replace ``torch._subclasses.FakeTensor``, by which libraries ask whether they are being traced: a library that
+    thinks so builds masks, and leaves out looks at values, that a real step has not. Nothing is an instance.
     """
 
 
@@ -73,7 +73,7 @@ def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, grouped: bool) -> str:
-    """What torch takes on a CUDA device, by the conditions of ATen's sdp_utils.cpp; only one kernel takes a mask."""
+    """Return the kernel that torch takes on a CUDA device, by ATen's sdp_utils.cpp; only one kernel takes a mask."""
     half, widths = query.dtype in _HALF, {query.shape[-1], value.shape[-1]}
     if query.dim() != 4 or query.dtype is torch.float64:
         return "plain"
@@ -84,8 +84,8 @@ def _kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
 
 @contextlib.contextmanager
 def _fused_attention(plain_calls: Counter[str]) -> Iterator[None]:
-    """Inside, attention takes a CUDA device's kernels, of which torch chooses none on a device of others, however the
-    function was imported. ``plain_calls`` counts the calls that are plain products there too, by what they are.
+    """Give attention a CUDA device's kernels inside, of which torch chooses none on other devices, however the function
+    was imported. ``plain_calls`` counts the calls that are plain products on CUDA too, by what they are.
     """
 
     def attend(
@@ -128,7 +128,7 @@ def _fused_attention(plain_calls: Counter[str]) -> Iterator[None]:
 def recording(
     machine: Machine, *, world: int, rank: int = 0, keep: bool = False, store: dist.Store | None = None
 ) -> Iterator[Recorder]:
-    """Inside, this process is rank ``rank`` of ``world`` on ``machine``, and what it does is recorded, not done.
+    """Record what this process does inside, as rank ``rank`` of ``world`` on ``machine``, instead of doing it.
 
     ``keep``: the timeline keeps every span. Starts torch.distributed with peers that do not exist, and ends it;
     ``store``: one that the other ranks' processes share.

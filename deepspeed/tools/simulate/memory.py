@@ -21,7 +21,7 @@ def _rounded(nbytes: int, grain: int) -> int:
 
 
 class _Block:
-    """A piece of a segment; ``previous`` and ``next`` are its neighbours in it."""
+    """Piece of a segment; ``previous`` and ``next`` are its neighbours in the segment."""
 
     __slots__ = ("free", "next", "pool", "previous", "size")
 
@@ -30,10 +30,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """Bytes allocated and reserved, now and at most.
+    """Count bytes allocated and reserved, now and at most.
 
-    Where a segment more would pass ``limit``, the device's bytes, segments without a block in use are given back
-    first, ``retries`` times; what is reserved beyond it even then is what a real program would fail for.
+    Where another segment would pass ``limit``, the device's bytes, segments without a block in use are given back
+    first, ``retries`` times; a real program would fail for what is reserved beyond the limit even then.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -44,7 +44,7 @@ class CachingAllocator:
         self._order = 0
 
     def allocate(self, buffer: int, nbytes: int, stream: int) -> None:
-        """A block for ``buffer`` from the pool of ``stream``."""
+        """Allocate a block for ``buffer`` from the pool of ``stream``."""
         size = max(_GRAIN, _rounded(nbytes, _GRAIN))
         small = size <= _SMALL
         pool = self._pools.setdefault((stream, small), [])
@@ -72,7 +72,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, buffer: int) -> None:
-        """The block of ``buffer`` goes back, and together with free neighbours."""
+        """Give the block of ``buffer`` back, merged with free neighbours."""
         block = self._blocks.pop(buffer)
         self.allocated -= block.size
         for other in (block.previous, block.next):
@@ -90,7 +90,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Segments without a block in use go back to the device."""
+        """Give segments without a block in use back to the device."""
         for pool in self._pools.values():
             whole = [entry for entry in pool if entry[2].previous is None and entry[2].next is None]
             self.reserved -= sum(size for size, _, _ in whole)
@@ -109,7 +109,7 @@ class CachingAllocator:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What torch's caching allocator of pinned memory takes for that many: the next power of two."""
+    """Return the bytes that torch's allocator of pinned memory takes for ``nbytes``: the next power of two."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -129,12 +129,12 @@ class Usage:
             self.restart()
 
     def restart(self) -> None:
-        """Look for the peak from here on."""
+        """Restart the peak from here on."""
         self.peak, self.at_peak = self.now, {name: size for name, size in self.by_category.items() if size}
 
 
 class Memory:
-    """Feed it the events of a run. ``places``: bytes as they were asked for, of pinned memory as they are rounded."""
+    """Follow memory over the events of a run. ``places``: bytes as they were asked for, pinned memory as rounded."""
 
     def __init__(self, device_bytes: float = math.inf) -> None:
         self.places: dict[str, Usage] = {}
@@ -158,7 +158,7 @@ class Memory:
                 self.allocator.free(event.buffer)
 
     def restart(self) -> None:
-        """Look for peaks from here on, with the allocator's cache emptied."""
+        """Restart the peaks from here on, with the allocator's cache emptied."""
         for usage in self.places.values():
             usage.restart()
         self.allocator.empty_cache()

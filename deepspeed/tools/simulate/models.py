@@ -44,11 +44,11 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms.
+    """Shape of a decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms.
 
     ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions; ``normed``: queries
-    and keys have norms; ``activation``: as transformers call it, "" for silu with a gate and gelu without.
-    ``family``: whose.
+    and keys have norms; ``activation``: as transformers call it, "" for silu with a gate and gelu without. ``family``:
+    the configuration's model_type.
     """
 
     width: int
@@ -68,13 +68,13 @@ class Shape:
 
     @property
     def channels(self) -> int:
-        """Of one head."""
+        """Return the channels of one head."""
         return self.head or self.width // self.heads
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be built inside the simulation; ``batch(step)`` gives its inputs, ``loss(output, batch)`` a scalar."""
+    """Model to build in the simulation; ``batch(model, step)`` gives its inputs, ``loss(output, batch)`` a scalar."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -83,7 +83,7 @@ class Subject:
 
 
 def shape_of(config: dict[str, Any], name: str) -> Shape:
-    """The decoder that a Hugging Face configuration describes; UsageError, with what is missing, for another."""
+    """Return the decoder of a Hugging Face configuration; UsageError, with the missing keys, for other models."""
     called = {key: next((n for n in names if config.get(n)), "") for key, names in _NAMES.items()}
     if missing := [_NAMES[key][0] for key in ("width", "blocks", "heads", "vocabulary") if not called[key]]:
         raise UsageError(f"{name} describes no decoder: {', '.join(missing)} is missing")
@@ -109,7 +109,7 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
 
 
 def _gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """The form with tanh (Hendrycks and Gimpel 2016), operation by operation as transformers have it."""
+    """Compute GELU with tanh (Hendrycks and Gimpel 2016), operation by operation as transformers have it."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -119,7 +119,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Attention(nn.Module):
-    """Queries, keys, values, and the way out; tensor parallelism leaves some of the heads."""
+    """Attention with query, key, value and output projections; tensor parallelism leaves some of the heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two products, or three with a gate."""
+    """Feed-forward part: two products, or three with a gate."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch
 
 
 class Decoder(nn.Module):
-    """A causal language model of that shape; ``recompute``: each block's activations are made again in the backward."""
+    """Causal language model of that shape; ``recompute``: the backward recomputes each block's activations."""
 
     def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head, as transformers' models answer."""
+        """Return the head, as transformers' models do."""
         return self.head
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
 
 
 def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, recompute: bool) -> Subject:
-    """A decoder fed with ``samples`` sequences of ``sequence`` tokens."""
+    """Return a decoder fed with ``samples`` sequences of ``sequence`` tokens."""
 
     def batch(model: nn.Module, step: int) -> torch.Tensor:
         return torch.randint(shape.vocabulary, (samples, sequence), device=next(model.parameters()).device)
@@ -223,7 +223,7 @@ def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, rec
 
 
 def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool) -> Subject:
-    """What ``name`` stands for: ``module:build`` as in ds_verify, or a ``config.json``. UsageError where it is wrong.
+    """Return the model of ``name``: ``module:build`` as in ds_verify, or a ``config.json``. UsageError if it is wrong.
 
     A configuration file becomes transformers' own model where that package is installed, else a decoder of its shape.
     """

@@ -51,7 +51,7 @@ _Bytes = Touch | None
 
 
 class _Library:
-    """What ``try_load`` gives: every ``ds_*`` symbol is the kernel of ``op``, or the one that writes ``beside``."""
+    """Replace the library of ``try_load``: ``ds_*`` symbols are ``op``'s kernel, or the one that writes ``beside``."""
 
     def __init__(self, run: Callable[..., int], beside: Callable[..., int] | None = None) -> None:
         self._run, self._beside = run, beside or run
@@ -65,7 +65,7 @@ class _Library:
 
 
 class _Natives:
-    """The kernels of one recording."""
+    """Kernels of one recording."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._stores = recorder, recorder.stores
@@ -78,7 +78,7 @@ class _Natives:
         return None
 
     def rates(self, nbytes: int, _device: torch.device) -> Rates:
-        """What would be measured for an update with ``nbytes`` of weight and slots an element."""
+        """Return the rates a measurement would give for an update with ``nbytes`` of weight and slots an element."""
         machine = self._recorder.timeline.machine
         travel = nbytes / machine["bus_rate"]
         return Rates((2 * nbytes + 4) / machine["adam_rate"], travel, travel)
@@ -98,7 +98,7 @@ class _Natives:
         return [self._stores.at(address, count * _WIDTHS[code]) if address else None for address, code in pairs]
 
     def _fused(self, op: OpSpec, call: Any) -> int:
-        """One launch over ``call.count`` tensors: ``cuda._Call``."""
+        """Launch once over ``call.count`` tensors: ``cuda._Call``."""
         sizes = (ctypes.c_int64 * call.count).from_address(call.sizes)
         codes = (call.param_code, call.grad_code, call.moment_code, call.moment_code, call.out_code)
         columns: list[list[Touch]] = []
@@ -122,14 +122,14 @@ class _Natives:
         return self._launch(self._recorder.host, op.name, [gradient], [values, *others], "adam", 1)
 
     def _beside(self, op: OpSpec, count: int, *args: Any) -> int:
-        """Weights, gradient, moments, rounded output; new weights and moments, past the caches; two codes."""
+        """Launch with weights, gradient, moments, rounded output; new weights, moments, past the caches; two codes."""
         *old, out, a, b, c = self._touches(args[:8], (0, args[8], 0, 0, args[9], 0, 0, 0), count)
         # the lines of the rounded output are read, too
         return self._launch(self._recorder.host, op.name, [*old, out], [a, b, c, out], "adam", 0.5)
 
 
 class _Pages:
-    """In the place of ``arena.Pages``: memory that the program maps and registers itself."""
+    """Replace ``arena.Pages``: memory that the program maps and registers itself."""
 
     def __init__(self, recorder: Recorder, nbytes: int, *, pin: bool = False) -> None:
         self._recorder, self.pinned = recorder, pin
@@ -151,7 +151,7 @@ class _Pages:
 
 
 class _Transfers:
-    """In the place of the engines of file IO: bytes take their time on the drive and go nowhere."""
+    """Replace the engines of file IO: bytes take their time on the drive and go nowhere."""
 
     name, holds = "simulated", 0
 
@@ -174,7 +174,7 @@ class _Transfers:
         return event
 
     def _bytes_of(self, descriptor: int, start: int, stop: int) -> Iterator[Touch]:
-        """Bytes of a file, each part of it a buffer: there are not many accesses to look through in one."""
+        """Yield bytes of a file, each part of it a buffer: a buffer has few accesses to look through."""
         for part in range(start // _PART, -(-stop // _PART)):
             if (descriptor, part) not in self._parts:
                 self._parts[descriptor, part] = self._recorder.stores.file()
@@ -190,11 +190,11 @@ class _Transfers:
         return int(ticket not in self._tickets or self._recorder.done(ticket))
 
     def free(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
 
 class _Thread:
-    """In the place of the thread of a save: a stream of its own, whose work is done as late, or as early, as it can."""
+    """Replace the thread of a save: a stream of its own, whose work is done as late, or as early, as it can."""
 
     def __init__(self, recorder: Recorder, *, target: Callable[[], None], **_: Any) -> None:
         self._recorder, self._target = recorder, target
@@ -221,7 +221,7 @@ class _Thread:
 
 
 class _Lock:
-    """In the place of a lock: who takes it comes after what the one before had done and knew."""
+    """Replace a lock: who takes it comes after all that the holder before had done and knew."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._last = recorder, (HOST, 0)
@@ -236,8 +236,8 @@ class _Lock:
 
 
 class _Turns:
-    """In the place of the thread of an update: a stream of its own, which takes what the program has handed over when
-    it comes to that, and on which the program waits for the end of a turn once.
+    """Replace the thread of an update: a stream of its own, which takes what the program has handed over when it comes
+    to that, and on which the program waits for the end of a turn once.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -250,7 +250,7 @@ class _Turns:
         self._waiting[turn] = worker, self._recorder.moment()
 
     def _take_until(self, time: float) -> None:
-        """What the thread begins before that."""
+        """Take what the thread begins before ``time``."""
         while self._waiting and self._begins() < time:
             self._take()
 
@@ -277,7 +277,7 @@ class _Turns:
 
 
 class _File:
-    """In the place of ``writer.RankFile``: parts are read, nothing is written."""
+    """Replace ``writer.RankFile``: parts are read, nothing is written."""
 
     tells = False
 
@@ -294,7 +294,7 @@ class _File:
                 recorder.emit(Launch(recorder.host, "write of a save", (touch,), (), work, site, recorder.phase))
 
     def close(self, *_: object) -> None:
-        """There is no file."""
+        """Do nothing: no file is open."""
 
     limit = __exit__ = close
 
@@ -304,7 +304,7 @@ class _File:
 
 @contextlib.contextmanager
 def replaced(recorder: Recorder) -> Iterator[None]:
-    """Inside, native kernels and drives are simulated."""
+    """Simulate native kernels and drives inside."""
     natives, turns = _Natives(recorder), _Turns(recorder)
 
     def forget() -> None:

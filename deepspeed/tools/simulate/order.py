@@ -35,7 +35,7 @@ _LEAST_PART, _FEW, _WIDE = 4096, 4, -1
 
 
 class Access(NamedTuple):
-    """Bytes [start, stop) of a buffer were read or written by the ``number``-th launch, on ``stream``."""
+    """Access to bytes [start, stop) of a buffer by the ``number``-th launch, on ``stream``: a read or a write."""
 
     start: int
     stop: int
@@ -68,8 +68,8 @@ class Unordered:
 
 
 class _Buffer:
-    """Its accesses by the parts that they touch; those of many parts are ``WIDE``. A buffer of thousands of parameters
-    has thousands of accesses, of which one to a parameter has to be compared with few.
+    """Keep a buffer's accesses by the parts that they touch; accesses to many parts are ``_WIDE``. A buffer of
+    thousands of parameters has thousands of accesses; an access to one parameter is to be compared with few.
     """
 
     __slots__ = ("accesses", "allocated", "freed", "grain")
@@ -81,13 +81,13 @@ class _Buffer:
         self.freed: Access | None = None
 
     def parts(self, access: Access) -> Collection[int]:
-        """Where the access is kept."""
+        """Return the parts where the access is kept."""
         first, last = access.start // self.grain, (access.stop - 1) // self.grain
         return range(first, last + 1) if last - first < _FEW else (_WIDE,)
 
 
 class OrderCheck:
-    """Feed it the events of a run; ``problems`` has each unordered pair of places once."""
+    """Check the events of a run; ``problems`` has each unordered pair of places once."""
 
     def __init__(self) -> None:
         self.problems: list[Unordered] = []
@@ -100,7 +100,7 @@ class OrderCheck:
         self._seen: set[tuple[object, ...]] = set()
 
     def knows(self, clock: Clock | None = None) -> Clock:
-        """What the program knows to have happened, which from here on is ``clock`` if that is given."""
+        """Return what the program knows to have happened; if ``clock`` is given, that is known from here on."""
         before = self._clocks[HOST]
         self._clocks[HOST] = dict(before if clock is None else clock)
         return before
@@ -170,7 +170,7 @@ class OrderCheck:
             self._report("read of what nobody has written", made, access, buffer)
 
     def _compared(self, access: Access, others: list[Access], buffer: _Buffer) -> list[Access]:
-        """Report what is unordered; those of ``others`` that later accesses have still to be compared with."""
+        """Report unordered accesses; return those of ``others`` that later accesses must still be compared with."""
         clock, kept = self._clocks[access.stream], []
         for other in others:
             in_turn = other.stream == access.stream not in _DRIVES

@@ -73,7 +73,7 @@ _SITE_DEPTH = 3
 
 
 class _Op(NamedTuple):
-    """What an operator's schema says about it."""
+    """Facts that an operator's schema tells."""
 
     name: str
     written: tuple[bool, ...]
@@ -97,7 +97,7 @@ def _op(func: Any) -> _Op:
 
 
 def launches(func: Any) -> bool:
-    """Whether a call of this operator gives a device something to do."""
+    """Return whether a call of this operator gives a device something to do."""
     return not _op(func).view and _op(func).name not in _WITHOUT_KERNEL
 
 
@@ -110,7 +110,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """(position in the schema, value) of what was given."""
+    """Yield (position in the schema, value) of each given argument."""
     yield from enumerate(args)
     if kwargs:
         for position, argument in enumerate(func._schema.arguments[len(args) :], len(args)):
@@ -123,12 +123,12 @@ def _is_mask(index: Any) -> bool:
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
-    """Small host tensors are real."""
+    """Return whether a tensor is in host memory, where small tensors are real."""
     return not isinstance(tensor, FakeTensor) or tensor.fake_device.type != NAME
 
 
 def _copies(op: _Op, args: Any, out: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(source, target) of what goes between host and device; torch's copy of lists is one of each."""
+    """Return (source, target) of each copy between host and device; torch's copy of lists is one copy of each."""
     pairs = [(args[1], args[0])] if op.name == "copy_" else [(args[0], out)] if op.name == "_to_copy" else []
     if op.name == "_foreach_copy_":
         pairs = list(zip(args[1], args[0], strict=True))
@@ -136,14 +136,14 @@ def _copies(op: _Op, args: Any, out: Any) -> list[tuple[torch.Tensor, torch.Tens
 
 
 class Moment(NamedTuple):
-    """Of the program: the time, and what it knows to have happened."""
+    """Moment of the program: the time, and what the program knows to have happened."""
 
     now: float
     clock: Clock
 
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode. Enter ``fake`` first and this inside it (``install.recording`` does both and the rest)."""
+    """Dispatch mode that records. Enter ``fake`` first and this inside it (``install.recording`` does both)."""
 
     def __init__(self, fake: FakeTensorMode, timeline: Timeline) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class Recorder(TorchDispatchMode):
         self._works: dict[int, tuple[Any, int, list[torch.Tensor]]] = {}  # torch holds the tensors until the wait
 
     def emit(self, event: Event) -> None:
-        """Hand an event to everybody who wants it."""
+        """Pass an event to all listeners."""
         for listener in self.listeners:
             listener(event)
 
     def enter_phase(self, name: str) -> None:
-        """What the program does from here on."""
+        """Begin the program's phase ``name``."""
         self.phase = name
         self.emit(Phase(name))
 
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
             self.wait(self.host, self.record(stream))
 
     def moment(self) -> Moment:
-        """Now."""
+        """Return the present moment."""
         return Moment(self.timeline.now, self.order.knows())
 
     def _go_to(self, moment: Moment) -> None:
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def behind(self, host: int, *, since: Moment | None = None) -> Iterator[None]:
-        """Inside it is not the program that goes on, but another thread of it, which it started at ``since``."""
+        """Record, inside, another thread of the program, which the program started at ``since``."""
         before, self.host = self.moment(), host
         self._go_to(since or before)
         try:
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation on shapes. A constant would be copied by the device's own kernel, which is not there."""
+        """Run the operation on shapes. A constant would be copied by the device's own kernel, which does not exist."""
         if func is not _aten._to_copy.default:
             return func(*args, **kwargs)
         source = args[0] if isinstance(args[0], FakeTensor) else self.fake.from_tensor(args[0])
@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         return 0.0 if tensor.dtype.is_floating_point else True if tensor.dtype is torch.bool else 0
 
     def read_list(self, read: Callable[[FakeTensor], Any], tensor: FakeTensor) -> Any:
-        """``tensor.tolist()``, of which ``read`` is torch's."""
+        """Replace ``tensor.tolist()``, of which ``read`` is torch's."""
         self._look_at(tensor)
         self._listing = True
         try:
@@ -291,7 +291,7 @@ class Recorder(TorchDispatchMode):
             self._listing = False
 
     def _look_at(self, tensor: FakeTensor) -> None:
-        """The program reads numbers: of the device, for which it waits, or of its own memory; a copy may be late."""
+        """Read numbers: of the device, for which the program waits, or of its own memory; a copy may be late."""
         if tensor.fake_device.type == NAME:
             self._wait_here("read of numbers on the device")
         else:
@@ -301,7 +301,7 @@ class Recorder(TorchDispatchMode):
         self.host_wait(what, stream=MODULE.current_stream().number)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        """A size that depends on data; half are taken to be true."""
+        """Return a result whose size depends on data; half are taken to be true. The program waits."""
         self._wait_here("a size that depends on data")
         return torch.empty((max(1, mask.numel() // 2), mask.dim()), dtype=torch.int64, device=mask.device)
 
@@ -311,7 +311,7 @@ class Recorder(TorchDispatchMode):
         return (index,)
 
     def _stays_real(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Small host tensors keep their values: step counters, sizes, messages, samplers."""
+        """Return whether a result stays real, as small host tensors do: step counters, sizes, messages, samplers."""
         given = [t for value in (*args, *kwargs.values()) for t in _tensors(value)]
         if any(isinstance(t, FakeTensor) for t in given):
             return False
@@ -331,7 +331,7 @@ class Recorder(TorchDispatchMode):
         return math.prod(size) <= _REAL_NUMEL and (not dtype.is_floating_point or not size)
 
     def _note(self, func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> None:
-        """What the operation read and wrote, as an event."""
+        """Note what the operation read and wrote, as an event."""
         reads: dict[bool, list[Touch]] = {True: [], False: []}  # in host memory or not
         writes: list[Touch] = []
         devices = set()
@@ -364,12 +364,12 @@ class Recorder(TorchDispatchMode):
         self._launch(MODULE.current_stream().number, op.name, reads[False], writes, _work(func, op, args, kwargs, out))
 
     def _by_host(self, *, reads: Sequence[Touch] = (), writes: Sequence[Touch] = ()) -> None:
-        """The program, or the driver for it, touches host memory before it goes on."""
+        """Touch host memory, by the program or the driver for it, before the program goes on."""
         if reads or writes:
             self._launch(self.host, "the copying program", reads, writes, Work("host"))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, *, asked: bool) -> None:
-        """Between host and device. The program goes on at once only if it ``asked`` to and the host's side is
+        """Copy between host and device. The program goes on at once only if it ``asked`` to and the host's side is
         page-locked and in one piece; all else the driver, or torch, copies over ordinary memory of its own.
         """
         down = _on_host(target)
@@ -401,7 +401,7 @@ class Recorder(TorchDispatchMode):
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """On the communicator's own stream, which waits for the one that calls; ``work.wait()`` is the way back."""
+        """Launch on the communicator's stream, which waits for the calling stream; ``work.wait()`` is the way back."""
         group = CollectiveOp.get_process_group(func, args)
         if dist.get_backend(group) != MODULE.communication_backend:  # real, between processes
             with unset_fake_temporarily():
@@ -432,14 +432,14 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _communicator(self, key: str, title: str) -> int:
-        """Its stream."""
+        """Return the communicator's stream."""
         if key not in self._communicators:
             self._communicators[key] = _FIRST_COMMUNICATOR + len(self._communicators)
             self.streams[self._communicators[key]] = title
         return self._communicators[key]
 
     def work_done(self, work: Any) -> bool:
-        """``wait()`` of what a collective returned: the current stream waits for it. True, as torch's."""
+        """Replace ``wait()`` of a collective's work: the current stream waits for it. Return True, as torch does."""
         if id(work) in self._works:
             _, event, _ = self._works[id(work)]
             self._works[id(work)] = (work, event, [])
@@ -448,7 +448,7 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _unit() -> str:
-        """The unit, or the message of a pipeline, on whose behalf this happens, found by looking at who called."""
+        """Return the unit, or the message of a pipeline, on whose behalf this happens, by a look at the callers."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename.endswith("pipe/links.py") and "message" in frame.f_locals:
@@ -463,13 +463,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel reads of it: what is expanded is read once."""
+    """Return the bytes that a kernel reads of a tensor: what is expanded is read once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, stride in shape if stride)
 
 
 def _work(func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> Work:
-    """Arithmetic and bytes of one operation on the device. A causal kernel leaves out half of the scores."""
+    """Return arithmetic and bytes of one operation on the device. A causal kernel leaves out half of the scores."""
     given = [t for _, v in _arguments(func, args, kwargs) for t in _tensors(v)]
     made = sum(map(_size, _tensors(out)))
     dtype = _DTYPES.get(given[0].dtype, "") if given else ""

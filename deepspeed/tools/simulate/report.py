@@ -22,7 +22,7 @@ def _largest(sums: dict[Any, float]) -> list[tuple[Any, float]]:
 
 
 def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
-    """The numbers, for programs: seconds and bytes."""
+    """Return the numbers, for programs: seconds and bytes."""
     return {
         "assumed": {name: machine.values[name] for name in sorted(machine.used & machine.assumed)},
         "plain_attention": outcome.plain_attention,
@@ -46,7 +46,7 @@ def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
 
 
 def text(outcome: Outcome, machine: Machine, title: str) -> str:
-    """The report that people read."""
+    """Return the report that people read."""
     over = outcome.reserved - int(machine["device_bytes"])
     memory: list[tuple[str, float]] = [("model states at rest", outcome.states), ("peak", outcome.peak)]
     memory += [(f"  of it {name}", nbytes) for name, nbytes in _largest(dict(outcome.at_peak)) if nbytes]
@@ -79,7 +79,7 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
 
 
 def premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
-    """What the times rest on, a line each."""
+    """Return the premises of the times, a line each."""
     reasons = sorted({reason for outcome in outcomes for reason in outcome.plain_attention})
     assumed = ", ".join(sorted(machine.used & machine.assumed))
     lines = [f"attention is computed by plain products, and charged so: {reason}" for reason in reasons]
@@ -87,7 +87,7 @@ def premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
 
 
 def constants(document: dict[str, Any]) -> list[str]:
-    """The lines of a table of a machine's file: constant, value, what it is, where it is from."""
+    """Return the lines of a table of a machine's file: constant, value and source."""
     rows = [(name, f"{value:.4g}", source) for name, (value, source) in document["constants"].items()]
     return [str(document["name"]), "", *columns(rows, left=3)]
 

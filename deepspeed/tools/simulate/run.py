@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass
 class Outcome:
-    """The last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
+    """Outcome of the last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
     ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything. ``agreement_seconds``:
     of the program, for ``messages``. ``plain_attention``: calls that were plain products, by kind.
     """
@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long the compute stream stood because of other streams."""
+        """Return the seconds that the compute stream stood because of other streams."""
         return sum(self.exposed.values())
 
 
@@ -82,7 +82,7 @@ def _forward(engine: Any, subject: Subject, step: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
-    """The configuration on the simulated machine: its host memory, and for drives a folder that stays empty.
+    """Yield the configuration on the simulated machine: its host memory, and for drives a folder that stays empty.
 
     All ranks say what this one says, the name of their memory included: it is one, as large as that of the nodes whose
     devices they would fill.
@@ -104,7 +104,7 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
 
 
 class TrainingLoop:
-    """Trains for a step at a time, micro-batch by micro-batch."""
+    """Train for a step at a time, micro-batch by micro-batch."""
 
     def __init__(self, recorder: Recorder, engine: Any, subject: Subject) -> None:
         self._recorder, self._engine, self._subject = recorder, engine, subject
@@ -123,9 +123,9 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class RankJob:
-    """A rank of a job that is simulated: rank ``rank`` of ``world`` trains with ``config`` (a dict, as for
-    ``initialize``) for so many steps. ``sharded_init``: the model is built under ``zero.Init``; None: where its
-    parameters will be cut. ``keep``: with every span of the last step.
+    """Rank of a simulated job: rank ``rank`` of ``world`` trains with ``config`` (a dict, as for ``initialize``) for
+    ``steps`` steps. ``sharded_init``: the model is built under ``zero.Init``; None: where its parameters will be cut.
+    ``keep``: with every span of the last step.
     """
 
     config: dict[str, Any]
@@ -138,12 +138,12 @@ class RankJob:
 
 
 def simulate(subject: Subject, config: dict[str, Any], machine: Machine, **job: Any) -> Outcome:
-    """Train ``subject`` as ``RankJob``, whose other fields are ``job``, says. Raises what ``initialize`` raises."""
+    """Simulate a ``RankJob`` of ``subject``, whose other fields are ``job``. Raises what ``initialize`` raises."""
     return run_job(RankJob(config, machine, **job), subject)
 
 
 def _start(job: RankJob, subject: Subject, config: dict[str, Any], column: Sequence[int] = ()) -> Any:
-    """The engine of ``job``, whose model is built where its program would."""
+    """Return the engine of ``job``, whose model is built where its program would build it."""
     parsed = load_config(job.config, world_size=job.world)
     cut = not column and make_plan(parsed, job.world // parsed.tensor_parallel.ways).regular.param.sharded
     sharded = cut if job.sharded_init is None else job.sharded_init
@@ -153,7 +153,7 @@ def _start(job: RankJob, subject: Subject, config: dict[str, Any], column: Seque
 
 
 def look_at_start(job: RankJob, subject: Subject, look: Callable[[Any], T]) -> T:
-    """What ``look(engine)`` says when ``initialize`` has returned on the rank of ``job``. Raises what that raises."""
+    """Return ``look(engine)`` once ``initialize`` has returned on the rank of ``job``. Raises what that raises."""
     with (
         recording(job.machine, world=job.world, rank=job.rank) as recorder,
         talking(recorder),
@@ -170,8 +170,8 @@ def run_job(
     job: RankJob, subject: Subject, *, store: dist.Store | None = None, column: Sequence[int] = (),
     loop: Callable[[Recorder, Any, Subject], Any] = TrainingLoop, events: list[Event] | None = None,
 ) -> Outcome:  # fmt: skip
-    """What the last step of ``job`` took. ``column``: the ranks, one of each pipeline stage, that share ``store``;
-    ``loop(recorder, engine, subject).step(number)`` trains; ``events`` gets those of the last step.
+    """Return the outcome of the last step of ``job``. ``column``: the ranks, one of each pipeline stage, that share
+    ``store``; ``loop(recorder, engine, subject).step(number)`` trains; ``events`` gets those of the last step.
     """
     with (
         recording(job.machine, world=job.world, rank=job.rank, keep=job.keep, store=store) as recorder,
@@ -205,7 +205,7 @@ def run_job(
 
 
 def times_of(timeline: Timeline, begin: float = 0.0) -> dict[str, Any]:
-    """The fields of an outcome that a timeline knows, of what it did since ``begin``."""
+    """Return the fields of an outcome that a timeline knows, of what it did since ``begin``."""
     end, phases = timeline.end, defaultdict[str, float](float)
     for (name, start), (_, stop) in zip(timeline.phases, [*timeline.phases[1:], ("", end)], strict=True):
         phases[name] += stop - start

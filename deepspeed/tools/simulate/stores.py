@@ -50,13 +50,13 @@ CATEGORIES = {
 
 @functools.cache
 def _place(code: CodeType) -> tuple[str, str] | None:
-    """What the file and the function are called, None of torch's and the simulator's."""
+    """Return the names of the file and the function; None for code of torch and the simulator."""
     inside = any(part in code.co_filename for part in _TORCH)
     return None if inside else (code.co_filename.rpartition("/deepspeed/")[2], code.co_name)
 
 
 def _site(depth: int, frame: FrameType | None) -> Site:
-    """The innermost frames outside torch and the simulator."""
+    """Return the innermost frames outside torch and the simulator."""
     places: list[tuple[str, int, str]] = []
     while frame is not None and len(places) < depth:
         if (name := _place(frame.f_code)) is not None:
@@ -66,7 +66,7 @@ def _site(depth: int, frame: FrameType | None) -> Site:
 
 
 class _Store:
-    """One storage with bytes; ``buffer`` names it in events and changes when it is filled anew. One that is part of
+    """Storage with bytes; ``buffer`` names it in events and changes when it is filled anew. A storage that is part of
     ``pages`` begins at byte ``base`` of their buffer, which does not end with it.
     """
 
@@ -80,7 +80,7 @@ class _Store:
 
 
 class Stores:
-    """Every storage that was met. Events go to ``emit``; ``phase()``: what for, if nobody says; ``host()``: by whom."""
+    """Track every storage that was met. Events go to ``emit``; ``phase()``: default purpose; ``host()``: by whom."""
 
     def __init__(self, emit: Callable[[Event], None], phase: Callable[[], str], host: Callable[[], int]) -> None:
         self._emit, self._phase, self._host = emit, phase, host
@@ -92,11 +92,11 @@ class Stores:
         self._resize, self._pointer = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
 
     def site(self, depth: int = 3) -> Site:
-        """Where the program is."""
+        """Return where the program is."""
         return _site(depth, sys._getframe(1))
 
     def touch(self, tensor: torch.Tensor, *, pinned: bool = False) -> Touch:
-        """The bytes that the tensor spans."""
+        """Return the bytes that the tensor spans."""
         store = self.of(tensor, pinned=pinned)
         width, numel = tensor.element_size(), tensor.numel()
         start = store.base + int(tensor.storage_offset()) * width
@@ -107,17 +107,17 @@ class Stores:
         return Touch(store.buffer, start, start + numel * width)
 
     def file(self) -> int:
-        """A buffer for what a file holds, whose size nobody counts."""
+        """Return a buffer for the content of a file, whose size nobody counts."""
         self._count += 1
         self._emit(Allocate(self._count, 0, FILE, HOST, "file", self.site()))
         return self._count
 
     def known(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage has been met."""
+        """Return whether the tensor's storage has been met."""
         return tensor.untyped_storage()._cdata in self._stores
 
     def of(self, tensor: torch.Tensor, *, pinned: bool = False) -> _Store:
-        """The storage of a tensor; met for the first time, it is allocated here and now."""
+        """Return the storage of a tensor; a storage met for the first time is allocated here and now."""
         storage = tensor.untyped_storage()
         store = self._stores.get(storage._cdata)
         if store is not None and store.nbytes < storage.nbytes():  # ``out=`` and ``resize_`` of a tensor make room
@@ -130,7 +130,7 @@ class Stores:
         return store
 
     def pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in page-locked memory."""
+        """Return whether the tensor lies in page-locked memory."""
         store = self._stores.get(tensor.untyped_storage()._cdata)
         return store is not None and store.place not in (DEVICE, PAGEABLE)
 
@@ -169,12 +169,12 @@ class Stores:
             store.pages = None  # its address stays known
 
     def cover(self, tensor: torch.Tensor, stream: int) -> None:
-        """``record_stream``: the allocator waits for that stream before it gives the memory away."""
+        """Replace ``record_stream``: the allocator waits for that stream before it gives the memory away."""
         self.of(tensor).covered.add(stream)
 
     # -- pages that tensors are cut from ---------------------------------------------------------------------------
     def map(self, nbytes: int, place: str) -> int:
-        """A buffer of that size in host memory, until ``unmap``."""
+        """Begin a buffer of that size in host memory, until ``unmap``."""
         self._count += 1
         site = self.site(4)
         self._emit(Allocate(self._count, nbytes, place, HOST, self._category(site), site))
@@ -184,7 +184,7 @@ class Stores:
         self._emit(Free(buffer, frozenset(), self.site()))
 
     def part(self, tensor: torch.Tensor, pages: Any, start: int) -> None:
-        """The tensor, new and alone on its storage, lies at byte ``start`` of ``pages``, and keeps them."""
+        """Place the tensor, new and alone on its storage, at byte ``start`` of ``pages``, and keep them."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         place = REGISTERED if pages.pinned else PAGEABLE
@@ -194,7 +194,7 @@ class Stores:
 
     # -- in the place of torch's methods --------------------------------------------------------------------------
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        """``UntypedStorage.resize_``: to nothing and back, which is how units are released and gathered."""
+        """Replace ``UntypedStorage.resize_``: to nothing and back, which is how units are released and gathered."""
         store = self._stores.get(storage._cdata)
         self._resize(storage, nbytes)
         if store is not None and nbytes != store.nbytes:
@@ -204,12 +204,12 @@ class Stores:
         return storage
 
     def storage_pointer(self, storage: torch.UntypedStorage) -> int:
-        """``UntypedStorage.data_ptr``: of a simulated one an address that nothing else has."""
+        """Replace ``UntypedStorage.data_ptr``: a simulated storage has an address that nothing else has."""
         store = self._stores.get(storage._cdata)
         return self._pointer(storage) if store is None else self._address(store)
 
     def pointer(self, tensor: torch.Tensor) -> int:
-        """``FakeTensor.data_ptr``."""
+        """Replace ``FakeTensor.data_ptr``."""
         return self._address(self.of(tensor)) + int(tensor.storage_offset()) * tensor.element_size()
 
     def _address(self, store: _Store) -> int:
@@ -220,7 +220,7 @@ class Stores:
         return store.address
 
     def at(self, address: int, nbytes: int) -> Touch:
-        """The bytes behind an address that a native kernel is given."""
+        """Return the bytes behind an address that a native kernel is given."""
         start, store = self._addresses[bisect.bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1]
         assert store.address == start and address + nbytes <= start + store.nbytes, "a kernel is given a stale address"
         first = store.base + address - start

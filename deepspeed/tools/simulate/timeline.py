@@ -33,7 +33,7 @@ _IN_MEMORY = ("adam", "host")  # kinds of work that take the rate of the host's 
 
 
 class Interval(NamedTuple):
-    """Something took from ``start`` for ``seconds`` on a stream."""
+    """Interval of a stream: ``seconds`` from ``start``."""
 
     stream: int
     name: str
@@ -43,7 +43,7 @@ class Interval(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """When an event happens, and what comes last before it: (launch, label). ``recorded``: the program's time then."""
+    """Time of an event, and what comes last before it: (launch, label). ``recorded``: the program's time then."""
 
     time: float
     cause: tuple[str, str]
@@ -51,25 +51,25 @@ class _Mark(NamedTuple):
 
 
 class Meetings:
-    """Who of ``ranks`` has come to what they do together, and when."""
+    """Track which of ``ranks`` have come to what they do together, and when."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         self._ranks = frozenset(ranks)
         self._come = defaultdict[tuple[str, int], dict[int, float]](dict)
 
     def joins(self, ranks: Collection[int]) -> bool:
-        """Whether several of these ranks are simulated."""
+        """Return whether several of these ranks are simulated."""
         return len(self._ranks.intersection(ranks)) > 1
 
     def begin(self, channel: str, number: int, rank: int, ranks: Collection[int], time: float) -> float | None:
-        """``rank`` has come to the ``number``-th meeting of a channel; when it begins, if all are there."""
+        """Note that ``rank`` has come to the ``number``-th meeting of a channel; return its begin if all are there."""
         come = self._come[channel, number]
         come[rank] = time
         return max(come.values()) if len(come) == len(self._ranks.intersection(ranks)) else None
 
 
 class _Item(NamedTuple):
-    """What a stream was given at the time ``given`` of the program; ``number``: of a meeting, the how many-th."""
+    """Event given to a stream at the program's time ``given``; ``number``: position of a meeting in its channel."""
 
     event: Launch | Record | Wait | Phase
     given: float
@@ -77,7 +77,7 @@ class _Item(NamedTuple):
 
 
 class Timeline:
-    """Feed it the events of a run.
+    """Compute when the events of a run happen.
 
     ``exposed``: seconds that the compute stream stood because of (launch, label) on another stream; ``late``: because
     the program had not launched yet, by what the program had last waited for ("" if for nothing); ``waited``: seconds
@@ -108,17 +108,17 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When all that was launched is done; with an update behind the program, that and kernels."""
+        """Return when all that was launched is done; with an update behind the program, that and kernels."""
         if WORKER in self._ready:
             return max(self.now, self._at(COMPUTE).time)
         return self._idle()
 
     def _idle(self) -> float:
-        """When the device is done with all that was launched."""
+        """Return when the device is done with all that was launched."""
         return max([self.now, *(mark.time for stream, mark in self._ready.items() if stream != WORKER)])
 
     def restart(self) -> None:
-        """Count from here on, with the program and the device both idle."""
+        """Restart the times from here on, with the program and the device both idle."""
         self.now = self.end
         for count in (self.exposed, self.late, self.waited, self.waits, self.busy):
             count.clear()
@@ -131,7 +131,7 @@ class Timeline:
             self._program.append(event)
 
     def settle(self) -> bool:
-        """Go on as far as what is known allows; whether that was anywhere."""
+        """Go on as far as what is known allows; return whether anything went on."""
         moved = False
         for stream, queue in self._queues.items():
             while queue and self._do(stream, queue[0]):
@@ -143,28 +143,28 @@ class Timeline:
         return moved
 
     def stuck(self) -> list[str]:
-        """What still waits for other ranks."""
+        """Return what still waits for other ranks."""
         heads = [queue[0].event for queue in self._queues.values() if queue]
         texts = [f"{e.name} {e.label} of ranks {e.work.ranks}" for e in heads if isinstance(e, Launch)]
         return texts or [type(event).__name__ for event in [*self._program][:1]]
 
     def ready(self, stream: int) -> float:
-        """When all that a stream was given is done."""
+        """Return when all that a stream was given is done."""
         return self._at(stream).time
 
     def done(self, event: int) -> bool:
-        """Whether an event has happened at the time of the program."""
+        """Return whether an event has happened at the time of the program."""
         mark = self._events.get(event)
         return mark is None or mark.time <= self.now
 
     def happens(self, event: int) -> float:
-        """The time of an event that has been recorded; on an idle stream that of recording it."""
+        """Return the time of a recorded event; on an idle stream, the time at which it was recorded."""
         mark = self._events[event]
         assert mark is not None
         return max(mark.time, mark.recorded)
 
     def host_work(self, seconds: float, name: str = "") -> None:
-        """The program is busy for so long."""
+        """Keep the program busy for ``seconds``."""
         if self.spans is not None and name:
             self.spans.append(Interval(HOST, name, "", self.now, seconds))
         self.now += seconds
@@ -175,7 +175,7 @@ class Timeline:
 
     # -- the program ----------------------------------------------------------------------------------------------
     def _take(self, event: Event) -> bool:
-        """The program's part of an event; False where it cannot go on yet."""
+        """Do the program's part of an event; return False where the program cannot go on yet."""
         if isinstance(event, Launch):
             if event.stream == HOST:
                 seconds = self.machine.seconds(event.work, event.name)
@@ -202,7 +202,7 @@ class Timeline:
         return True
 
     def _shared(self, event: Launch, seconds: float) -> float:
-        """By how much what the program does in host memory takes longer beside an update, which loses as much."""
+        """Return by how much host-memory work takes longer beside an update, which loses as much."""
         busy = min(seconds, max(0.0, self._at(WORKER).time - self.now)) if event.work.kind in _IN_MEMORY else 0.0
         self._lost += busy
         return busy
@@ -255,7 +255,7 @@ class Timeline:
             queue.append(item)
 
     def _do(self, stream: int, item: _Item) -> bool:
-        """What is at the head of a stream; False where it has to wait for something that is not known yet."""
+        """Do the item at the head of a stream; return False where it waits for something not known yet."""
         event = item.event
         if isinstance(event, Launch):
             return self._launch(event, item)
@@ -296,7 +296,7 @@ class Timeline:
         return True
 
     def _beside_links(self, start: float, seconds: float) -> float:
-        """What a kernel takes: a collective beside it has some of the processors and of the memory's rate."""
+        """Return a kernel's seconds: a collective beside it has some of the processors and of the memory's rate."""
         self._links = [link for link in self._links if link[1] > start]
         at, left, rate = start, seconds, 1 - self.machine["contention"]
         for begin, end in self._links:
@@ -324,7 +324,7 @@ class Timeline:
 
 
 def together(timelines: Sequence[Timeline], events: Sequence[Sequence[Event]]) -> None:
-    """Feed each timeline its events, and go on together. PipelineError where ranks wait for ever for each other."""
+    """Feed each timeline its events and settle all of them. PipelineError where ranks wait for ever for each other."""
     for timeline, mine in zip(timelines, events, strict=True):
         for event in mine:
             timeline.feed(event)

@@ -39,9 +39,9 @@ Message = tuple[Any, ...]  # a kind, and what goes with it
 
 @dataclass(frozen=True)
 class SavingJob:
-    """What the ranks do. ``tag``: with ``{}`` for the step, or one that is overwritten; ``trap(rank)`` arms a rank.
+    """Job of the ranks. ``tag``: with ``{}`` for the step, or one that is overwritten; ``trap(rank)`` arms a rank.
 
-    They end after so many ``saves``, or die: seconds after the beginning of the save of this number, by rank.
+    Ranks end after ``saves`` saves, or die: ``deaths`` are seconds after the begin of save ``deadly_save``, by rank.
     """
 
     folder: str
@@ -98,7 +98,7 @@ def train_and_save(job: SavingJob, reports: str) -> None:
 
 @dataclass
 class Witness:
-    """What the jobs have reported so far, and what a resume must therefore find."""
+    """Keep what the jobs have reported so far, and what a resume must therefore find."""
 
     folder: Path
     background: bool = False
@@ -109,14 +109,14 @@ class Witness:
     skipped: int = 0
 
     def look(self) -> None:
-        """Look what is in the folder between two jobs."""
+        """Note the unfinished saves and ``latest`` in the folder between two jobs."""
         self.left = sorted(p.name for p in self.folder.glob(".*") if _UNFINISHED.fullmatch(p.name) and p.is_dir())
         self.skipped += len(self.left)
         latest = self.folder / "latest"
         self.expected = latest.read_text(encoding="utf-8") if latest.is_file() else None
 
     def hear(self, rank: int, message: Message) -> None:
-        """Check one message. Raises Finding."""
+        """Check one message of a rank. Raises Finding."""
         kind, step, *rest = message
         if kind == "loaded":
             self._loaded(rank, step, *rest)

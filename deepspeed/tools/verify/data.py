@@ -42,7 +42,7 @@ def train(folder: str, samples: int, batch: int, workers: int, steps: int | None
 
 
 def faults(before: list[list[int]], after: list[list[int]], samples: int) -> list[str]:
-    """Name what is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``.
+    """Name the faults of an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``.
 
     One list of sample numbers for each rank, in the order seen. The padding at the end of the epoch is left out.
     """

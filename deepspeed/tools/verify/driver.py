@@ -16,11 +16,11 @@ _SHOWN = 3  # failures of which more than a line is shown
 
 
 class Finding(Exception):
-    """What a gate found wrong, when nothing can come after it."""
+    """Fault that a gate found, after which nothing can come."""
 
 
 class RowResult(NamedTuple):
-    """What a row ends with when nothing is wrong, and the account of a fault, if there is one."""
+    """End of a row when nothing is wrong, and the account of a fault, if there is one."""
 
     fine: str
     fault: str = ""
@@ -35,12 +35,12 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def aligned(values: Sequence[object], widths: Sequence[int]) -> str:
-    """Join the cells of a row of a table that is not known as a whole yet."""
+    """Join the padded cells of one row of a table whose other rows are not known yet."""
     return "  ".join(str(value).ljust(width) for value, width in zip(values, widths, strict=False))
 
 
 class Driver(contextlib.ExitStack):
-    """One command: its options, the ranks at work, and the rows on ``out``, each written at once."""
+    """Run one command: its options, the ranks at work, and the rows on ``out``, each written at once."""
 
     def __init__(self, options: argparse.Namespace, out: TextIO) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Driver(contextlib.ExitStack):
         self._out.flush()
 
     def pools(self, *ranks: int) -> list[RankPool]:
-        """Return a pool for each number of ranks; unless all of them are at work, the ranks that are end first."""
+        """Return a pool for each number of ranks; unless all these pools exist, those that do end first."""
         if not self._pools.keys() >= {*ranks}:
             self.close()
             limit = self.options.time_limit

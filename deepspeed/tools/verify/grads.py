@@ -56,7 +56,7 @@ _SETTLED = 2  # steps after which everything that will be is compiled
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the gate. ``model`` is a case name, or ``module:build`` of a user; None leaves the user's setting."""
+    """Run of the gate. ``model`` is a case name, or ``module:build`` of a user; None leaves the user's setting."""
 
     model: str
     stage: int | None = None
@@ -104,7 +104,7 @@ def scaled_error(ours: Tensor, reference: Tensor, scale: float | None = None) ->
 
 
 def no_errors() -> Errors:
-    """Begin comparisons."""
+    """Return errors of 0 for every kind, to begin comparisons with."""
     return dict.fromkeys(KINDS, (0.0, ""))
 
 
@@ -120,7 +120,7 @@ def compare(
 
 
 def judge(ranks: Iterable[Errors], tolerance: float, columns: bool = False) -> RowResult:
-    """Judge the largest error of any rank; with ``columns`` one number is shown for each kind."""
+    """Judge the largest error of any rank; ``columns`` shows one number for each kind."""
     errors = [max((rank[kind], kind) for rank in ranks) for kind in KINDS]
     (top, where), kind = max(errors)
     texts = [f"{error:.1e}" for (error, _), _ in errors]
@@ -187,7 +187,7 @@ def _train_step(engine: Any, case: Case, record: StepRecord, step: int, errors: 
 
 
 def compare_update(engine: Any, record: StepRecord, step: int, errors: Errors, relative: bool = False) -> list[str]:
-    """Compare the norm and the parameters after a step; return the names of those on this rank. Collective."""
+    """Compare the norm and the parameters after a step; return the names of the parameters compared. Collective."""
     norm = engine.get_global_grad_norm()
     ours = {"": float("nan") if norm is None else float(norm)}
     compare(errors, "norm", ours, {"": record.grad_norm}, f"at step {step}", relative)
@@ -265,7 +265,7 @@ def check_gradients(driver: Driver) -> int:
 
 # -- compiled blocks --------------------------------------------------------------------------------------------------
 class Compiled(NamedTuple):
-    """What one rank saw: the errors, graphs that were compiled, those of them late, and why graphs ended early."""
+    """Findings of one rank: the errors, graphs that were compiled, those of them late, and why graphs ended early."""
 
     errors: Errors
     graphs: int

@@ -31,7 +31,7 @@ WORDS = 13
 
 
 class MicroBatch(NamedTuple):
-    """Where in a run one forward pass happens; data, dropout and branches depend on nothing else."""
+    """Place of one forward pass in a run; data, dropout and branches depend on nothing else."""
 
     step: int
     micro: int
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """One model with its data, its loss and its training loop.
+    """Model with its data, its loss and its training loop.
 
     ``build()`` returns the model on the CPU in fp32, equal at every call. ``batch(place)`` returns the inputs of one
     micro-batch. ``loss(model, batch, place)`` calls the model (plain or wrapped in an engine) and returns the losses,
@@ -89,7 +89,7 @@ class Case:
 
 
 class ResidualBlock(nn.Module):
-    """A residual two-layer perceptron: [samples, HIDDEN] -> [samples, HIDDEN]."""
+    """Residual two-layer perceptron: [samples, HIDDEN] -> [samples, HIDDEN]."""
 
     def __init__(self, width: int = HIDDEN) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Stack(nn.Module):
 
 
 class UsedTwice(Stack):
-    """One block runs twice and one of its leaf modules a third time within one forward pass."""
+    """Stack that runs one block twice and one of its leaf modules a third time within one forward pass."""
 
     def trunk(self, x: Tensor) -> Tensor:
         x = self.layers[0](self.layers[1](self.layers[0](x)))
@@ -128,7 +128,7 @@ class UsedTwice(Stack):
 
 
 class Tied(nn.Module):
-    """A token model whose output projection is its embedding: [samples, SEQUENCE] -> [.., SEQUENCE, VOCABULARY]."""
+    """Token model whose output projection is its embedding: [samples, SEQUENCE] -> [.., SEQUENCE, VOCABULARY]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Tied(nn.Module):
 
 
 class Unused(Stack):
-    """Holds a block and a loose parameter that no forward pass touches."""
+    """Hold a block and a loose parameter that no forward pass touches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Unused(Stack):
 
 
 class Frozen(Stack):
-    """The input projection, one whole block and parts of another one do not train."""
+    """Stack whose input projection, one whole block and parts of another block do not train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Frozen(Stack):
 
 
 class Conditional(Stack):
-    """A branch decides which blocks run; ranks may take different branches in the same step."""
+    """Stack in which a branch decides which blocks run; ranks may take different branches in the same step."""
 
     def forward(self, x: Tensor, skip: int = -1) -> Tensor:
         x = self.inp(x)
@@ -174,7 +174,7 @@ class Conditional(Stack):
 
 
 class OddShapes(Stack):
-    """A 0-dimensional, a 0-sized and a loose 1-element parameter held by the root itself."""
+    """Stack whose root itself holds a 0-dimensional, a 0-sized and a loose 1-element parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class WithDropout(Stack):
 
 
 def seeded(make: Callable[[], T]) -> Callable[[], T]:
-    """Make what ``make`` does, independent of the caller's random state."""
+    """Wrap ``make`` so that its result does not depend on the caller's random state."""
 
     def build() -> T:
         with torch.random.fork_rng(devices=[]):
@@ -263,7 +263,7 @@ class Words(nn.Module):
 
 
 class ResidualFeedForward(nn.Module):
-    """A residual two-layer perceptron of an uneven width."""
+    """Residual two-layer perceptron of an uneven width."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ GRACE_SECONDS = 3.0  # how long the other ranks may take to report after the fir
 
 
 class RankFailure(DeepSpeedError, RuntimeError):
-    """Some rank raised, died or hung; the message holds every rank's account, ``types`` the exception class names."""
+    """Failure of a rank that raised, died or hung; the message holds all ranks' accounts, ``types`` exception names."""
 
     def __init__(self, message: str, types: dict[int, str]) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _end_with_starter() -> None:
-    """End with the command: inside a call a rank does not see its pipe end, and would go on until it is done.
+    """End when the starting command ends: inside a call a rank does not see its pipe end, and would go on until done.
 
     The files of that command go as well, as it could not remove them.
     """
@@ -112,9 +112,9 @@ def _end_with_starter() -> None:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """``world`` ranks on this machine joined by gloo; use as a context manager or call :meth:`close`.
+    """Run ``world`` ranks on this machine joined by gloo; use as a context manager or call :meth:`close`.
 
-    They do not hear an interrupt at the terminal: it is for this process, which ends them.
+    The ranks do not hear an interrupt at the terminal: it is for this process, which ends them.
     """
 
     def __init__(self, world: int, *, time_limit: float = 60.0) -> None:
@@ -153,7 +153,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return Path(self._folder.name)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the ranks: kindly when they are idle, by SIGKILL ``at_once`` or when they do not react."""
+        """End the ranks: gracefully when they are idle, by SIGKILL ``at_once`` or when they do not react."""
         for connection in self._connections:
             connection.close()
         end = time.monotonic() + (0.0 if at_once else 1.0)
@@ -171,10 +171,10 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def run(
         self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank; results in rank order.
+        """Call ``function(*args, **kwargs)`` on every rank; return the results in rank order.
 
-        ``function`` is pickled by reference, so it must live at the top level of an importable module.
-        Raises :class:`RankFailure` when any rank raises, dies, or needs more than ``time_limit`` seconds.
+        ``function`` is pickled by reference, so it must live at the top level of an importable module. Raises
+        :class:`RankFailure` when any rank raises, dies, or needs more than ``time_limit`` seconds.
         """
         folder = self.start()
         logs = [folder / f"rank{rank}.log" for rank in range(self.world)]
@@ -217,7 +217,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
 
 def _failure(function: str, answers: dict[int, tuple[Any, ...]], written: list[bytes]) -> RankFailure:
-    """Tell every rank's account; ``written`` is what each wrote into its log during the call."""
+    """Return an error with every rank's account; ``written``: the log of each rank during the call."""
     parts, types = [f"{function} failed on {len(written)} ranks"], {}
     hung = (False, "hung", "no answer within the time limit; its stacks are below")
     for rank, log in enumerate(written):

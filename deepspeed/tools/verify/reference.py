@@ -19,7 +19,7 @@ from deepspeed.tools.verify.models import Case, Losses, MicroBatch
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step must give: gradients are averaged and unclipped, parameters are those after the step."""
+    """Expected result of an optimizer step: gradients averaged and unclipped, parameters from after the step."""
 
     losses: dict[tuple[int, int], Losses]  # (rank, micro) -> the losses there
     grads: dict[str, Tensor]

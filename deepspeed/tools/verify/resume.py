@@ -119,8 +119,8 @@ Handed = tuple[Digests, list[float]]  # the whole state at a save or after a loa
 
 
 def hand_over(cell: Any, folder: str, load: str | None, save: str | None, at: int, more: int) -> Handed:
-    """Train ``at`` updates, or load a checkpoint; save one; train ``more`` updates, on samples that are the same under
-    every layout. Collective.
+    """Train ``at`` updates, or load a checkpoint; save; train ``more`` updates, on samples that are the same under
+    every layout. Return the state at the save, and the losses after it. Collective.
     """
     case = cell.case()
     engine = cell.start(case, folder, 5 if load is None else 1000)

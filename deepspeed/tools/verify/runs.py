@@ -28,7 +28,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 @dataclass(frozen=True)
 class Setup:
-    """A model (a case's name or ``module:build``) under ``config``; one row of a report.
+    """Model (a case's name or ``module:build``) under ``config``; one row of a report.
 
     States rest on ``tier`` ("none", "cpu" or "nvme"; None: as configured). ``cut``: micro-batches of an open window at
     a save.
@@ -78,7 +78,7 @@ class Setup:
         return deepspeed.initialize(model=model, config=self.settings(folder))[0]
 
     def train(self, engine: Any, case: Case, updates: range, *, alike: bool = False) -> list[float]:
-        """Return the losses of these updates. Collective."""
+        """Train these updates and return their losses. Collective."""
         numbers = range(updates.start * case.accumulation, updates.stop * case.accumulation)
         return train_case(engine, case, numbers, alike=alike)
 
@@ -99,7 +99,7 @@ def seed_everything(seed: int) -> None:
 
 
 def train_case(engine: Any, case: Case, numbers: Iterable[int], *, alike: bool = False) -> list[float]:
-    """Return losses of these micro-batches; ``alike``: samples and draws are those of any number of ranks."""
+    """Train on these micro-batches; return losses. ``alike``: samples and draws are those of any number of ranks."""
     rank, world = (0, 1) if alike else (dist.get_rank(), dist.get_world_size())
     values = []
     for number in numbers:

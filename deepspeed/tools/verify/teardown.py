@@ -20,7 +20,7 @@ FOUR = (3, 2, 0, None)  # stages of four engines at once; None has no optimizer
 
 
 def left_now() -> dict[str, int]:
-    """Count bytes of all storages that tensors use, resident bytes, and things of this process."""
+    """Count the bytes of all tensors' storages, resident bytes, and this process's files, threads and groups."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
@@ -38,7 +38,7 @@ def _identity(model: nn.Module) -> Any:
 
 
 def run_cycles(stages: Sequence[int | None], cycles: int) -> tuple[list[dict[str, int]], str]:
-    """Return what is left after each cycle of engines, and what is wrong with a model afterwards. Collective."""
+    """Run cycles of engines; return what is left after each, and what is then wrong with a model. Collective."""
     case = case_named("plain")
     place = MicroBatch(0, 0, dist.get_rank(), dist.get_world_size())
     left: list[dict[str, int]] = []

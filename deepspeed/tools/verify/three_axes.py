@@ -36,10 +36,10 @@ WINDOW = 8  # micro-batches of an update over all ranks, where layouts follow ea
 
 @dataclass(frozen=True)
 class GridCell:
-    """One run of the gate: a layout, a level of ZeRO, a schedule and how many chunks it has on a stage.
+    """Run of the gate: a layout, a level of ZeRO, a schedule and how many chunks it has on a stage.
 
-    ``model``: a case's name or ``module:build``; ``config``: the user's, of which the cell keeps some keys.
-    ``window``: micro-batches of an update over all data-parallel ranks, by default as many as show a schedule's order.
+    ``model``: a case's name or ``module:build``; ``config``: the user's, of which the cell keeps some keys. ``window``:
+    micro-batches of an update over all data-parallel ranks, by default as many as show a schedule's order.
     """
 
     dp: int

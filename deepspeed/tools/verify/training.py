@@ -130,7 +130,7 @@ def check_loops(driver: Driver) -> int:
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 class OfAUser(torch.optim.Optimizer):
-    """Divides by the norm of the whole tensor, and says so to nobody."""
+    """Divide by the norm of the whole tensor, without declaring it to anybody."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -157,7 +157,7 @@ _AWAY = ", offloaded"
 
 
 class Matrices(Stack):
-    """Trains nothing but matrices, which is all that Muon takes."""
+    """Train nothing but matrices, which is all that Muon takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Matrices(Stack):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return matrices, and all else, where there is more, with settings of its own."""
+    """Return parameter groups: matrices, and all other parameters, if any, with settings of their own."""
     params = list(trainable(model).values())
     rest = [p for p in params if p.ndim != 2]
     matrices = {"params": [p for p in params if p.ndim == 2]}
@@ -204,7 +204,7 @@ LABELS = (4, 1, 3, 0, 2, 4, 1, 3)  # of each sample
 
 
 class Labelled(models.Tied):
-    """Returns the mean loss of the labels that count; without one, as torch does, not a number."""
+    """Return the mean loss of the labels that count; without one, as torch does, not a number."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         assert labels is not None
@@ -212,7 +212,7 @@ class Labelled(models.Tied):
 
 
 def _whole_batch(kind: str) -> Case:
-    """Make one batch into a case; ``loss`` gets the rows of it that are to be used."""
+    """Return a case of one batch, whose ``loss`` gets the rows of the batch that are to be used."""
     generator = torch.Generator().manual_seed(7)
     whole: dict[str, Any] = {"name": kind, "batch": lambda place: slice(None)}
     if kind == "tokens":
@@ -225,7 +225,7 @@ def _whole_batch(kind: str) -> Case:
 
 
 def run_split(stage: int, micro: int, steps: int, kind: str) -> Errors:
-    """Return the errors of an update of this process group, beside the whole batch in one process. Collective."""
+    """Train an update on this process group; return its errors against the whole batch in one process. Collective."""
     case = _whole_batch(kind)
     (record,) = train_reference(case, world=1, steps=1)
     settings = Cell("plain", stage=stage, bucket="tiny").settings(replace(case, accumulation=steps))

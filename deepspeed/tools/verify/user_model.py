@@ -73,7 +73,7 @@ def invented_batch(model: nn.Module) -> BatchFunction:
 
 
 def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
-    """Split what ``build()`` returned in three. Raises ValueError when it is something else."""
+    """Split the result of ``build()`` in three. Raises ValueError when it is something else."""
     parts = built if isinstance(built, tuple) else (built,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)

@@ -13,7 +13,7 @@ from deepspeed.tools.report.run.page import page
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """``ds_report run``; the exit status."""
+    """Run ``ds_report run``; return the exit status."""
     parser = CommandLine(prog="ds_report run", description=__doc__)
     parser.add_argument("folder", metavar="DIR", help="what observe.run names")
     parser.option("--out -o", Path, None, "FILE", "the page (default DIR/report.html)")
@@ -37,12 +37,12 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def job_command(folder: str) -> int:
-    """``ds_report --job``; the exit status."""
+    """Run ``ds_report --job``; return the exit status."""
     return guarded("ds_report --job", lambda: _shown(folder, job_text))
 
 
 def _shown(folder: str, show: Callable[[Run], int | str]) -> int | str:
-    """``show`` of the record in ``folder``; UsageError where its lines are not what this release writes."""
+    """Return ``show`` of the record in ``folder``; UsageError where its lines are not from this release."""
     run = read_run(folder)
     try:
         return show(run)

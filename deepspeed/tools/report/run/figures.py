@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass
 class Curve:
-    """A curve; ``dashed`` for what is planned or a limit."""
+    """Curve of a figure; ``dashed`` for a plan or a limit."""
 
     name: str
     points: Points
@@ -37,12 +37,12 @@ class Figure:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """Return whether there is nothing to draw."""
         return not any(line.points for line in self.lines)
 
 
 def thinned(points: Points, most: int = _MOST) -> list[tuple[float, float]]:
-    """At most about ``most`` points with the same extremes."""
+    """Return at most about ``most`` points with the same extremes."""
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if len(points) <= most:
         return points
@@ -55,7 +55,7 @@ def thinned(points: Points, most: int = _MOST) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About ``count`` round numbers from ``low`` to ``high``."""
+    """Return about ``count`` round numbers from ``low`` to ``high``."""
     span = (high - low) or abs(high) or 1.0
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
@@ -65,7 +65,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number for an axis."""
+    """Format a number for an axis."""
     if value and not 1e-4 <= abs(value) < 1e5:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
@@ -90,7 +90,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def draw(figure: Figure, number: int = 0) -> str:
-    """The figure as an ``svg`` element, with a legend below it."""
+    """Draw the figure as an ``svg`` element, with a legend below it."""
     lines = [line for line in (_stacked(figure.lines) if figure.stacked else figure.lines) if line.points]
     lines = [Curve(line.name, thinned(line.points), line.dashed) for line in lines]
     values = [y for line in lines for _, y in line.points]
@@ -149,7 +149,7 @@ def _extent(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
 
 
 def _stacked(lines: list[Curve]) -> list[Curve]:
-    """Each on top of those before it; of dashed ones nothing is added."""
+    """Stack each curve on those before it; dashed curves stay, and nothing is added for them."""
     sums: dict[float, float] = {}
     result = []
     for line in lines:
@@ -191,7 +191,7 @@ def _axes(
 
 @dataclass
 class Bars:
-    """Rows of bars; each row: its name, and (value, the end of a thin line beside it) for every one of ``names``."""
+    """Rows of bars; each row: its name, and (value, end of a thin line beside the bar) for each of ``names``."""
 
     title: str
     unit: str
@@ -200,7 +200,7 @@ class Bars:
 
 
 def draw_bars(bars: Bars, number: int = 0) -> str:
-    """The bars as an ``svg`` element."""
+    """Draw the bars as an ``svg`` element."""
     each, left, right = 13, 90, 130
     room = each * len(bars.names) + 7
     height = room * len(bars.rows) + 30

@@ -19,7 +19,7 @@ _GLANCE_S = 1.0
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as characters, from light (the least) to dark."""
+    """Return the last ``width`` values as characters, from light (the least) to dark."""
     values = values[-width:]
     low, high = min(values, default=0.0), max(values, default=0.0)
     room = (high - low) or 1.0
@@ -27,7 +27,7 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def ranks_table(state: Record, now: float) -> list[str]:
-    """How fast each rank is, slowest first; ``state`` as in ``ranks.json``."""
+    """Return a table of how fast each rank is, slowest first; ``state`` as in ``ranks.json``."""
     rows: list[tuple[str, ...]] = [("rank", "host", "update", "work", "p95", "waits", "p95", "memory", "", "")]
     slow = state.get("slow") or {}
     states: list[dict[str, Any]] = sorted(state.get("ranks") or [], key=lambda s: -s["work"][0])
@@ -54,7 +54,7 @@ def job_text(run: Run) -> str:
 
 
 def view(run: Run, width: int) -> str:
-    """One picture of the run."""
+    """Return one picture of the run."""
     steps = run.updates
     lines = [f"{name:<24}{value}"[:width] for name, value in facts(run)]
     recent = steps[-_LAST:]
@@ -79,7 +79,7 @@ def view(run: Run, width: int) -> str:
 
 
 def follow(run: Run) -> int:
-    """Show the run until it has ended, or Ctrl-C; on no terminal once."""
+    """Show the run until it ends or Ctrl-C; without a terminal, once."""
     terminal = sys.stdout.isatty()
     while True:
         width = shutil.get_terminal_size().columns

@@ -22,7 +22,7 @@ _MOST_ROWS, _MOST_RANKS, _MOST_METRICS = 200, 32, 24
 
 
 def _points(steps: Iterable[Record], *names: str, factor: float = 1.0) -> list[tuple[float, float]]:
-    """(update, value) where the value, by its path of names, is a number."""
+    """Return (update, value) where the value, by its path of names, is a number."""
     points = []
     for step in steps:
         value: Any = step
@@ -34,7 +34,7 @@ def _points(steps: Iterable[Record], *names: str, factor: float = 1.0) -> list[t
 
 
 def numbers(steps: Iterable[Record], name: str) -> list[float]:
-    """The values of ``name`` that are numbers."""
+    """Return the values of ``name`` that are numbers."""
     return [value for _, value in _points(steps, name)]
 
 
@@ -43,7 +43,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def figures(run: Run) -> list[Figure]:
-    """All curves that the record has values for."""
+    """Return figures of all curves that the record has values for."""
     steps, start = run.updates, run.of("start")[-1]
     saved = [(float(c["step"]), f"checkpoint: {c['seconds']:.2f} s") for c in run.of("checkpoint") if "step" in c]
     skips = [(float(step["step"]), "left out: not finite") for step in steps if step.get("skipped")]
@@ -91,14 +91,14 @@ def _misses(steps: list[Record]) -> list[tuple[float, float]]:
 
 
 def _metrics(steps: list[Record]) -> list[Figure]:
-    """What the monitor was given besides."""
+    """Return figures of the monitor's other metrics."""
     names = sorted({name for step in steps for name in step.get("metrics") or {}})
     names = [n for n in names if not n.rpartition("/")[2].startswith(_SHOWN + _SHOWN_TIMES)][:_MOST_METRICS]
     return [Figure(name, name.rpartition("/")[2], [Curve(name, _points(steps, "metrics", name))]) for name in names]
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers: Sequence[int] = ()) -> str:
-    """Rows of texts, escaped; the columns ``numbers`` end at their right edge."""
+    """Return an HTML table of texts, escaped; the columns ``numbers`` end at their right edge."""
 
     def cell(tag: str, position: int, text: str) -> str:
         kind = ' class="n"' if position in numbers else ""
@@ -115,7 +115,7 @@ def _when(seconds: Any) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The run in a few rows."""
+    """Return the run in a few rows."""
     start, steps = run.of("start")[-1], run.updates
     whole, waits = _median(numbers(steps, "total_ms")), _median(numbers(steps, "wait_ms"))
     flight = _median(numbers(steps, "communication_ms"))
@@ -149,7 +149,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def rank_bars(run: Run) -> Bars | None:
-    """Work and waits of every rank, of many the slowest and the fastest."""
+    """Return bars of the work and waits of every rank, or of many ranks the slowest and the fastest."""
     lines = run.of("ranks")
     states = (lines[-1] if lines else run.ranks).get("ranks") or []
     rows = [(f"rank {s['rank']}", [tuple(s["work"]), tuple(s["wait"])]) for s in states]
@@ -173,7 +173,7 @@ def _checkpoints(run: Run) -> str:
 
 
 def other_warnings(run: Run) -> list[Record]:
-    """All but those of slow ranks, which have lines of their own."""
+    """Return all warnings but those of slow ranks, which have lines of their own."""
     slow = {line.get("text") for line in run.of("slow")}
     return [line for line in run.of("warning") if line.get("text") not in slow]
 

@@ -19,8 +19,8 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Clock:
-    """Times work on the current device, of which the program's own time is no part: the device has something long to
-    do while it is given the work. On the CPU work is done when it is called.
+    """Time work on the current device without the program's own time: the device has something long to do while it is
+    given the work. On the CPU work is done when it is called.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -49,8 +49,8 @@ class Clock:
         return float(start.elapsed_time(stop)) / 1e3 / times
 
     def alternating(self, cases: Mapping[Any, Callable[[], Any]], rounds: int = ROUNDS) -> dict[Any, float]:
-        """Seconds of one run of each case: the median of ``rounds``, in which they take turns, every other one
-        backwards, so that a machine that is busy for a while is so for all of them.
+        """Return the seconds of one run of each case: the median of ``rounds``, in which the cases take turns, every
+        other round backwards, so that a machine that is busy for a while is so for all of them.
         """
         times = {}
         for name, run in cases.items():
@@ -63,7 +63,7 @@ class Clock:
 
 
 def alternating(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, float]:
-    """The median of ``rounds`` values of each case; the cases take turns."""
+    """Return the median of ``rounds`` values of each case; the cases take turns."""
     findings: dict[Name, list[float]] = {name: [] for name in cases}
     for index in range(rounds):
         for name in list(cases)[:: -1 if index % 2 else 1]:
@@ -72,7 +72,7 @@ def alternating(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[
 
 
 def wall(run: Callable[[], Any], times: int) -> float:
-    """Seconds of the program for one of so many runs."""
+    """Return the program's seconds for one of ``times`` runs."""
     begin = time.perf_counter()
     for _ in range(times):
         run()
@@ -80,7 +80,7 @@ def wall(run: Callable[[], Any], times: int) -> float:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(a, b) of ``seconds = a + b size``, both positive, with the least squares of relative errors."""
+    """Fit (a, b) of ``seconds = a + b size``, both positive, with the least squares of relative errors."""
     weights = [1 / s**2 for s in seconds]
     total = sum(weights)
     mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total

@@ -23,7 +23,7 @@ _TRAINED = 10  # small steps in a turn
 
 @dataclass(frozen=True)
 class Effort:
-    """How large the things are that are measured."""
+    """Sizes of the things that are measured."""
 
     sides: tuple[int, ...]
     sequences: tuple[int, ...]
@@ -50,7 +50,7 @@ SMALL = Effort(
 
 @dataclass
 class Measured:
-    """``constants``: name -> (value, what was measured); ``details``: every single time, for the file."""
+    """Hold ``constants``: name -> (value, what was measured); ``details``: every single time, for the file."""
 
     constants: dict[str, tuple[float, str]] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Measured:
         self.constants[constant] = (value, text)
 
     def note(self, what: str, seconds: Mapping[Any, float]) -> None:
-        """Keep the times of some cases."""
+        """Keep the times of some cases among ``details``."""
         self.details[what] = [{"case": case, "seconds": s} for case, s in seconds.items()]
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what the simulator would count as launches."""
+    """Count the operations that the simulator would count as launches."""
 
     count = 0
 
@@ -77,7 +77,7 @@ class _Counter(TorchDispatchMode):
 
 
 def measure_device(accelerator: Accelerator, effort: Effort) -> Measured:
-    """All of them, of the current device."""
+    """Measure all constants of the current device."""
     findings, clock = Measured(), Clock(accelerator)
     _kernels(findings, clock, accelerator)
     _memory(findings, clock, accelerator, effort)
@@ -121,7 +121,7 @@ def _kernels(findings: Measured, clock: Clock, accelerator: Accelerator) -> None
 
 
 def _memory(findings: Measured, clock: Clock, accelerator: Accelerator, effort: Effort) -> None:
-    """Of kernels that programs train with, of which few wait for memory alone."""
+    """Measure the memory rate of kernels that programs train with, few of which wait for memory alone."""
     device = accelerator.current_device_name()
     source, target = (torch.ones(effort.array // 4, device=device).view(-1, 1024) for _ in range(2))
     weight = torch.ones(1024, device=device)
@@ -138,8 +138,8 @@ def _memory(findings: Measured, clock: Clock, accelerator: Accelerator, effort: 
 
 
 def _products(findings: Measured, clock: Clock, accelerator: Accelerator, effort: Effort) -> None:
-    """The line through the times of products of growing depth, which are waves without a rest, of the first dtype; the
-    second's have the same curve.
+    """Fit a line through the times of products of growing depth, which are waves without a rest, of the first dtype;
+    the second dtype has the same curve.
     """
     device, side = accelerator.current_device_name(), max(effort.sides)
     properties = getattr(torch.get_device_module(accelerator.device_name()), "get_device_properties", lambda _: None)
@@ -162,7 +162,7 @@ def _products(findings: Measured, clock: Clock, accelerator: Accelerator, effort
 
 
 def _dtypes(accelerator: Accelerator) -> tuple[str, str]:
-    """What is trained with there, and the other one."""
+    """Return the dtype that is trained with on this device, and the other one."""
     return ("fp32", "bf16") if accelerator.is_synchronized_device() else ("bf16", "fp32")
 
 

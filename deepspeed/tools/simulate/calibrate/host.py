@@ -18,14 +18,14 @@ _ADAM_BYTES = 28  # an element: fp32 weight and moments in and out, gradient in
 
 
 def threads_of(local_ranks: int) -> int:
-    """Threads of the host's work in one of so many ranks: as the launcher shares cores out; on the CPU as they are."""
+    """Return the threads of a rank's host work, of ``local_ranks`` ranks: the launcher's share; on the CPU torch's."""
     if get_accelerator().is_synchronized_device():
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def measure_host(clock: Clock, effort: Effort, threads: int, share: float) -> Measured:
-    """``clock`` is the host's; ``share``: of what this rank has now, where every device of the node has a rank."""
+    """Measure by the host's ``clock``; ``share``: of this rank's rates, where every device of the node has a rank."""
     findings, before = Measured(), torch.get_num_threads()
     left, right, out = (torch.ones(effort.array // 8, device="cpu") for _ in range(3))
     tensors = [torch.ones(effort.moments, device="cpu") for _ in range(4)]
@@ -46,7 +46,7 @@ def measure_host(clock: Clock, effort: Effort, threads: int, share: float) -> Me
 
 
 def measure_drive(folder: str, effort: Effort, share: float) -> Measured:
-    """Through the IO engine with its default settings. Raises UsageError or TransferError where ``folder`` is none."""
+    """Measure the IO engine with default settings. Raises UsageError or TransferError where ``folder`` is none."""
     findings, load, target = Measured(), Load(), Target(folder, effort.file)
     try:
         with load.engine() as engine:
@@ -63,7 +63,7 @@ def measure_drive(folder: str, effort: Effort, share: float) -> Measured:
 
 
 def median_of(rows: list[Measured]) -> Measured:
-    """Of each constant the median over the ranks; texts and details are the first rank's."""
+    """Return the median of each constant over the ranks; texts and details are the first rank's."""
     first = rows[0]
     middle = {
         name: (statistics.median(row[name] for row in rows if name in row.constants), text)

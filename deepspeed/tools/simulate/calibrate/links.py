@@ -23,7 +23,7 @@ _MESSAGES = 20
 def measure_links(
     accelerator: Accelerator, mesh: Mesh, effort: Effort, *, local_ranks: int, assumed: Machine, kernel_s: float
 ) -> Measured:
-    """Of the groups of ``mesh``, whose first axis is the node; ``assumed`` has what they do not tell. Collective."""
+    """Measure groups of ``mesh``, whose first axis is the node; ``assumed`` has what they do not tell. Collective."""
     findings = Measured()
     if mesh.job.size == 1:
         return findings
@@ -50,7 +50,7 @@ def _ring(
     findings: Measured, accelerator: Accelerator, group: AxisGroup, effort: Effort, *, name: str, ways: float,
     kernel_s: float,
 ) -> None:  # fmt: skip
-    """Rate and latency of a ring for gathers and reductions; ``ways``: devices whose links its bytes take at once."""
+    """Fit a ring's rate and latency for gathers and reductions; ``ways``: devices whose links its bytes take."""
     cases = {(op, nbytes): _turn(accelerator, group, op, nbytes) for nbytes in effort.collectives for op in _OPS}
     for run in cases.values():
         run()
@@ -66,7 +66,7 @@ def _ring(
 
 
 def _turn(accelerator: Accelerator, group: AxisGroup, op: str, nbytes: int) -> Callable[[], float]:
-    """Seconds of one ``op`` that moves ``nbytes`` in all; so many times in all ranks, which begin together."""
+    """Return a timer of one ``op`` that moves ``nbytes`` in all; ranks begin together and run it equally often."""
     device = accelerator.current_device_name()
     numel = max(1, nbytes // 4 // group.size) * group.size
     full, part = torch.zeros(numel, device=device), torch.zeros(numel // group.size, device=device)

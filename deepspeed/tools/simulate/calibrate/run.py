@@ -30,9 +30,9 @@ _ASSUMED = "h100"  # whose constants stand where nothing was measured
 
 
 def calibrate(path: Path, *, folder: str | None = None, effort: Effort | None = None) -> dict[str, Any] | None:
-    """Measure this machine and write ``path``, a machine's file (``costs.load_machine``); its content, on rank 0.
+    """Measure this machine, write a machine's file (``costs.load_machine``) to ``path``; return its content, on rank 0.
 
-    Every rank of the job measures at once, so that what they share they share here too. ``folder``: on the drive to be
+    Every rank of the job measures at once, so that what ranks share they share here too. ``folder``: on the drive to be
     measured. Nothing is written until all is measured. Raises UsageError where ``path`` or ``folder`` will not do.
     """
     started = not dist.is_initialized()
@@ -69,7 +69,7 @@ def calibrate(path: Path, *, folder: str | None = None, effort: Effort | None = 
 
 @contextlib.contextmanager
 def _together(mesh: Mesh) -> Iterator[None]:
-    """What a rank's files do not allow inside is every rank's UsageError."""
+    """Turn an error of one rank's files inside into every rank's UsageError."""
     fault: BaseException | None = None
     try:
         yield
@@ -115,12 +115,12 @@ def _measure(accelerator: Accelerator, mesh: Mesh, effort: Effort, *, folder: st
 
 
 def _devices(accelerator: Accelerator, local_ranks: int) -> int:
-    """Of one node: those that can be seen, or as many as there are ranks, each with its own."""
+    """Return the number of devices of one node: the visible ones, or as many as ranks, each with its own."""
     return local_ranks if accelerator.is_synchronized_device() else max(accelerator.device_count(), local_ranks)
 
 
 def _document(findings: Measured, accelerator: Accelerator, mesh: Mesh, local_ranks: int) -> dict[str, Any]:
-    """The machine's file, with every constant and how it was come by."""
+    """Return the machine's file, with every constant and its source."""
     day, devices, host = time.strftime("%Y-%m-%d"), _devices(accelerator, local_ranks), host_total_bytes()
     on_host = accelerator.is_synchronized_device()
     findings.add("device_bytes", host // devices if on_host else accelerator.total_memory(), "as the system reports it")

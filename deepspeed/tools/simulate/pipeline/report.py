@@ -13,7 +13,7 @@ _HEAD = ("stage", "rank", "bubble", "share", "compute", "exposed", "states", "pe
 
 
 def exposed(outcome: Outcome) -> dict[str, float]:
-    """Seconds for which transfers hold a stage up, by kind, but for messages: to wait for these is the bubble."""
+    """Return the seconds for which transfers hold a stage up, by kind, but for messages: these waits are the bubble."""
     sums: dict[str, float] = {}
     for (name, _), seconds in outcome.exposed.items():
         if name not in MESSAGES:
@@ -22,7 +22,7 @@ def exposed(outcome: Outcome) -> dict[str, float]:
 
 
 def facts(whole: PipelineOutcome, machine: Machine) -> dict[str, Any]:
-    """The numbers, for programs: seconds and bytes."""
+    """Return the numbers, for programs: seconds and bytes."""
     rows = [
         {"rank": rank, "bubble_seconds": whole.bubble(place), "transfer_seconds": exposed(outcome)}
         | report.facts(outcome, machine)
@@ -39,7 +39,7 @@ def facts(whole: PipelineOutcome, machine: Machine) -> dict[str, Any]:
 
 
 def text(whole: PipelineOutcome, machine: Machine, name: str) -> str:
-    """The report that people read."""
+    """Return the report that people read."""
     sums, rows = facts(whole, machine), [list(_HEAD)]
     for place, (rank, outcome) in enumerate(zip(whole.ranks, whole.steps, strict=True)):
         idle = whole.bubble(place)

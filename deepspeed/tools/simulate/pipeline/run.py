@@ -39,8 +39,8 @@ _LIMIT_S = 3600.0
 
 @dataclass
 class PipelineOutcome:
-    """``steps``: the last one of a rank of each stage; ``ranks``: which; ``actions``: what each computed when, in
-    seconds since the step began.
+    """Outcome of a pipeline. ``steps``: the last step of a rank of each stage; ``ranks``: which ranks; ``actions``:
+    what each computed when, in seconds since the step began.
     """
 
     ranks: tuple[int, ...]
@@ -49,22 +49,22 @@ class PipelineOutcome:
 
     @property
     def seconds(self) -> float:
-        """Of the step, until the last stage is done."""
+        """Return the seconds of the step, until the last stage is done."""
         return max(outcome.seconds for outcome in self.steps)
 
     @property
     def window(self) -> float:
-        """Seconds from the first forward to the end of the last backward, of all stages."""
+        """Return the seconds from the first forward to the end of the last backward, of all stages."""
         rows = [row for row in self.actions if row]
         return max(row[-1].end for row in rows) - min(row[0].start for row in rows)
 
     def bubble(self, stage: int) -> float:
-        """Seconds of that window in which a stage computes nothing of the batch."""
+        """Return the seconds of that window in which a stage computes nothing of the batch."""
         return self.window - sum(one.end - one.start for one in self.actions[stage])
 
 
 class _Batches:
-    """Trains for a step at a time, whole batches; notes which action of the schedule launches what."""
+    """Train for a step at a time, whole batches; note which action of the schedule launches what."""
 
     def __init__(self, recorder: Recorder, engine: Any, subject: Subject) -> None:
         self._recorder, self._engine = recorder, engine
@@ -104,7 +104,7 @@ class _Batches:
 
 
 def ways_of(config: Mapping[str, Any], world: int) -> int:
-    """How many pipeline stages a configuration asks for. Raises UsageError where they do not divide the ranks."""
+    """Return how many pipeline stages a configuration asks for; UsageError where they do not divide the ranks."""
     block = config.get("pipeline")
     stages = block.get("stages", 1) if isinstance(block, dict) else 1
     if not isinstance(stages, int) or stages < 1:
@@ -115,7 +115,7 @@ def ways_of(config: Mapping[str, Any], world: int) -> int:
 
 
 def _cut(subject: Subject, config: DeepSpeedConfig, stages: int) -> Subject:
-    """The same model in stages, unless it is a PipelineModule already."""
+    """Return the same model in stages, unless it is a PipelineModule already."""
     block = config.pipeline
     chunks, style = chunks_and_style(block.schedule or "1f1b", block.chunks_per_stage or 1)
 
@@ -129,7 +129,7 @@ def _cut(subject: Subject, config: DeepSpeedConfig, stages: int) -> Subject:
 
 
 def _one(make: Callable[[], Subject], job: RankJob, column: tuple[int, ...], folder: str) -> Any:
-    """One stage's rank, in its process: what it took, and the events of its last step."""
+    """Run one stage's rank in its process; return its outcome, and the events of its last step."""
     if dist.is_initialized():
         dist.destroy_process_group()  # the pool's own
     stage = int(os.environ["RANK"])
@@ -147,8 +147,8 @@ def _one(make: Callable[[], Subject], job: RankJob, column: tuple[int, ...], fol
 
 
 def simulate_pipeline(make: Callable[[], Subject], job: RankJob, *, pool: RankPool | None = None) -> PipelineOutcome:
-    """Simulate a rank of each stage, those of the pipeline that ``job.rank`` is in. ``make`` makes the model, and is
-    picklable; ``pool``: of as many processes as there are stages. Raises UsageError with what a rank has raised.
+    """Simulate a rank of each stage of the pipeline that ``job.rank`` is in. ``make`` makes the model, and is
+    picklable; ``pool``: of as many processes as there are stages. Raises UsageError with a rank's error.
     """
     stages = ways_of(job.config, job.world)
     config = load_config(job.config, world_size=job.world // stages)
@@ -170,7 +170,7 @@ def simulate_pipeline(make: Callable[[], Subject], job: RankJob, *, pool: RankPo
 
 
 def _actions(spans: Sequence[Interval]) -> Iterator[Timed]:
-    """What a stage computed when: launches in a row that are for the same action."""
+    """Yield what a stage computed when: launches in a row that are for the same action."""
     compute = sorted((span for span in spans if span.stream == COMPUTE), key=lambda span: span.start)
     for label, group in itertools.groupby(compute, key=lambda span: span.label):
         if match := _ACTION.fullmatch(label):

@@ -28,7 +28,7 @@ _FUSED = ("phi3",)  # has Llama's layers, several in one
 @dataclass(frozen=True)
 class Lora:
     """Adapters of ``rank`` on ``targets``: names of modules with commas between, a regular expression that whole paths
-    match, or "all-linear". ``dtype``: what they are made in; None: fp32 beside 16-bit weights, else the weights' own.
+    match, or "all-linear". ``dtype``: of the adapters; None: fp32 beside 16-bit weights, else the weights' own.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Lora:
 
 
 class AdaptedLinear(nn.Module):
-    """``base_layer``, and beside it ``rank`` channels: in by ``lora_A``, out by ``lora_B``. Planned, never run."""
+    """Keep ``base_layer``, and beside it ``rank`` channels: in by ``lora_A``, out by ``lora_B``. Planned, never run."""
 
     def __init__(self, base_layer: nn.Module, rank: int, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class AdaptedLinear(nn.Module):
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Channels in and out of a linear layer, torch's or transformers' ``Conv1D``; zeros for any other module."""
+    """Return channels in and out of a linear layer, torch's or transformers' ``Conv1D``; zeros for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D" and isinstance(width := getattr(module, "nf", None), int):
@@ -61,10 +61,10 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def chosen_layers(model: nn.Module, targets: str, title: str) -> list[str]:
-    """The paths of the layers that get adapters. UsageError where a name is no linear layer's, with those there are.
+    """Return paths of the layers that get adapters. UsageError, with the known layers, for a name of no linear layer.
 
-    As in PEFT a name chooses every module that has it, or ends with it after a dot, and "all-linear" every linear
-    layer but the one behind ``get_output_embeddings()``.
+    As in PEFT a name chooses every module that has it, or ends with it after a dot, and "all-linear" every linear layer
+    but the one behind ``get_output_embeddings()``.
     """
     modules = dict(model.named_modules())
     if adapted := next((path for path, module in modules.items() if hasattr(module, "base_layer")), None):
@@ -104,7 +104,7 @@ def _matches(model: nn.Module, name: str, modules: dict[str, nn.Module]) -> list
 
 
 def adapt(model: nn.Module, lora: Lora, title: str) -> list[str]:
-    """Freeze ``model`` and put adapters on it, in place; the paths of the layers. Raises UsageError."""
+    """Freeze ``model`` and put adapters on it, in place; return the paths of the layers. Raises UsageError."""
     family = model.shape.family if isinstance(model, Decoder) else ""
     if isinstance(model, Decoder) and family and (not model.shape.gated or family in _FUSED):
         raise UsageError(
@@ -122,7 +122,7 @@ def adapt(model: nn.Module, lora: Lora, title: str) -> list[str]:
 
 
 def adapted(subject: Subject, lora: Lora) -> Subject:
-    """``subject`` with adapters on its model."""
+    """Return ``subject`` with adapters on its model."""
 
     def build() -> nn.Module:
         model = subject.build()

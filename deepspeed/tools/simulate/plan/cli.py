@@ -30,7 +30,7 @@ from deepspeed.tools.simulate.costs import load_machine, machines
 
 
 def _rank_of(text: str) -> int:
-    """``16`` or ``r=16``."""
+    """Parse ``16`` or ``r=16``."""
     return count_of(text.removeprefix("r="))
 
 

@@ -21,7 +21,7 @@ _LISTED = 8
 
 
 def _lora_of(options: argparse.Namespace, config: DeepSpeedConfig) -> Lora | None:
-    """The adapters that are asked for. Raises UsageError for what does not go together."""
+    """Return the adapters that are asked for. Raises UsageError for options that do not go together."""
     if options.lora is None:
         return None
     if config.optimizer is None:
@@ -43,7 +43,7 @@ def _lora_of(options: argparse.Namespace, config: DeepSpeedConfig) -> Lora | Non
 
 
 def _look(engine: Any, lora: Lora | None) -> tuple[dict[str, Any], MemoryPlan]:
-    """What a start says, for programs and as the engine's plan."""
+    """Return the facts of a start, for programs, and the engine's memory plan."""
     model, memory = engine.module, engine.memory_plan()
     trained = [param for unit in engine.runtime.units if unit.trainable for param in unit.params]
     total, those = (sum(getattr(p, "ds_numel", p.numel()) for p in some) for some in (model.parameters(), trained))
@@ -71,7 +71,7 @@ def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
 
 
 def run(options: argparse.Namespace, source: dict[str, Any], machine: Machine) -> int:
-    """Start the engine as ``source`` says and print what it plans; the exit status."""
+    """Start the engine as ``source`` says and print what it plans; return the exit status."""
     if ways_of(source, options.gpus) > 1:
         raise UsageError("pipeline.stages: each stage has states of its own; ds_simulate shows a rank of each")
     config = load_config(options.config, world_size=options.gpus)
