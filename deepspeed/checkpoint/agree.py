@@ -1,4 +1,4 @@
-"""All ranks or none: what one rank fails at is an error on every rank, so that nobody waits for one that gave up."""
+"""All ranks or none: an error on one rank is raised on every rank, so that no rank waits for one that gave up."""
 
 import contextlib
 from collections import deque
@@ -15,7 +15,7 @@ _Named = TypeVar("_Named", bound=Hashable)
 
 @dataclass
 class Shared:
-    """``mine``: what this rank tells the others; ``all``: what every rank told, in rank order, after the body."""
+    """Values to gather: ``mine`` is set by this rank; ``all`` holds every rank's, in rank order, after the body."""
 
     mine: Any = None
     all: Sequence[Any] = ()
@@ -23,7 +23,7 @@ class Shared:
 
 @contextlib.contextmanager
 def together(mesh: Mesh, what: str) -> Iterator[Shared]:
-    """Every rank of the job runs the body; an error on one is raised on all, by rank and ``what``. Collective."""
+    """Run the body on every rank of the job; raise an error of one on all, with rank and ``what``. Collective."""
     shared, error = Shared(), None
     try:
         yield shared
@@ -39,19 +39,19 @@ def together(mesh: Mesh, what: str) -> Iterator[Shared]:
 
 
 def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
-    """The first rank, by its number in the job, that names each thing."""
+    """Return the first rank, by its number in the job, that names each item."""
     pairs = [(name, rank) for rank, names in enumerate(of_ranks) for name in names]
     return dict(reversed(pairs))
 
 
 def in_no_model(extra: Sequence[Sequence[_Named]]) -> list[_Named]:
-    """What every rank of the job found to be more than it holds: the rest belongs to parameters of other ranks."""
+    """Return the names that are extra on every rank of the job; others belong to parameters of other ranks."""
     others = [set(names) for names in extra[1:]]
     return [name for name in extra[0] if all(name in names for names in others)]
 
 
 def through(items: Iterable[tuple[Any, ...]], each: Callable[..., None]) -> None:
-    """Call ``each`` for every item; an error is raised after the last one, as other ranks take part in making them."""
+    """Call ``each`` for every item; raise an error only after the last item, as other ranks take part in each."""
     rest = iter(items)
     try:
         for item in rest:

@@ -14,7 +14,7 @@ from deepspeed.observe.program import guarded
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; options about workers, intermediate files and strictness have no effect."""
+    """Parse the command line; options about workers, intermediate files and strictness have no effect."""
     parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="a tag's folder")
     parser.add_argument("--output_folder", required=True, help="the folder to write")
@@ -26,7 +26,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace | None = None) -> int:
-    """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal``; 0."""
+    """Write ``input_folder`` as this package's checkpoint to ``output_folder``, and ``latest_universal``; return 0."""
     args = parse_arguments() if args is None else args
     out = Path(args.output_folder)
     with contextlib.closing(open_checkpoint(Path(args.input_folder))) as source:

@@ -8,7 +8,7 @@ from deepspeed.device import map_tensors
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = torch.device("cpu")) -> Any:
-    """Copy of the nested ``item`` whose tensors are detached, on ``device``, and own exactly their elements.
+    """Copy the nested ``item``; its tensors are detached, on ``device``, and own exactly their elements.
 
     ``torch.save`` writes whole storages: a view of a large flat buffer would drag the buffer into the file.
     """

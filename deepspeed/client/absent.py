@@ -27,7 +27,7 @@ INSTEAD = {
 
 
 class AbsentModules(MetaPathFinder):
-    """Asked after all others, so of modules that are not there."""
+    """Finder for absent modules; it is asked after all others, so only about modules that do not exist."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Raise ModuleNotFoundError with the sentence for a name in ``INSTEAD`` or below; None for all others."""
@@ -39,6 +39,6 @@ class AbsentModules(MetaPathFinder):
 
 
 def tell_of_absent_modules() -> None:
-    """Let the import system ask, once in a process."""
+    """Register the finder with the import system, once in a process."""
     if not any(isinstance(finder, AbsentModules) for finder in sys.meta_path):
         sys.meta_path.append(AbsentModules())

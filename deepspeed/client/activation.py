@@ -35,14 +35,14 @@ _CONFIG_KEYS = {
 
 
 class _Settings(types.SimpleNamespace):
-    """What ``configure`` set: its arguments, ``mpu``, and whether it was called."""
+    """Settings of ``configure``: its arguments, ``mpu``, and whether it was called."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**{"mpu": None, "configured": False, **dict.fromkeys(_CONFIG_KEYS), **values})
 
 
 class RNGStatesTracker:
-    """Named random streams: code inside ``fork(name)`` draws from that one and leaves the default one untouched.
+    """Named random streams: code inside ``fork(name)`` draws from that stream and leaves the default one untouched.
 
     Tensor-parallel code needs randomness that is equal on all ranks (default stream) and one that differs between them
     (``model-parallel-rng``). ``states_`` are generator states of the current device, or the CPU's where there is none.
@@ -57,7 +57,7 @@ class RNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """State of every stream, for ``set_states``."""
+        """Return the state of every stream, for ``set_states``."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ _CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
 
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``; later runs (recomputations) draw from the named streams as the first did: torch forgets those."""
+    """Wrap ``function``: recomputations draw from the named streams as the first run did; torch forgets those."""
     first: list[dict[str, torch.Tensor]] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, keeping only the inputs until backward.
+    """Run ``function(*args, **kwargs)``, keeping only the inputs until backward.
 
     The non-reentrant kind is used with a keyword argument that needs a gradient, and without a tensor among ``args``
     that does, because the reentrant one would silently give the former, or the parameters, no gradient.
@@ -132,7 +132,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``checkpoint`` without an inner backward pass: recomputation happens when a saved value is asked for."""
+    """Run ``checkpoint`` without an inner backward pass: recomputation happens when a saved value is asked for."""
     return _run(function, args, {}, reentrant=False)
 
 
@@ -174,7 +174,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Settings for ``checkpoint``; arguments win over the ``activation_checkpointing`` block of ``deepspeed_config``.
+    """Configure ``checkpoint``; arguments win over the ``activation_checkpointing`` block of ``deepspeed_config``.
 
     ``checkpoint_in_cpu``: saved inputs rest in page-locked host memory. ``synchronize``: wait for the device at each
     boundary. ``profile``: log the forward time of each call. ``partition_activations`` splits over tensor-parallel
@@ -195,16 +195,16 @@ def configure(
 
 
 def is_configured() -> bool:
-    """True once ``configure`` was called."""
+    """Tell whether ``configure`` was called."""
     return _settings.configured
 
 
 def reset() -> None:
-    """Drop buffers that packed activations occupied. This release keeps none between iterations."""
+    """Drop buffers of packed activations. This release keeps none between iterations."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Number of checkpointed layers in one forward pass."""
+    """Set the number of checkpointed layers in one forward pass."""
     _settings.num_checkpoints = nlayers
 
 
@@ -216,7 +216,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:
-    """The named random streams (of whatever device this process uses)."""
+    """Return the tracker of the named random streams (of whatever device this process uses)."""
     return _CUDA_RNG_STATE_TRACKER
 
 
@@ -228,7 +228,7 @@ def _add_parallel_stream(seed: int) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Default stream: ``seed``; ``model-parallel-rng``: ``seed + 2718 + tensor-parallel rank``. Others are dropped."""
+    """Seed the default stream, and ``model-parallel-rng`` by ``seed + 2718 + tensor-parallel rank``; drop others."""
     get_accelerator().manual_seed(seed)
     _add_parallel_stream(seed)
 
@@ -241,5 +241,5 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int | str | torch.device = -1) -> None:
-    """Put a generator state back; -1 is the current device."""
+    """Restore a generator state; -1 is the current device."""
     get_accelerator().set_rng_state(new_state, None if device == -1 else device)

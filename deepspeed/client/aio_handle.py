@@ -28,7 +28,7 @@ Name = str | os.PathLike[str] | int
 
 
 class FileMismatchError(DeepSpeedError, ValueError):
-    """A file has other bytes, or another number of them, than the tensor it is read to or was written from."""
+    """Error of a file with other bytes, or another number of them, than the tensor it is read to or written from."""
 
 
 def _check_size(file: DirectFile, offset: int, nbytes: int, *, whole: bool) -> None:
@@ -40,7 +40,7 @@ def _check_size(file: DirectFile, offset: int, nbytes: int, *, whole: bool) -> N
 
 
 def _check_contents(path: str, offset: int, host: Tensor) -> None:
-    """Compare the bytes of ``path`` from ``offset`` on with those of ``host``, through ordinary reads."""
+    """Compare the bytes of ``path`` from ``offset`` on with ``host``, by ordinary reads. Raises FileMismatchError."""
     expected = host.reshape(-1).view(torch.uint8).numpy().data
     with open(path, "rb") as file:
         file.seek(offset)
@@ -54,7 +54,7 @@ def _check_contents(path: str, offset: int, host: Tensor) -> None:
 def _operation(
     engine: AioEngine, buffer: Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
 ) -> Iterator[None]:
-    """One read or write: started until the ``yield``, then ended. Bytes of a device travel through ``host``."""
+    """Start one read or write, ``yield``, then complete it. A device tensor's bytes travel through ``host``."""
     host = buffer
     if buffer.device.type != "cpu":
         host = aligned_empty(buffer.shape, dtype=buffer.dtype)
@@ -77,7 +77,7 @@ def _operation(
 
 
 def _finish(operation: Iterator[None]) -> Exception | None:
-    """Let it end; how it failed, if it did."""
+    """Complete an operation; return its error, or None."""
     try:
         next(operation, None)
     except (OSError, ValueError, RuntimeError) as error:
@@ -86,7 +86,7 @@ def _finish(operation: Iterator[None]) -> Exception | None:
 
 
 def _lock(memory: Tensor, call: str = "mlock") -> None:
-    """``mlock`` or ``munlock``, where the host is the device: else its driver locks."""
+    """Call ``mlock`` or ``munlock`` where the host is the device; elsewhere the device's driver locks."""
     if memory.nbytes and get_accelerator().is_synchronized_device():
         libc = ctypes.CDLL(None, use_errno=True)
         if libc[call](ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)) and call == "mlock":
@@ -103,15 +103,15 @@ def _end(engine: AioEngine, pending: deque[Iterator[None]], locked: dict[int, Te
 
 
 class aio_handle(AbstractContextManager["aio_handle"]):
-    """Reads and writes of whole tensors, from and to byte ``file_offset`` of a file; one thread uses it.
+    """Read and write whole tensors, from and to byte ``file_offset`` of a file; for one thread.
 
     A buffer is contiguous; a device's travels through host memory. A file is a name (``filename``) or an open
-    descriptor (there, or as ``fd``), which stays open. The ``sync`` calls return 1, the ``async`` ones 0, with
+    descriptor (as ``filename`` or ``fd``), which stays open. The ``sync`` calls return 1, the ``async`` ones 0, with
     :meth:`wait` to follow before the buffer is touched. A failure raises: an OSError that names the file, or
-    FileMismatchError where the file has too few bytes. Nothing depends on alignment, but bytes travel fastest where
+    FileMismatchError where the file has too few bytes. Alignment is not required, but bytes travel fastest where
     address, offset and length are multiples of ``get_alignment()``. ``read`` and ``write`` move whole files (from
-    ``file_offset`` on, parts) and return 0; ``pread`` and ``pwrite`` move parts, and go on after they returned with
-    ``async_op``. ``validate`` reads everything a second time, by ordinary means, and raises FileMismatchError where
+    ``file_offset`` on, parts) and return 0; ``pread`` and ``pwrite`` move parts, and with ``async_op`` go on after
+    they returned. ``validate`` reads everything a second time, by ordinary means, and raises FileMismatchError where
     that gives other bytes.
 
     ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and
@@ -186,7 +186,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
     async_pwrite = functools.partialmethod(_go, write=True, later=True)
 
     def wait(self) -> int:
-        """Until everything queued is done; how many that were. Raises the first failure, others are logged."""
+        """Wait until all queued requests are done; return their number. Raises the first failure, others are logged."""
         self._settle(keep=0)
         ended, self._ended = self._ended, []
         failures = [failure for failure in ended if failure is not None]
@@ -201,7 +201,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
             self._ended.append(_finish(self._pending.popleft()))
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """``num_elem`` zeros of the example's dtype at a multiple of 4096, page-locked where that is allowed."""
+        """Return ``num_elem`` zeros of the example's dtype at a multiple of 4096, page-locked where allowed."""
         memory = aligned_empty(num_elem, dtype=example_tensor.dtype)
         try:
             memory = get_accelerator().pin_memory(memory)
@@ -215,20 +215,20 @@ class aio_handle(AbstractContextManager["aio_handle"]):
         return memory
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Let go of such a tensor; False when it is none. Its memory lives as long as the caller keeps it."""
+        """Unlock a tensor of ``new_cpu_locked_tensor``; False for others. Its memory lives as long as the tensor."""
         whole = self._locked.pop(tensor.data_ptr(), None)
         if whole is not None:
             _lock(whole, "munlock")
         return whole is not None
 
     def is_pinned(self, buffer: Tensor) -> bool:
-        """Whether ``buffer`` is page-locked, by this handle or by torch."""
+        """Tell whether ``buffer`` is page-locked, by this handle or by torch."""
         first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         locked = any(start <= first and last <= start + whole.nbytes for start, whole in self._locked.items())
         return locked or get_accelerator().is_pinned(buffer)
 
     def close(self) -> None:
-        """Finish what is queued and give threads and descriptors back. May be called again."""
+        """Finish queued requests and release threads and descriptors. May be called again."""
         self._last()
 
     def __exit__(self, *_: object) -> None:
@@ -256,6 +256,6 @@ aio_read, aio_write = _once(aio_handle.read), _once(aio_handle.write)
 
 
 def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
-    """Copy ``src`` to ``dest``, of as many bytes. 0."""
+    """Copy ``src`` to ``dest``, which has as many elements; return 0."""
     dest.copy_(src.view_as(dest))
     return 0

@@ -35,7 +35,7 @@ class RepeatingLoader:
         return self
 
     def __len__(self) -> int:
-        """Batches of one round."""
+        """Return the number of batches of one round."""
         return len(self.loader)
 
     def __next__(self) -> Any:
@@ -62,14 +62,14 @@ class RepeatingLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out: the loader's own, or round and batches, in plain values."""
+        """Return the position after the last batch: the loader's own, or round and batches, in plain values."""
         if isinstance(self.loader, DeepSpeedDataLoader):
             return self.loader.state_dict()
         inner = self.loader.state_dict() if is_stateful(self.loader) else None
         return {"round": self._round, "batches": self._batches, "world_size": _ranks(), "loader": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at ``state``, also in the middle of an iteration; raises CheckpointError where that cannot be exact."""
+        """Continue at ``state``, also in the middle of an iteration; CheckpointError where that cannot be exact."""
         if isinstance(self.loader, DeepSpeedDataLoader):
             self.loader.load_state_dict(state)
             return
@@ -159,16 +159,16 @@ class DeepSpeedDataLoader:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Number of the epoch that the next pass begins; it decides the shuffle. A loaded position of it stays."""
+        """Set the epoch of the next pass, which decides the shuffle. A loaded position in that epoch stays."""
         if epoch != self._next.epoch:
             self._next = Position(epoch)
 
     def __len__(self) -> int:
-        """Batches of one whole epoch on this rank, also when the next pass is the rest of one."""
+        """Return the batches of a whole epoch on this rank, even when the next pass is the rest of one."""
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass over the next epoch, or over the rest of the one whose position was loaded."""
+        """Iterate over the next epoch, or over the rest of the one whose position was loaded."""
         position, loads, batches = Position(), -1, iter(())
         while True:
             if self.tput_timer is not None:
@@ -206,7 +206,7 @@ class DeepSpeedDataLoader:
             return iter(self.dataloader)
 
     def __next__(self) -> Any:
-        """Next batch of one running epoch, for clients that call ``next`` on the loader itself."""
+        """Return the next batch of one running epoch, for clients that call ``next`` on the loader itself."""
         self._stream = self._stream or iter(self)
         try:
             return next(self._stream)
@@ -215,7 +215,7 @@ class DeepSpeedDataLoader:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out by the pass begun last, in plain values.
+        """Return the position after the last batch handed out by the pass begun last, in plain values.
 
         ``epoch`` and ``samples`` (handed out of it by all ranks together) are the same on every rank, and so is all
         else, except ``inner``, the state of a sampler or dataset of the user's. After the last batch but before the
@@ -233,9 +233,9 @@ class DeepSpeedDataLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at ``state``: the next pass, or one that runs now, is the rest of that epoch.
+        """Continue at ``state``: the next pass, or one that runs now, is the rest of that epoch.
 
-        With the default sampler any rank's state does for every rank of any number. Raises CheckpointError, and changes
+        With the default sampler any rank's state serves every rank of any number. Raises CheckpointError, and changes
         nothing, when the rest cannot be exact: another dataset, sampler or layout of data that the user splits.
         """
         self._order.check(state)

@@ -21,7 +21,7 @@ _KEYS = {"epoch", "samples", "seed", "world_size", "batch_size", "order", "inner
 
 @dataclass
 class Position:
-    """``samples`` of epoch ``epoch`` were handed out by all ranks together."""
+    """Position in the data: ``samples`` of epoch ``epoch`` were handed out by all ranks together."""
 
     epoch: int = 0
     samples: int = 0
@@ -56,11 +56,11 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class Order(Sampler[int]):
-    """Who decides the order of the samples, and how a pass begins in the middle of it.
+    """Order of the samples: which source decides it, and how a pass begins in the middle of it.
 
     Of our sampler any number of ranks can take the rest. A sampler or iterable dataset of the user's is restored by its
-    own state; without one it is read past what was handed out. The ``DataLoader`` sees such a sampler through this one:
-    workers fetch ahead, so the state is noted after each batch that is drawn.
+    own state; without one it is read past the samples handed out. The ``DataLoader`` sees the user's sampler through
+    this class: workers fetch ahead, so the state is noted after each batch that is drawn.
     """
 
     def __init__(self, sampler: Any, dataset: Any, *, workers: int, world_size: int, batch_size: int) -> None:
@@ -91,14 +91,14 @@ class Order(Sampler[int]):
             drawn.append(copy.deepcopy(self.source.state_dict()))
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same where the position is loaded."""
+        """Return the facts that must be equal where the position is loaded."""
         if not self.shared:
             return self._facts
         sampler = self.source
         return {"kind": "shared", "samples": len(sampler.dataset), "shuffle": sampler.shuffle, "seed": sampler.seed}
 
     def begin(self, position: Position) -> int:
-        """Prepare the pass that starts at ``position``; the number of batches to drop from it."""
+        """Prepare the pass that starts at ``position``; return the number of batches to drop from it."""
         if (isinstance(self.source, DistributedSampler) or not self._sampler) and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(position.epoch)
         if self.shared:
@@ -117,13 +117,13 @@ class Order(Sampler[int]):
             self._last = self._drawn.popleft()
 
     def state(self, *, running: bool) -> Any:
-        """The user's state after the last batch handed out; of a dataset nothing is fetched ahead where it is asked."""
+        """Return the user's state after the last batch; a dataset is asked directly, as nothing is fetched ahead."""
         if self._loaded is not None or not self._stateful:
             return self._loaded
         return self._last if running and self._sampler else self.source.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` gave."""
+        """Restore the result of ``state``."""
         self._loaded = state["inner"] if self._stateful else None
         if self._loaded is not None:
             self.source.load_state_dict(self._loaded)
@@ -179,7 +179,7 @@ def refuse_drawn(sampler: Any) -> None:
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether ``thing`` keeps its own position: it has both ``state_dict`` and ``load_state_dict``."""
+    """Tell whether ``thing`` keeps its own position: it has both ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
@@ -188,7 +188,7 @@ def _name(thing: Any) -> str:
 
 
 def drop_batches(batches: Iterator[Any], count: int) -> None:
-    """Read ``count`` batches and forget them; the random numbers of torch (host), Python and numpy stay."""
+    """Read and drop ``count`` batches; the random states of torch (host), Python and numpy stay."""
     if not count:
         return
     python, array = random.getstate(), np.random.get_state()

@@ -12,9 +12,9 @@ from deepspeed.errors import UsageError, pending_function, raise_not_yet
 
 
 class EngineFacts:
-    """Mixin: one reader of each fact, by the names that clients know.
+    """Mixin with one getter of each fact, by the names that clients know.
 
-    ``_config``, ``mesh`` and the like come from the engine; one reader of each ``zero_*`` key from its ``__getattr__``.
+    ``_config``, ``mesh`` and the like come from the engine; one getter of each ``zero_*`` key from its ``__getattr__``.
     """
 
     if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EngineFacts:
     was_step_applied = answers(lambda self: self._updated and not self.overflowed, "Whether the last step() updated.")
 
     def _gradient_divisor(self, *, together: bool) -> float:
-        """What the mean of gradients at rest has still to be divided by: the loss scale and, which takes all ranks
+        """Return the divisor that the mean of gradients at rest still needs: the loss scale and, which takes all ranks
         ``together``, the weight of the tokens of the window so far.
         """
         tokens = self._tokens.mean(self.mesh.job) if together and self._tokens is not None else 0.0
@@ -102,7 +102,7 @@ class EngineFacts:
 
     @property
     def seq_parallel_group(self) -> Any:
-        """The process group of ranks that share a sequence; None where each rank has whole sequences."""
+        """Return the process group of ranks that share a sequence; None where each rank has whole sequences."""
         shared = GETTERS["get_sequence_parallel_world_size"]() > 1
         return GETTERS["get_sequence_parallel_group"]() if shared else None
 
@@ -116,7 +116,7 @@ class EngineFacts:
     )
 
     def optimizer_name(self) -> str | None:
-        """As configured, else the class of the client's; None without an optimizer."""
+        """Return the configured name, else the class of the client's optimizer; None without an optimizer."""
         if self._config.optimizer is not None:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
@@ -135,12 +135,12 @@ class EngineFacts:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Dtype of gradients between ranks."""
+        """Return the dtype of gradients in collectives."""
         return DTYPES[self._config.communication_data_type or self._config.compute_dtype]
 
     @communication_data_type.setter
     def communication_data_type(self, value: torch.dtype) -> None:
-        """Raises UsageError where it is another one."""
+        """Raise UsageError where ``value`` is another dtype."""
         if value != self.communication_data_type:
             raise UsageError(
                 f"communication_data_type is {self.communication_data_type}, and buffers are made for it: set it in "
@@ -148,9 +148,9 @@ class EngineFacts:
             )
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""
+        """Raise NotYetError; engines of a PipelineModule override it, see deepspeed.pipe."""
         raise_not_yet("engine.train_batch of a model that is no PipelineModule")
 
     def eval_batch(self, data_iter: Any, *_: Any, **__: Any) -> Any:
-        """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""
+        """Raise NotYetError; engines of a PipelineModule override it, see deepspeed.pipe."""
         raise_not_yet("engine.eval_batch of a model that is no PipelineModule")

@@ -23,7 +23,7 @@ from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengt
 
 
 def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
-    """Raise UsageError or DeepSpeedConfigError where ``hybrid_engine`` cannot be had of these ranks and this model."""
+    """Raise UsageError or DeepSpeedConfigError where ``hybrid_engine`` does not fit these ranks and this model."""
     options = config.hybrid_engine
     if not options.enabled:
         return
@@ -45,7 +45,7 @@ def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, w
 
 
 def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
-    """The same for ranks that share layers while they generate, and not while they train."""
+    """Check ranks that share layers only while they generate. Raises DeepSpeedConfigError or NotYetError."""
     size = config.hybrid_engine.inference_tp_size
     if ways.tp > 1:
         raise DeepSpeedConfigError(
@@ -67,8 +67,8 @@ def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """An engine whose ``generate`` is the module's own, with weights that are whole, or dealt out to ranks that
-    generate; from ``initialize`` where ``hybrid_engine.enabled``. ``engine.module.generate`` comes here, too.
+    """Engine whose ``generate`` is the module's own, with weights that are whole, or split over ranks that generate
+    together; from ``initialize`` where ``hybrid_engine.enabled``. ``engine.module.generate`` comes here, too.
     """
 
     def __init__(self, module: nn.Module, config: DeepSpeedConfig, **parts: Any) -> None:
@@ -86,13 +86,13 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         module.generate = _Routed(self, self._own_generate)  # type: ignore[assignment]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's ``generate(*args, **kwargs)`` returns, under ``no_grad``. Collective at both ends.
+        """Return the result of the module's ``generate(*args, **kwargs)``, under ``no_grad``. Collective at both ends.
 
         Ranks may generate different numbers of tokens. With ``hybrid_engine.pin_parameters`` every weight is whole
         until it returns, and in eval mode adapters are added to copies of the weights that they adapt; without, each
         layer is gathered when it computes, and ranks that have ended serve the others. With ``inference_tp_size`` above
         1 so many ranks share the layers and generate together, for the prompts of each in turn; each returns its own.
-        An error on one rank is one on all: RankFailedError names it. Raises UsageError on all ranks for more tokens
+        An error on one rank is raised on all: RankFailedError names it. Raises UsageError on all ranks for more tokens
         than ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
         """
         self._check_alive(alone=False)
@@ -131,7 +131,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     @torch.inference_mode(mode=False)  # what is made here lasts, and is written to again
     def _prepared(self, parts: PartsForGeneration, call: GenerateCall, fault: Exception | None) -> bytes:
-        """Let the parts have the weights as they are now; ``call`` as it goes to other ranks."""
+        """Update the parts with the current weights, where any rank's are outdated; return ``call``, packed."""
         packed, marks = b"", None
         self.runtime.update.publish()
         try:
@@ -151,7 +151,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return packed
 
     def _in_turn(self, parts: PartsForGeneration, call: GenerateCall, packed: bytes) -> Any:
-        """Generate what each rank of the group was asked for, one after the other."""
+        """Generate the calls of all ranks of the group, one after the other; return this rank's output."""
         output, fault, depth = None, None, 0
         random = RandomStates.now()
         compiled = torch.compiler.set_stance("force_eager") if self.is_compiled else contextlib.nullcontext()
@@ -199,7 +199,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     @contextlib.contextmanager
     def _announced_forwards(self) -> Iterator[None]:
-        """After each forward of the whole model tell ranks that have ended that this one goes on."""
+        """Tell ranks that have ended, after each forward of the whole model, that this one goes on."""
         control, depth = self.mesh.control, 0
 
         def before(*_: Any) -> None:
@@ -243,7 +243,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._speaking = outer
 
     def _agree(self, fault: Exception | None, *, depth: int = 0, wants: bool = False) -> bool:
-        """Raise on all ranks where one has a fault, of the least ``depth``. Else whether a rank ``wants`` something."""
+        """Raise on all ranks the fault of least ``depth``, if any. Else return whether any rank ``wants`` something."""
         text = None if fault is None else describe(fault)
         answers = gather_objects((depth, text, wants), self.mesh.talk)
         least = min((theirs for theirs, cause, _ in answers if cause is not None), default=0)
@@ -257,7 +257,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return any(asked for _, _, asked in answers)
 
     def _too_long(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-        """What is wrong with the lengths asked for: returned, as the other ranks are to hear of it."""
+        """Return the error about the requested lengths, or None; it is not raised, as other ranks must be told."""
         limit = self._options.max_out_tokens
         try:
             prompt, total = lengths(self.module, self._own_generate, GenerateCall(args, kwargs))
@@ -273,13 +273,13 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """As of every engine; with parameters what ranks that share layers have of them goes, too."""
+        """Offload as every engine does; with parameters, drop the parts of ranks that share layers, too."""
         super().offload_states(include, device, pin_memory, non_blocking)
         if self._params_lent and self._in_parts is not None:
             self._in_parts.drop()
 
     def destroy(self) -> None:
-        """The end of the engine, as of every other; the module has its own ``generate`` again."""
+        """End the engine, as every other does; restore the module's own ``generate``."""
         try:
             super().destroy()
         finally:
@@ -294,7 +294,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
 
 class _Routed:
-    """``module.generate`` while the engine lives. A copy of the module has the module's own."""
+    """Route ``module.generate`` to the engine while it lives. A copy of the module has the module's own."""
 
     def __init__(self, engine: DeepSpeedHybridEngine, generate: Callable[..., Any]) -> None:
         self._engine, self._generate = weakref.ref(engine), generate

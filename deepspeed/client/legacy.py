@@ -23,6 +23,6 @@ get_numactl_cmd = pending_function(
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
-    """The block ``bf16``, or ``bfloat16``, of a configuration as a dict. Raises ValueError for what is wrong in it."""
+    """Parse the block ``bf16``, or ``bfloat16``, of a configuration dict. Raises ValueError for wrong content."""
     blocks = (param_dict.get(name) for name in ("bf16", "bfloat16"))
     return Bf16Config(**next((block for block in blocks if block is not None), {}))

@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer itself, or the one inside a wrapper's ``.optimizer``; ``TypeError`` when there is none."""
+    """Return the torch optimizer itself, or the one in a wrapper's ``.optimizer``; ``TypeError`` when there is none."""
     inner = optimizer
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
         inner = getattr(inner, "optimizer", None)
@@ -44,7 +44,7 @@ def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer:
 
 
 class LRSchedule:
-    """What the native schedules share: the counter, writing rates into the groups, and saving. A subclass names its
+    """Base of the native schedules: the counter, writing rates into the groups, and saving. A subclass names its
     ``keywords`` with their defaults, prepares what it was given, its ``settings``, and states its formula in
     ``_rates``. The initial rate is written at once, unless ``last_batch_iteration`` is other than -1.
     """
@@ -80,11 +80,11 @@ class LRSchedule:
             self._write(-1)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at the present iteration."""
+        """Return the rate of each group at the present iteration."""
         return self._rates(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The rates last written to the groups; ``UsageError`` (an ``AssertionError``) when none was written yet."""
+        """Return the rates last written to the groups; ``UsageError`` (an ``AssertionError``) before the first."""
         if self._last_lr is None:
             raise UsageError(f"{type(self).__name__}: need to call step() first; no learning rate has been written yet")
         return self._last_lr
@@ -96,7 +96,7 @@ class LRSchedule:
         self._write(self.last_batch_iteration)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counter; everything else is configuration."""
+        """Return the counter; everything else is configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class LRSchedule:
         return values
 
     def _whole_number(self, name: str, *, least: int) -> int:
-        """An int, or a float such as 1e3 that is one; ``ValueError`` otherwise."""
+        """Return an int setting, or a float such as 1e3 that is whole, as int; ``ValueError`` otherwise."""
         value = self.settings[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or int(value) != value or value < least:
@@ -202,12 +202,12 @@ class OneCycle(LRSchedule):
                 group["betas"] = (momentum, *group["betas"][1:])
 
     def get_mom(self) -> list[tuple[float, ...]]:
-        """The betas of each group at the present iteration, by the formula; empty when momentum is not cycled."""
+        """Return the betas of each group at the present iteration, by the formula; empty without cycled momentum."""
         pairs = zip(self._momenta(self.last_batch_iteration), self.optimizer.param_groups, strict=True)
         return [(momentum, *group["betas"][1:]) for momentum, group in pairs] if self.cycle_momentum else []
 
     def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
-        """From 0 (ends of the cycle) to 1 (top); and 1, or ``1 + rate * d / size`` at ``d`` iterations behind it."""
+        """Return 0 (ends of the cycle) to 1 (top); and 1, or ``1 + rate * d / size`` at ``d`` iterations after it."""
         total, batch, size = self.total_size, iteration + 1, self.decay_step_size
         if iteration >= total:
             return 0.0, 1 + decay_rate * (iteration - total + 1) / size if decay_rate and size else 1.0
@@ -264,7 +264,7 @@ class WarmupLR(_Warmup):
         self.max_lrs = self._own_lrs if self.settings["warmup_max_lr"] is None else self._per_group("warmup_max_lr")
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at the present iteration."""
+        """Return the rate of each group at the present iteration; warn before the first step."""
         if self.last_batch_iteration < 0:
             text = "%s: asked for the learning rate before the first step(); it is the minimum"
             logger.warning(text, type(self).__name__)
@@ -301,7 +301,7 @@ class WarmupCosineLR(_Warmup):
         super()._prepare()
 
     def get_lr_ratio(self) -> float:
-        """The factor on every group's own rate at the present iteration."""
+        """Return the factor on every group's own rate at the present iteration."""
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:
@@ -360,23 +360,23 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The tuning arguments of this process's command line, and whatever else was on it."""
+    """Parse the tuning arguments of this process's command line; also return the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def _given(args: argparse.Namespace, *names: str) -> Settings:
-    """What ``args`` carries of the settings of these schedules, but nothing unset, zero or negative."""
+    """Return the settings of these schedules in ``args``, but nothing unset, zero or negative."""
     values = {key: getattr(args, key, None) for name in names for key in _ON_COMMAND_LINE[name]}
     return {key: value for key, value in values.items() if value and (isinstance(value, str) or value > 0)}
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write every schedule's settings that ``args`` carries over ``params``, but nothing unset, zero or negative."""
+    """Write every schedule's settings in ``args`` over ``params``, but nothing unset, zero or negative."""
     params.update(_given(args, *VALID_LR_SCHEDULES))
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """``({"type": ..., "params": {...}}, None)`` of the schedule named in ``args``, or ``(None, reason)``."""
+    """Return ``({"type": ..., "params": {...}}, None)`` of the schedule named in ``args``, or ``(None, reason)``."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
@@ -386,7 +386,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """``(rate, "")``: the rate a schedule starts at (LRRangeTest) or its highest; ``(None, reason)`` if it has none."""
+    """Return ``(rate, "")``: a schedule's first rate (LRRangeTest) or highest one; ``(None, reason)`` without one."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -1,4 +1,4 @@
-"""How many ways a job is cut, as an ``mpu`` object of Megatron's kind or a ``mesh_param`` says it."""
+"""Sizes of a job's parallel axes, as an ``mpu`` object of Megatron's kind or a ``mesh_param`` states them."""
 
 from dataclasses import dataclass
 from math import prod
@@ -32,7 +32,7 @@ class Ways:
 
     @property
     def shared(self) -> int:
-        """How many ranks work on one batch together."""
+        """Return how many ranks work on one batch together."""
         return self.pp * self.sp * self.tp
 
 
@@ -42,7 +42,7 @@ def _group_of(mpu: Any, axis: str) -> dist.ProcessGroup | None:
 
 
 def ways_of_mpu(mpu: Any, backend: str) -> Ways:
-    """The ranks as ``mpu`` cuts them: all of them where it has model-parallel groups, else its data-parallel group.
+    """Derive the axes from ``mpu``: of all ranks where it has model-parallel groups, else of its data-parallel group.
 
     Collective over the world. Raises DeepSpeedConfigError when the groups are no grid of all ranks.
     """
@@ -67,7 +67,7 @@ def ways_of_mpu(mpu: Any, backend: str) -> Ways:
 
 
 def ways_of_mesh(mesh_param: Any) -> Ways:
-    """``mesh_param``: (data-parallel, sequence-parallel) sizes, which multiply to the ranks; None: no such axes."""
+    """Derive the axes from ``mesh_param``: (data-, sequence-parallel) sizes, which multiply to the ranks, or None."""
     if mesh_param is None:
         return Ways()
     try:

@@ -36,7 +36,7 @@ _REMOTE = (
 
 
 def choose_hosts(path: str, *, include: str = "", exclude: str = "") -> list[str]:
-    """Host names in file order. Raises DeepSpeedConfigError when the file cannot be read or no host is left."""
+    """Return host names in file order. Raises DeepSpeedConfigError when the file cannot be read or no host is left."""
     slots = load_hostfile(path)
     hosts = list(filter_hosts({host: range(count) for host, count in slots.items()}, include=include, exclude=exclude))
     if not hosts:
@@ -45,12 +45,12 @@ def choose_hosts(path: str, *, include: str = "", exclude: str = "") -> list[str
 
 
 def remote_command(command: str) -> str:
-    """What the login shell of a host is given so that ``command`` ends when the connection does."""
+    """Return the text for a host's login shell so that ``command`` ends when the connection does."""
     return f"/bin/sh -c {shlex.quote(_REMOTE)} ds_ssh {shlex.quote(command)}"
 
 
 class Fleet(EventLoop):
-    """The ssh processes of one shell ``command``, at most ``FANOUT`` at a time."""
+    """Run the ssh processes of one shell ``command``, at most ``FANOUT`` at a time."""
 
     def __init__(self, hosts: Sequence[str], command: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Fleet(EventLoop):
         self._statuses = dict.fromkeys(hosts, 0)
 
     def run(self) -> dict[str, int]:
-        """Host -> exit status (128 + signal where ssh was killed). An exception ends the commands first."""
+        """Run all; return host -> exit status (128 + signal if ssh was killed). Exceptions end the commands first."""
         try:
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < FANOUT:
@@ -73,7 +73,7 @@ class Fleet(EventLoop):
             self._stop()
 
     def _stop(self) -> None:
-        """Hang up on what still runs, wait, then kill; a second Ctrl-C kills at once."""
+        """Close the connections that still run, wait, then kill; a second Ctrl-C kills at once."""
         for connection in self._running.values():
             connection.hang_up()
         end = time.monotonic() + STOP_GRACE_S
@@ -90,7 +90,7 @@ class Fleet(EventLoop):
         raise BrokenPipeError
 
     def _on_tick(self) -> None:
-        """Nobody is asked for a sign of life."""
+        """Do nothing: no host is asked for a sign of life."""
 
 
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:

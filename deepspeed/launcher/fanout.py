@@ -1,4 +1,4 @@
-"""Starts a job on other hosts: one launcher per node through ssh, or the one process of a backend (mpirun, srun, pdsh).
+"""Start a job on other hosts: one launcher per node through ssh, or the one process of a backend (mpirun, srun, pdsh).
 
 The output of launchers is shown; among themselves they talk as ``node.hub`` says. The ssh connection is the life line
 both ways: a launcher whose input ends stops its ranks at once, so no node keeps running after this command, however it
@@ -40,7 +40,7 @@ _MAX_LINE_BYTES = 1 << 16
 
 
 class FrameReader:
-    """Splits one stream of a node into output, with ``prefix`` before every line, and frames.
+    """Split one stream of a node into output, with ``prefix`` before every line, and frames.
 
     A line ends with a newline or, as in progress bars, a carriage return; half a line is shown only if it is very long.
     """
@@ -50,7 +50,7 @@ class FrameReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> tuple[bytes, list[Message]]:
-        """Return the lines that are complete, and the frames."""
+        """Return the complete lines, and the frames."""
         lines = (self._rest + data).splitlines(keepends=True)
         # A carriage return at the very end may yet get its newline.
         rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -74,13 +74,13 @@ class FrameReader:
         return b"".join(output), frames
 
     def end(self) -> bytes:
-        """The last line, if it had no end."""
+        """Return the last line, if it had no end."""
         rest, self._rest = self._rest, b""
         return self._prefix + rest + b"\n" if rest else b""
 
 
 class Connection:
-    """One ssh child: its output goes to this process's, its messages and its end become events. Raises UsageError."""
+    """Run one ssh child: show its output; post its messages and its end as events. UsageError if it cannot start."""
 
     def __init__(
         self, rank: int, host: str, argv: Sequence[str], post: Post, *, prefix: bytes, drain_s: float | None = 1.0
@@ -105,7 +105,7 @@ class Connection:
             thread.start()
 
     def order(self, words: Sequence[Any]) -> None:
-        """Send one event, or a beat; a node that is gone is noticed elsewhere."""
+        """Send one event, or a beat; the loss of a node is noticed elsewhere."""
         with contextlib.suppress(OSError, ValueError):
             self._input.write(json.dumps(words).encode() + b"\n")
             self._input.flush()
@@ -115,7 +115,7 @@ class Connection:
             self._input.close()
 
     def cut(self) -> None:
-        """End the connection, and what hangs on it."""
+        """Kill the connection and the processes that depend on it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -149,10 +149,10 @@ class Connection:
 
 
 class FanOut(EventLoop):
-    """Runs ``commands`` (one ssh command line per host, in node-rank order) as one job."""
+    """Run ``commands`` (one ssh command line per host, in node-rank order) as one job."""
 
     def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, grace_s: float) -> None:
-        """``grace_s``: how long the ranks may take after a signal."""
+        """Set ``grace_s``, the seconds that the ranks may take to end after a signal."""
         super().__init__()
         self._grace_s = grace_s
         self._hosts, self._commands = tuple(hosts), tuple(commands)
@@ -211,7 +211,7 @@ class FanOut(EventLoop):
             self._decide(Verdict(own_status, f"deepspeed: host {node.host} (node {rank}) {what}: {why}\n"))
 
     def _decide(self, verdict: Verdict, *, hang_up: bool = True) -> None:
-        """The first verdict holds. The nodes have time to end; ``hang_up``: they do not know yet, and are told so."""
+        """Keep the first verdict and give the nodes time to end; ``hang_up``: tell nodes that do not know it yet."""
         if self._verdict is not None:
             return
         self._verdict, self.deadline = verdict, time.monotonic() + (_STOP_S if hang_up else _FAREWELL_S)
@@ -242,13 +242,13 @@ class FanOut(EventLoop):
                 node.cut()
 
     def _on_deadline(self) -> None:
-        """What has not ended by itself is cut off, which ends the launchers behind it."""
+        """Cut off nodes that have not ended by themselves, which ends the launchers behind them."""
         for rank in self._running:
             self._nodes[rank].cut()
 
 
 class ElasticFanOut(FanOut):
-    """The same for an elastic job: a host that is lost is tried again and again, while ``least`` others go on."""
+    """Run an elastic job over ssh: a lost host is tried again and again, while ``least`` others go on."""
 
     def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, grace_s: float, least: int) -> None:
         super().__init__(hosts, commands, grace_s=grace_s)
@@ -276,7 +276,7 @@ class ElasticFanOut(FanOut):
 
 
 def _elastic_nodes(job: Job, options: Namespace) -> tuple[ElasticFanOut, object]:
-    """The nodes, and the store in which they meet. It is this command's, so that any host may be lost."""
+    """Make the nodes, and the store in which they meet, in this command's process, so that any host may be lost."""
     from deepspeed.launcher.node.hub import bind_store  # noqa: PLC0415 - needs torch, as no other job over ssh does
 
     limits = job.elastic
@@ -347,7 +347,7 @@ def run_backend(command: RunnerCommand) -> int:
 
 
 def _unreachable(host: str, options: Namespace) -> str | None:
-    """Why ``host`` cannot be reached, None when it can."""
+    """Return why ``host`` cannot be reached; None when it can."""
     command = [*ssh_prefix(options.ssh, host, *ssh_words(options), connect_timeout_s=5), "true"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)

@@ -32,7 +32,7 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def read_entries(path: str, what: str) -> list[tuple[str, str]]:
-    """Place (for messages) and text of every line that is neither blank nor a comment; ``what`` the file is.
+    """Return place (for messages) and text of every line that is neither blank nor a comment; ``what`` names the file.
 
     Raises DeepSpeedConfigError (a ValueError) when the file cannot be read.
     """
@@ -46,7 +46,7 @@ def read_entries(path: str, what: str) -> list[tuple[str, str]]:
 
 
 def numbered_lines(lines: Iterable[str], name: str) -> list[tuple[str, str]]:
-    """Place, in what is called ``name``, and text of every line that is neither blank nor a comment."""
+    """Return place, in the file ``name``, and text of every line that is neither blank nor a comment."""
     stripped = enumerate(map(str.strip, lines), start=1)
     return [(f"{name}, line {number}", line) for number, line in stripped if line and not line.startswith("#")]
 
@@ -60,7 +60,7 @@ def load_hostfile(path: str) -> dict[str, int]:
 
 
 def hosts_of(entries: Iterable[tuple[str, str]], name: str) -> dict[str, int]:
-    """Host -> number of slots, of (place, line) of what is called ``name``.
+    """Return host -> number of slots, from (place, line) of the file ``name``.
 
     Raises DeepSpeedConfigError on a line of another form, a host without a slot, a repeated host or no host at all.
     """
@@ -81,7 +81,7 @@ def hosts_of(entries: Iterable[tuple[str, str]], name: str) -> dict[str, int]:
 
 
 def parse_range_list(text: str) -> list[int]:
-    """The numbers of ``"0-3,6"``, sorted, each once. DeepSpeedConfigError for anything else."""
+    """Return the numbers of ``"0-3,6"``, sorted, each once. DeepSpeedConfigError for anything else."""
     numbers: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
@@ -135,12 +135,12 @@ def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclu
 
 
 def environment_file_name(env: Mapping[str, str]) -> str:
-    """Name of the file with variables to forward: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
+    """Return the name of the file with variables to forward: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
     return env.get("DS_ENV_FILE") or ".deepspeed_env"
 
 
 def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
-    """Variables of the files ``name`` in ``folders``, later folders winning; a folder without the file is skipped.
+    """Read variables of the files ``name`` in ``folders``, later folders winning; folders without the file are skipped.
 
     A line is ``KEY=VALUE``, and a value everything behind the first ``=``, taken literally. Raises DeepSpeedConfigError
     for a file that cannot be read, and a line without ``=`` or with a name that no shell accepts.
@@ -178,5 +178,5 @@ def exported(
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
-    """The same with ``***`` for the values of names that look secret."""
+    """Return the variables with ``***`` for the values of names that look secret."""
     return {name: "***" if _SECRET.search(name) else value for name, value in variables.items()}

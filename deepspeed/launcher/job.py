@@ -41,7 +41,7 @@ COMMON_FLAGS: Flags = {
 
 @dataclass(frozen=True)
 class Job:
-    """One distributed job.
+    """Distributed job.
 
     ``world`` maps host -> device ids (slots) used there; its order gives the node ranks, and global ranks count through
     it. ``script`` is a path, a module name (``module``) or a program (``no_python``); ``arguments`` follow it
@@ -80,25 +80,25 @@ class Job:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host names in node-rank order."""
+        """Return host names in node-rank order."""
         return tuple(self.world)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Return the number of ranks of the whole job."""
         return sum(map(len, self.world.values()))
 
     @property
     def pid_file(self) -> str | None:
-        """Where the launcher of a node keeps its process id."""
+        """Return the file in which the launcher of a node keeps its process id, or None."""
         return f"/tmp/{self.save_pid}.deepspeed" if self.save_pid else None
 
     def devices(self, node_rank: int) -> tuple[int, ...]:
-        """Device ids that all ranks of node ``node_rank`` may use; there are as many as ranks."""
+        """Return device ids that all ranks of node ``node_rank`` may use; there are as many as ranks."""
         return self.world[self.hosts[node_rank]]
 
     def first_rank(self, node_rank: int) -> int:
-        """Global rank of the first rank on node ``node_rank``."""
+        """Return the global rank of the first rank on node ``node_rank``."""
         return sum(len(self.devices(node)) for node in range(node_rank))
 
 
@@ -141,7 +141,7 @@ def _seconds(flag: str, text: str | None) -> float | None:
 
 
 def job_of(options: argparse.Namespace, *, world: Mapping[str, tuple[int, ...]], **rest: Any) -> Job:
-    """The job of a parsed command line; ``rest`` are its fields that ``COMMON_FLAGS`` do not give."""
+    """Make the job of a parsed command line; ``rest``: the fields without a flag in ``COMMON_FLAGS``."""
     return Job(
         script=options.user_script,
         arguments=tuple(options.user_args),
@@ -169,12 +169,12 @@ def check_node_rank(node_rank: int, nodes: int) -> None:
 
 
 def encode_world(world: Mapping[str, Sequence[int]]) -> str:
-    """URL-safe base64 of the JSON of host -> device ids, the form of ``--world_info``."""
+    """Encode host -> device ids as URL-safe base64 of JSON, the form of ``--world_info``."""
     return base64.urlsafe_b64encode(json.dumps({host: list(slots) for host, slots in world.items()}).encode()).decode()
 
 
 def decode_world(text: str) -> dict[str, tuple[int, ...]]:
-    """Inverse of :func:`encode_world`. Raises ValueError or TypeError when ``text`` is not such an encoding."""
+    """Invert :func:`encode_world`. Raises ValueError or TypeError when ``text`` is not such an encoding."""
     world = json.loads(base64.urlsafe_b64decode(text))
     if not isinstance(world, dict) or not world or not all(world.values()):
         raise ValueError("it names no host, or a host without devices")

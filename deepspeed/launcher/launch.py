@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def make_job(options: argparse.Namespace) -> Job:
-    """The job that ``options`` describe. Raises UsageError for a bad ``--world_info``."""
+    """Make the job that ``options`` describe. Raises UsageError for a bad ``--world_info``."""
     if options.world_info == "None":
         raise UsageError("--world_info is required: it says which hosts and devices the job has")
     try:
@@ -48,7 +48,7 @@ def make_job(options: argparse.Namespace) -> Job:
 
 
 def run_here(job: Job, node_rank: int, *, runner: str = "") -> int:
-    """``run_node`` of a job of that kind. It needs torch; a wrong command line is refused at once."""
+    """Run ``run_node`` for this kind of job. Needs torch; a wrong command line is refused before its import."""
     if job.elastic is not None:
         from deepspeed.launcher.elastic.agent import run_elastic_node as run_node  # noqa: PLC0415
     else:

@@ -20,7 +20,7 @@ SYSFS = "/sys/devices/system"
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host``, as a hostfile names it, is this machine: by name, or by an address that is one of ours."""
+    """Tell whether ``host``, as a hostfile names it, is this machine: by name, or by one of its addresses."""
     name = host.rpartition("@")[2].lower()
     mine = socket.gethostname().lower()
     if name in ("localhost", mine) or name == mine.partition(".")[0] or name.partition(".")[0] == mine:
@@ -34,7 +34,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def own_address(toward: str) -> str:
-    """The address from which this machine reaches host ``toward``, or this machine's name when that cannot be told."""
+    """Return the address from which this machine reaches host ``toward``, or its host name when that is unknown."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -45,7 +45,7 @@ def own_address(toward: str) -> str:
 
 
 def local_devices() -> LocalDevices:
-    """Accelerators of this machine; none when ``DS_ACCELERATOR=cpu``, which needs no torch."""
+    """Return the accelerators of this machine; none when ``DS_ACCELERATOR=cpu``, which needs no torch."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return LocalDevices(0)
     import torch  # noqa: PLC0415 - takes about a second, and a wrong command line should be refused at once
@@ -58,7 +58,7 @@ def local_devices() -> LocalDevices:
 
 
 def parse_core_list(text: str) -> list[int]:
-    """CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for anything else."""
+    """Return the CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for anything else."""
     cores: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item, re.ASCII)
@@ -71,7 +71,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def _read_lists(root: str, kind: str, name: str) -> dict[int, list[int]]:
-    """Number -> CPU list of every ``kind`` below ``root``; what the kernel does not show, or is empty, is left out."""
+    """Return number -> CPU list of every ``kind`` below ``root``; lists that are empty or not shown are left out."""
     lists = {}
     for path in glob.glob(f"{glob.escape(root)}/{kind}/{kind}[0-9]*/{name}"):
         with open(path, encoding="ascii") as file:
@@ -82,7 +82,7 @@ def _read_lists(root: str, kind: str, name: str) -> dict[int, list[int]]:
 
 
 def usable_cores(allowed: Collection[int], root: str = SYSFS) -> list[int]:
-    """The first allowed CPU of every physical core, NUMA node by NUMA node, so that equal shares cross few borders."""
+    """Return the first allowed CPU of every physical core, by NUMA node, so that equal shares cross few borders."""
     siblings = _read_lists(root, "cpu", "topology/thread_siblings_list")  # some containers show neither
     nodes = _read_lists(root, "node", "cpulist")
     home = {cpu: node for node, cpus in sorted(nodes.items(), reverse=True) for cpu in cpus}
@@ -101,7 +101,7 @@ def share_cores(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 def plan_cores(
     job: Job, ranks: int, *, root: str = SYSFS, allowed: Collection[int] | None = None
 ) -> list[tuple[int, ...]]:
-    """Cores of the ``ranks`` ranks on this node; empty ones when ``job`` does not ask for binding.
+    """Return cores for the ``ranks`` ranks on this node; empty ones when ``job`` does not ask for binding.
 
     ``allowed`` are the CPUs this process may use (default: ask the kernel). Raises DeepSpeedConfigError (a ValueError)
     for a malformed list or KMP_AFFINITY; UsageError for CPUs that are not allowed, or too few of them.

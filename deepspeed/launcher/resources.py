@@ -28,7 +28,7 @@ World = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """Accelerators that this process can use; ``visible`` is what ``variable`` restricts them to, None when not set."""
+    """Accelerators that this process can use; ``visible`` is the value of ``variable``, None when not set."""
 
     count: int
     variable: str = ""
@@ -36,7 +36,7 @@ class LocalDevices:
 
     @property
     def numbers(self) -> tuple[int, ...] | None:
-        """Device numbers as in the variable; None when it names devices in another way (by UUID)."""
+        """Return device numbers as in the variable; None when it names devices in another way (by UUID)."""
         if self.visible is None:
             return tuple(range(self.count))
         names = [name.strip() for name in self.visible.split(",")][: self.count]
@@ -44,12 +44,12 @@ class LocalDevices:
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """Describe the devices for messages."""
         return f"{self.variable}={self.visible}" if self.visible is not None else f"{self.count} accelerator(s)"
 
 
 class Location(NamedTuple):
-    """Where a job runs. ``node_rank`` is the node whose ranks this process runs; None: a runner reaches the hosts.
+    """Place of a job. ``node_rank`` is the node whose ranks this process runs; None: a runner reaches the hosts.
 
     ``on_devices`` as in :class:`deepspeed.launcher.job.Job`; ``uses_devices`` is false where ranks run on the CPU.
     """
@@ -61,7 +61,7 @@ class Location(NamedTuple):
 
 
 def selected_by(options: Namespace) -> tuple[str, ...]:
-    """Flags that choose hosts or devices."""
+    """Return the given flags that choose hosts or devices."""
     names = ("include", "exclude", "num_nodes", "num_gpus")
     return tuple(f"--{name}" for name in names if getattr(options, name) not in ("", -1))
 
@@ -133,7 +133,7 @@ def _on_this_machine(options: Namespace, devices: LocalDevices) -> Location:
 
 
 def _by_hand(world: World, node_rank: int, devices: LocalDevices) -> Location:
-    """Node ``node_rank`` is this machine. Raises UsageError for slots that it does not have."""
+    """Place this machine as node ``node_rank``. Raises UsageError for slots that it does not have."""
     check_node_rank(node_rank, len(world))
     host, slots = list(world.items())[node_rank]
     if devices.count == 0:
@@ -200,7 +200,7 @@ def find_place(
 def master_address(
     place: Location, given: str, *, is_here: Callable[[str], bool], own_address: Callable[[str], str]
 ) -> str:
-    """Where the ranks meet: as given; the loopback for one host; else the first host, by its name in the hostfile.
+    """Return where the ranks meet: as given; the loopback for one host; else the first host, by its hostfile name.
 
     When this machine is the first host, it is the address by which it reaches the second, ``own_address(second)``: its
     own name often resolves to a loopback. Started by hand the name is used as it is, because every node must come to

@@ -97,7 +97,7 @@ _FLAGS: Mapping[str, Flags] = {
 
 class _Parser(CommandLine):
     def error(self, message: str) -> NoReturn:
-        """As argparse, and with the flag that a mistyped one resembles."""
+        """End as argparse does, and name the flag that a mistyped one resembles."""
         rest = message.partition("unrecognized arguments: ")[2]
         flags = [flag for action in self._actions for flag in action.option_strings]
         mistyped = next((word.partition("=")[0] for word in rest.split() if word.startswith("-")), None)
@@ -131,7 +131,7 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 
 
 def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
-    """Host -> slot count, of the lines of a hostfile; cluster tools call this."""
+    """Return host -> slot count, from the lines of a hostfile; cluster tools call this."""
     return hosts_of(numbered_lines(hostfile_lines, "hostfile"), "hostfile")
 
 
@@ -192,7 +192,7 @@ def _find_place(options: argparse.Namespace) -> Location:
 
 
 def make_job(options: argparse.Namespace, place: Location) -> Job:
-    """The job that ``options`` describe at ``place``. Raises UsageError or DeepSpeedConfigError."""
+    """Make the job that ``options`` describe at ``place``. Raises UsageError or DeepSpeedConfigError."""
     elsewhere, launcher = place.node_rank is None, options.launcher
     address, port, exports = options.master_addr, options.master_port, {}
     # Slurm orders the hosts in its own way, so only the ranks know which is the first.
@@ -239,7 +239,7 @@ def _run_elsewhere(job: Job, options: argparse.Namespace) -> int:
 
 
 def check_ranks(options: argparse.Namespace, ranks: int) -> None:
-    """Refuse a number of ranks that the configuration in the script's arguments (--deepspeed_config) cannot cut."""
+    """Raise UsageError for a number of ranks that the script's configuration (--deepspeed_config) cannot divide."""
     for name, config in named_configs(options.user_args).items():
         block = config.get("tensor_parallel")
         ways = block.get("autotp_size") if isinstance(block, dict) else None

@@ -39,14 +39,14 @@ RANK_FROM_MPI: tuple[str, ...] = (
 
 
 class RunnerCommand(NamedTuple):
-    """One process to start: its arguments, and variables on top of this process's own."""
+    """Process to start: its arguments, and variables on top of this process's own."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = {}
 
 
 class Runner(NamedTuple):
-    """One backend: programs that must be on PATH, where they come from, and how it is started."""
+    """Backend: programs that must be on PATH, where they come from, and how it is started."""
 
     programs: tuple[str, ...]
     install: str
@@ -54,7 +54,7 @@ class Runner(NamedTuple):
 
 
 def _words(text: str, source: str) -> tuple[str, ...]:
-    """Words of ``text`` as a shell would split them."""
+    """Split ``text`` into words as a shell would."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -62,7 +62,7 @@ def _words(text: str, source: str) -> tuple[str, ...]:
 
 
 def ssh_program() -> tuple[str, ...]:
-    """The ssh command and its own arguments. Raises UsageError when DS_SSH has an open quote."""
+    """Return the ssh command and its own arguments. Raises UsageError when DS_SSH has an open quote."""
     return _words(os.environ.get("DS_SSH", ""), "DS_SSH") or ("ssh",)
 
 
@@ -77,7 +77,7 @@ def prepare(options: Namespace) -> None:
 
 
 def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[str]:
-    """Arguments of the launcher of one node, for a person or a ``runner``, which may fill in ``node_rank`` itself."""
+    """Return the arguments of a node's launcher, for a person or a ``runner``, which may fill in ``node_rank``."""
     given: dict[str, Any] = {
         "--on_devices": job.on_devices,
         "--module": job.module,
@@ -111,7 +111,7 @@ def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[st
 
 
 def _remote_text(job: Job, command: str, options: Namespace) -> str:
-    """The one text that a host's login shell is given: an ordinary shell (users' may differ) becomes ``command``."""
+    """Return the text for a host's login shell: an ordinary shell (users' may differ) becomes ``command``."""
     steps = [f"cd {shlex.quote(job.cwd)}"]
     if options.venv_script:
         script = options.venv_script if "/" in options.venv_script else f"./{options.venv_script}"
@@ -125,18 +125,18 @@ def _remote_text(job: Job, command: str, options: Namespace) -> str:
 
 
 def ssh_prefix(ssh: Sequence[str], host: str, *more: str, connect_timeout_s: int = 10) -> list[str]:
-    """The ssh command line up to and with ``host``. Nobody can answer a question of ssh's, so it must not ask any."""
+    """Return the ssh command line up to and with ``host``. ssh may ask no questions, as nobody can answer them."""
     return [*ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *more, host]
 
 
 def ssh_words(options: Namespace) -> list[str]:
-    """What the user adds to the command line of ssh."""
+    """Return the user's additions to the command line of ssh."""
     port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
     return [*port, *(options.launcher_args if options.launcher == "ssh" else ())]
 
 
 def ssh_command(job: Job, node_rank: int, options: Namespace) -> list[str]:
-    """The local ssh process that runs node ``node_rank``; ``job.master_port`` 0 passes through for node 0 to choose."""
+    """Return the ssh command line that runs node ``node_rank``; port 0 passes through for node 0 to choose."""
     command = shlex.join(node_command(job, node_rank, runner="ssh"))
     # ssh itself ends when three questions to a silent host stay without an answer.
     alive = ("-o", f"ServerAliveInterval={max(1, round(silence_limit() / 3))}", "-o", "ServerAliveCountMax=3")
@@ -159,7 +159,7 @@ def _pdsh(job: Job, options: Namespace) -> RunnerCommand:
 
 
 def _refuse(job: Job, options: Namespace, *, mpi: bool = True) -> None:
-    """Raise UsageError for what only a launcher on every host could do, and what an mpirun does not do."""
+    """Raise UsageError for flags that need a launcher on every host, or that an mpirun does not support."""
     name = options.launcher
     given = {
         "--enable_each_rank_log": job.log_dir is not None,
@@ -213,7 +213,7 @@ def _openmpi(job: Job, options: Namespace) -> RunnerCommand:
 
 
 def _hydra(job: Job, options: Namespace) -> RunnerCommand:
-    """MPICH's mpirun, from which those of Intel and MVAPICH descend."""
+    """Build the command of MPICH's mpirun, from which those of Intel and MVAPICH descend."""
     _refuse(job, options)
     each = _equal_slots(job, options)
     variables, become = _variables(job), RANK_FROM_MPI
@@ -256,7 +256,7 @@ RUNNERS: Mapping[str, Runner] = {
 
 
 def describe(job: Job, place: Location, options: Namespace) -> str:
-    """What ``--dry_run`` shows: world, meeting point, variables, exact commands; secret values are masked everywhere.
+    """Return the text of ``--dry_run``: world, meeting point, variables, exact commands; secret values are masked.
 
     Raises UsageError when the runner cannot run the job.
     """

@@ -20,9 +20,9 @@ from deepspeed.tensor.layers import (
 
 
 class GatherReplacedLayerParams:
-    """Inside, ``params`` (one, or several) of layers in parts are whole on every rank, to be read. Collective.
+    """Gather ``params`` (one or several) of tensor-parallel layers whole on every rank, for reading. Collective.
 
-    ``module``: the layer they belong to; ``enabled`` False: nothing happens.
+    ``module``: the layer that owns the parameters; with ``enabled`` False the context does nothing.
     """
 
     def __init__(self, params: Any, module: nn.Module | None = None, enabled: bool = True) -> None:
@@ -44,16 +44,16 @@ class GatherReplacedLayerParams:
 
 
 class _Mode:
-    """What ``set_autotp_mode`` said last. Layers are the same for training and inference here; clients read it back."""
+    """Last value of ``set_autotp_mode``, for clients to read back; layers are the same for training and inference."""
 
     training = False
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Say whether layers are to be trained; it is only remembered."""
+    """Record whether the layers are to be trained; the value has no other effect."""
     _Mode.training = training
 
 
 def is_autotp_training_mode() -> bool:
-    """What ``set_autotp_mode`` was told last."""
+    """Return the value that ``set_autotp_mode`` got last."""
     return _Mode.training

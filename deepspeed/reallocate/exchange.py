@@ -26,7 +26,7 @@ _LEAST_BYTES = 16  # of a message: any element fits
 
 
 class _Message(NamedTuple):
-    """Regions for, or from, one rank: bytes [lo, hi) of the round's buffer, one region after the other."""
+    """Message to, or from, one peer: bytes [lo, hi) of the round's buffer, its regions packed one after the other."""
 
     peer: int
     lo: int
@@ -35,17 +35,17 @@ class _Message(NamedTuple):
 
 
 class ParameterReallocation:
-    """Moves the weights of ``source`` into ``target``, whatever the layouts of both and on whichever ranks they are.
+    """Move the weights of ``source`` into ``target``, for any layouts of both sides, on whichever ranks they are.
 
     ``source``, ``target``: an engine of any configuration, a module, or None on ranks that have no part in that side.
-    Of a module each rank that brings it has all, or its part of each DTensor. ``group``: the ranks that take part
-    (None: the job). What moves: parameters and persistent buffers by the names of ``state_dict()``, tied ones once, in
-    the dtype of parameters. ``convert_dtype``: between floating dtypes, each byte travels in the narrower one.
-    ``strict``: both sides have the same names; else what both have is moved. ``max_bytes``: most bytes of messages in
-    the memory of a rank (a number, or "512MB").
+    A rank that passes a module has all of it, or its local part of each DTensor. ``group``: the ranks that take part
+    (None: the job). Moved are parameters and persistent buffers by their names in ``state_dict()``, tied ones once, in
+    the dtype of the parameters. ``convert_dtype``: allow different floating dtypes; bytes travel in the narrower one.
+    ``strict``: both sides must have the same names; otherwise only common names are moved. ``max_bytes``: limit for
+    the message buffers of a rank (a number of bytes, or "512MB").
 
-    Making one is collective over the group, plans the exchange (``plan``, the same on all ranks) and moves nothing.
-    Raises UsageError on all ranks where the sides do not fit, or one of them is not passed by all its ranks;
+    The constructor is collective over the group, plans the exchange (``plan``, the same on all ranks), moves nothing.
+    Raises UsageError on all ranks where the sides do not fit, or where not all ranks of a side pass that side;
     ValueError for ``max_bytes``. The objects are not kept alive.
     """
 
@@ -99,7 +99,7 @@ class ParameterReallocation:
         self._copies = [t for t in self.plan.copies if t.target == self._rank]
 
     def _messages(self, transfers: Iterable[tuple[RegionTransfer, int]], *, sends: bool) -> list[_Message]:
-        """Those of this rank in one round; in each the widest elements come first, so that all are aligned."""
+        """Return this rank's messages of one round, by peer; each packs the widest dtype first, to align all parts."""
         by_peer: dict[int, list[tuple[RegionTransfer, int]]] = {}
         for transfer, nbytes in transfers:
             ours, peer = (transfer.source, transfer.target) if sends else (transfer.target, transfer.source)
@@ -116,12 +116,12 @@ class ParameterReallocation:
         return made
 
     def run(self) -> None:
-        """Move the weights as they are after the source's last step. Collective over the group.
+        """Copy the source's weights, as of its last step, into the target. Collective over the group.
 
-        What is under way in an engine is waited for. Masters in fp32 of a target that trains become the new weights,
-        but for those that round to them; slots of its optimizer stay. Raises UsageError on all ranks: inside a forward
-        or backward, between the two of a target, while that is gathered, and where a side is no longer as it was
-        planned, when nothing has moved; and what one rank meets on the way, when the target is of two steps.
+        Pending work of an engine is awaited first. fp32 master weights of a training target take the new values, except
+        those that already round to them; its optimizer state stays. Raises UsageError on all ranks, with nothing moved:
+        inside a forward or backward, between both of a target, while a target is gathered, and when a side has changed
+        since planning. Raises an error of any rank during the exchange, too; the target then mixes two steps.
         """
         fault: Exception | None = None
         ends, buffers, written = list[RestingWeights](), list[torch.Tensor](), dict[Unit, list[torch.Tensor]]()
@@ -153,7 +153,7 @@ class ParameterReallocation:
     def _exchange(
         self, ends: Sequence[RestingWeights], buffers: Sequence[torch.Tensor], faults: list[Exception]
     ) -> None:
-        """All rounds. What goes wrong here is one of ``faults``: the others wait for what is sent all the same."""
+        """Run all rounds; collect errors in ``faults``, as the other ranks wait for this rank's messages anyway."""
         (source, target), stored, wire = ends, self._match.stored, self._match.wire
 
         def put(transfer: RegionTransfer, values: torch.Tensor) -> None:
@@ -197,7 +197,7 @@ class ParameterReallocation:
         before()
 
     def _agree(self, fault: Exception | None, outcome: str) -> None:
-        """Raise on all ranks what one has met. Collective."""
+        """Raise an error of any rank on all ranks. Collective."""
         for rank, text in collectives.failures(fault, self._job).items():
             if fault is not None:
                 raise fault
@@ -205,7 +205,7 @@ class ParameterReallocation:
 
 
 def _round_bytes(max_bytes: int | str) -> int:
-    """What a rank may send, or receive, in one round: two are on their way."""
+    """Return the most bytes of one message buffer: a quarter of the limit, as two rounds are in flight, each way."""
     try:
         return max(_LEAST_BYTES, byte_count(max_bytes) // 4)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Who sends which part of which tensor to whom, so that weights laid out one way come to lie another way. Pure.
+"""Plan which rank sends which region of which tensor to whom, to move weights between any two layouts. Pure.
 
-What a rank has, and what it needs, are spans of global tensors (`checkpoint.format.boxes`), whatever axes cut them. A
-span is a few rectangular regions, what two regions have in common is one, and so a transfer is one region of one
-tensor. Nothing is sent to a rank that has it already, and the rest once to every rank that needs it: that is the least
-there can be. Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088), where several ranks have the same region the one
-that sends is on the receiver's node, if there is one, and has the least to send so far.
+Spans of global tensors (`checkpoint.format.boxes`) describe the parts that a rank has and needs, for any sharding. A
+span consists of a few rectangular regions. Two regions intersect in one region, so a transfer is one region of one
+tensor. A rank receives no element it already has, and every other element once: this is the lower bound of traffic.
+Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088): where several ranks hold the same region, the sender is a
+rank on the receiver's node, if there is one, and among those the one with the least to send so far.
 """
 
 import functools
@@ -23,14 +23,14 @@ _Part = tuple[Region, list[int]]
 
 
 class GlobalShape(NamedTuple):
-    """Of a global tensor; ``width``: bytes of an element on its way."""
+    """Shape of a global tensor; ``width``: bytes per element on the wire."""
 
     shape: tuple[int, ...]
     width: int
 
 
 class RegionTransfer(NamedTuple):
-    """``region`` of the global tensor ``name`` goes from rank ``source`` to rank ``target``, maybe the same."""
+    """Move of ``region`` of the global tensor ``name`` from rank ``source`` to rank ``target``, maybe the same."""
 
     source: int
     target: int
@@ -40,10 +40,10 @@ class RegionTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class ReallocationPlan:
-    """``transfers`` between ranks, in their common order, and ``copies`` within a rank. The numbers are bytes.
+    """Plan: ``transfers`` between ranks, in their common order, and ``copies`` within a rank. All numbers are bytes.
 
-    ``lower_bound``: what the ranks need and do not have, counted apart from the transfers. ``sent``, ``received``: by
-    rank. ``across_nodes``: of ``bytes_moved``, between ranks of different nodes.
+    ``lower_bound``: bytes that ranks need and do not have, counted independently of the transfers. ``sent``,
+    ``received``: by rank. ``across_nodes``: the part of ``bytes_moved`` between ranks of different nodes.
     """
 
     transfers: tuple[RegionTransfer, ...]
@@ -55,29 +55,29 @@ class ReallocationPlan:
 
     @property
     def bytes_moved(self) -> int:
-        """Over all ranks."""
+        """Return the bytes sent over all ranks."""
         return sum(self.sent.values())
 
     @property
     def most_sent(self) -> int:
-        """By one rank."""
+        """Return the most bytes sent by one rank."""
         return max(self.sent.values(), default=0)
 
     @property
     def most_received(self) -> int:
-        """By one rank."""
+        """Return the most bytes received by one rank."""
         return max(self.received.values(), default=0)
 
 
 def regions_of(shape: tuple[int, ...], span: Span) -> Iterator[Region]:
-    """The regions of a tensor of ``shape`` that ``span`` consists of, in order: 2 * dims - 1 at most."""
+    """Yield the regions of a tensor of ``shape`` that make up ``span``, in order: at most 2 * dims - 1."""
     origin, size = span.region or Region((0,) * len(shape), shape)
     for start, part in _rectangles(size, span.lo, span.hi):
         yield Region(tuple(o + s for o, s in zip(origin, start, strict=True)), part)
 
 
 def _rectangles(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [lo, hi), in row-major order, of an array of ``shape``: starts and shapes."""
+    """Yield start and shape of the boxes that cover elements [lo, hi), in row-major order, of an array of ``shape``."""
     if lo >= hi:
         return
     if not shape:
@@ -96,7 +96,7 @@ def _rectangles(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[tuple[tupl
 
 
 def common(one: Region, two: Region) -> Region | None:
-    """What two regions have in common; None: nothing."""
+    """Return the intersection of two regions; None when it is empty."""
     start, shape = list[int](), list[int]()
     for s, n, t, m in zip(*one, *two, strict=True):
         lo, hi = max(s, t), min(s + n, t + m)
@@ -108,7 +108,7 @@ def common(one: Region, two: Region) -> Region | None:
 
 
 def without(region: Region, part: Region) -> Iterator[Region]:
-    """``region`` but for ``part``, which lies in it: 2 * dims regions at most."""
+    """Yield ``region`` without ``part``, which lies inside, as at most 2 * dims regions."""
     start, shape = list(region.start), list(region.shape)
     for dim, (lo, n) in enumerate(zip(*part, strict=True)):
         for begin, size in ((start[dim], lo - start[dim]), (lo + n, start[dim] + shape[dim] - lo - n)):
@@ -118,7 +118,7 @@ def without(region: Region, part: Region) -> Iterator[Region]:
 
 
 def cut(region: Region, most: int) -> Iterator[Region]:
-    """``region`` in regions of ``most`` elements at most."""
+    """Split ``region`` into regions of at most ``most`` elements."""
     dim = next((d for d, n in enumerate(region.shape) if n > 1), None)
     if prod(region.shape) <= most or dim is None:
         yield region
@@ -138,9 +138,9 @@ def plan_reallocation(
     nodes: Mapping[int, Hashable] | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> ReallocationPlan:
-    """The plan for tensors of ``shapes``, of which each rank has ``resting`` and is to get ``needed``, both by rank.
+    """Plan the transfers for tensors of ``shapes``, where ranks have ``resting`` and are to get ``needed``, by rank.
 
-    ``nodes``: where each rank is (None: all on one). Raises UsageError where nobody has what a rank needs.
+    ``nodes``: node of each rank (None: all on one). Raises UsageError where no rank has a region that a rank needs.
     """
     places = nodes or {}
     sent = dict.fromkeys(sorted(resting), 0)
@@ -172,13 +172,13 @@ def plan_reallocation(
 
 
 def _lacking(needs: Iterable[Region], has: Sequence[Region]) -> int:
-    """Elements of ``needs`` that are not in ``has``; neither has any element twice."""
+    """Count the elements of ``needs`` that are not in ``has``; neither has any element twice."""
     both = (common(one, other) for one in needs for other in has)
     return sum(prod(one.shape) for one in needs) - sum(prod(region.shape) for region in both if region is not None)
 
 
 def _parts(shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequence[Region]]) -> list[_Part]:
-    """``needs`` in regions of which each rank has all or nothing, and the ranks that have each."""
+    """Split ``needs`` into regions that each rank has wholly or not at all, with the ranks that have each region."""
     holders: dict[Region, list[int]] = {}
     for rank, regions in has.items():
         for region in regions:
@@ -198,14 +198,14 @@ def _parts(shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequ
 
 
 def _choose(ranks: Sequence[int], target: int, sent: Mapping[int, int]) -> int:
-    """With the least to send; of several such the next one behind the target."""
+    """Choose the rank with the least to send; ties go to the next rank after the target."""
     return min(ranks, key=lambda rank: (sent[rank], rank < target, rank))
 
 
 def in_rounds(
     plan: ReallocationPlan, shapes: Mapping[str, GlobalShape], most: int
 ) -> list[list[tuple[RegionTransfer, int]]]:
-    """The transfers, with their bytes, in rounds in which no rank sends or receives more than ``most`` bytes."""
+    """Group the transfers, with their bytes, in rounds; no rank sends or receives over ``most`` bytes in a round."""
     senders, receivers = {r: (0, 0) for r in plan.sent}, {r: (0, 0) for r in plan.received}  # round, bytes in it
     rounds: list[list[tuple[RegionTransfer, int]]] = []
     for transfer in plan.transfers:

@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 20  # elements of masters that are compared
 
 
 class Inventory(NamedTuple):
-    """What one rank has of a side: its tensors, further names of tied ones, and the ranks that must take part too."""
+    """Tensors of one side on one rank: entries, aliases of tied ones, and the ranks that must take part too."""
 
     entries: dict[str, FlowTensor]
     aliases: dict[str, str]
@@ -32,7 +32,7 @@ Inventories = Mapping[int, Inventory]  # by rank
 
 
 class Side:
-    """One end on this rank: an engine, a module, or nothing. ``role``: "source" or "target"."""
+    """Side of a reallocation on this rank: an engine, a module, or nothing. ``role``: "source" or "target"."""
 
     def __init__(self, model: Any, role: str, rank: int) -> None:
         self.role, self._rank = role, rank
@@ -43,7 +43,7 @@ class Side:
         self._model = weakref.ref(model) if model is not None else lambda: None
 
     def open(self, *, moving: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors and aliases of ``state_names``; UsageError while they are written. ``moving``: a target will be."""
+        """Return tensors and aliases (``state_names``); UsageError while in use. ``moving``: weights will move."""
         if self.absent:
             return {}, {}
         model: Any = self._model()
@@ -75,7 +75,7 @@ class Side:
         return tensors, aliases
 
     def inventory(self) -> Inventory | None:
-        """What this rank tells the others."""
+        """Return this rank's inventory, to be gathered by all ranks; None where the side is absent."""
         if self.absent:
             return None
         tensors, aliases = self.open()
@@ -90,12 +90,12 @@ class Side:
 
 
 def units_of(tensors: Mapping[str, torch.Tensor]) -> list[Unit]:
-    """The units that hold ``tensors``."""
+    """Return the units that hold ``tensors``."""
     return list(dict.fromkeys(t._ds_unit for t in tensors.values() if hasattr(t, "_ds_unit")))
 
 
 def follow(unit: Unit, params: Iterable[torch.Tensor]) -> None:
-    """PARAM of ``params`` was written: their masters become it, but those that round to it keep their bits."""
+    """Update the masters of ``params``, whose PARAM was written; masters that round to the new value are kept."""
     unit.new_version(shown=not unit.movable)
     if unit.master is None or unit.master_is_param:
         return
@@ -112,7 +112,7 @@ def follow(unit: Unit, params: Iterable[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What the planner is given, by the names of the target; ``stored``: the name of each in the source."""
+    """Input of the planner, by the names of the target; ``stored``: the name of each tensor in the source."""
 
     shapes: dict[str, GlobalShape]
     wire: dict[str, torch.dtype]
@@ -122,7 +122,7 @@ class Pairing:
 
 
 def match(sources: Inventories, targets: Inventories, *, convert: bool, strict: bool) -> Pairing:
-    """Which tensor is which, on every rank. UsageError for missing names (``strict``), other shapes or dtypes."""
+    """Pair the tensors of both sides, on every rank. UsageError for missing names (``strict``), shapes or dtypes."""
     _complete(sources, "source")
     _complete(targets, "target")
     has, wants = _entries(sources), _entries(targets)
@@ -168,7 +168,7 @@ def _complete(side: Inventories, role: str) -> None:
 
 
 def _entries(side: Inventories) -> dict[str, FlowTensor]:
-    """Every tensor of a side. Raises UsageError where ranks differ about one."""
+    """Return every tensor of a side. Raises UsageError where ranks differ about one."""
     entries: dict[str, tuple[int, FlowTensor]] = {}
     for rank, ours in side.items():
         for name, entry in ours.entries.items():
@@ -184,7 +184,7 @@ def _entries(side: Inventories) -> dict[str, FlowTensor]:
 def _pairs(
     has: Mapping[str, FlowTensor], wants: Mapping[str, FlowTensor], sources: Inventories, targets: Inventories
 ) -> dict[str, str]:
-    """The name in the source of each tensor of the target, by its own name or one it is tied to."""
+    """Return the name in the source of each tensor of the target, by its own name or one it is tied to."""
     real_names = {alias: real for ours in sources.values() for alias, real in ours.aliases.items()}
     names: dict[str, list[str]] = {name: [name] for name in wants}
     for alias, real in {a: r for ours in targets.values() for a, r in ours.aliases.items()}.items():

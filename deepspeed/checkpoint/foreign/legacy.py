@@ -37,7 +37,7 @@ _ENGINE_KEYS = {
 
 
 class ReferenceSource:
-    """A ``Source`` over files of the reference package. ``kind``: "deepspeed-0.19" or "universal"."""
+    """``Source`` over files of the reference package. ``kind``: "deepspeed-0.19" or "universal"."""
 
     def __init__(self, path: Path, groups: Sequence[Sequence[str]] | None) -> None:
         self.path, self._pieces = path, dict[Key, Pieces]()
@@ -74,7 +74,7 @@ class ReferenceSource:
         self.entries = {key: Described(p.dtype, p.shape) for key, p in self._pieces.items()}
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
-        """See ``Source.read``. Values that were stored in a smaller type are cast."""
+        """Read as ``Source.read``. Values that were stored in a smaller type are cast."""
         what = f"{key[0]} of {key[1]}"
         if key not in self._pieces:
             raise CheckpointError(f"{self.path} has no {what}")
@@ -90,19 +90,19 @@ class ReferenceSource:
 
     @property
     def unnamed(self) -> list[str]:
-        """What unsharded optimizer state is listed under where nothing tells its parameters."""
+        """Return the placeholder names of unsharded optimizer state whose parameters the files do not tell."""
         return sorted({name for _, name in self._pieces if name.startswith(UNNAMED)})
 
     def close(self) -> None:
-        """Files are open only while they are read."""
+        """Do nothing: files are open only while they are read."""
 
     def with_groups(self, groups: Sequence[Sequence[str]]) -> "ReferenceSource":
-        """The same checkpoint where unsharded optimizer state, which the file numbers, is named by ``groups``."""
+        """Reopen the checkpoint with unsharded optimizer state, numbered in the file, named by ``groups``."""
         return open_reference(self.path, groups=groups) if self.unnamed else self
 
 
 def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = None) -> ReferenceSource:
-    """The checkpoint of DeepSpeed 0.19 in ``folder``: of any level of sharding, or converted to the universal layout.
+    """Open the checkpoint of DeepSpeed 0.19 in ``folder``: of any ZeRO stage, or converted to the universal layout.
 
     ``groups``: names of the trained parameters of each optimizer group, in order, for unsharded state that has none.
     Raises CheckpointError naming the file or tensor when anything is missing, damaged, or of a kind that is not read.
@@ -116,7 +116,7 @@ def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = Non
 
 
 def _files(folder: Path) -> list[list[Path]]:
-    """Of models and of optimizers, by rank."""
+    """Return the paths of the model-state files and of the optimizer-state files, each by rank."""
     names, by_kind = sorted(p.name for p in folder.iterdir()), list[list[Path]]()
     if other := next(filter(_OTHER.fullmatch, names), ""):
         raise CheckpointError(f"{folder / other} is of a pipeline or of experts, or swap files of NVMe; not read")
@@ -143,7 +143,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:
-    """What a model-state file says besides its tensors."""
+    """Return the contents of a model-state file besides its tensors, as facts of a ``Source``."""
     if int(model.get("mp_world_size", 1)) != 1:
         raise CheckpointError(f"{where} is of a model cut over {model['mp_world_size']} ranks, which is not read")
     if model.get("module") is None or "global_steps" not in model:
@@ -167,7 +167,7 @@ def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _shared(model: dict[str, Any], pieces: Mapping[Key, Pieces]) -> dict[str, str]:
-    """Alias -> name of the weight it is tied to: as recorded, else by being one tensor in the file."""
+    """Map each alias to the weight it is tied to: as recorded, else where both are one tensor in the file."""
     shared = {str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()}
     first: dict[tuple[Any, ...], str] = {}
     buffers = set(model.get("buffer_names") or ())
@@ -181,7 +181,7 @@ def _shared(model: dict[str, Any], pieces: Mapping[Key, Pieces]) -> dict[str, st
 
 
 def _unoptimised(models: list[dict[str, Any]], where: Path) -> dict[Key, Pieces]:
-    """Buffers and frozen parameters, and trained ones by their values in the model's type, which masters take over."""
+    """Collect buffers, frozen parameters, and trained ones in the model's dtype (unused where a master exists)."""
     model, values = models[0], dict[Key, Pieces]()
     buffers = set(model.get("buffer_names") or ())
     sliced = where.name.startswith("zero_pp_rank")  # parameters in the module are empty then

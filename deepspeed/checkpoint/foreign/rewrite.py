@@ -25,7 +25,7 @@ _DATA = "rank_00000.bin"
 
 
 def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
-    """The manifest's facts for what ``source`` says of itself. Only the first rank has state of its own."""
+    """Convert the facts of ``source`` to a manifest's facts. Only the first rank has state of its own."""
     facts, optimizer = source.facts, None
     size = int((facts.get("world") or {}).get("size") or 1)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == compute_dtype(facts))
@@ -55,7 +55,7 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
 def write_checkpoint(
     source: Source, save_dir: Path, tag: str, *, latest: bool = True, advance: Progress = lambda _bytes: None
 ) -> Path:
-    """Make ``source`` the checkpoint ``tag`` of ``save_dir``, whole or not at all, and with ``latest`` what that names.
+    """Write ``source`` as checkpoint ``tag`` of ``save_dir``, whole or not at all; with ``latest``, update that file.
 
     Holds a piece of one tensor, and the tensors of the client state. Raises CheckpointError, also when its optimizer
     state has no names; PlainStateError (client state that needs pickle); OSError.

@@ -35,19 +35,19 @@ class Slice(NamedTuple):
 
 
 def column_width(members: Members, world: int) -> int:
-    """Elements of a column, of which all ranks together have a multiple of 2 x ``world``."""
+    """Return the elements of a column, padded so that all ranks together have a multiple of 2 x ``world``."""
     return -(-sum(numel for _, numel in members) // (2 * world)) * 2
 
 
 def row_width(numel: int, world: int) -> int:
-    """Elements of a parameter's row, the last rank's padded."""
+    """Return the elements of a parameter's row per rank; the last rank's row is padded."""
     return -(-numel // world)
 
 
 def columns(
     members: Members, part: int, *, width: int, world: int, gaps: Sequence[int] | None = None
 ) -> Iterator[Slice]:
-    """Levels 1 and 2: a group, which is flat tensor ``part`` of every rank. ``gaps``: padding after each parameter."""
+    """Yield a group's slices at levels 1 and 2, flat tensor ``part`` on all ranks. ``gaps``: padding after each."""
     offset = 0
     for (name, numel), gap in zip(members, gaps or [0] * len(members), strict=True):
         for rank in range(world):
@@ -58,7 +58,7 @@ def columns(
 
 
 def rows(members: Members, part: int, world: int) -> Iterator[Slice]:
-    """Level 3: a sub-group, which is flat tensor ``part`` of every rank."""
+    """Yield the slices of a sub-group at level 3: flat tensor ``part`` of every rank."""
     at = 0
     for name, numel in members:
         width = row_width(numel, world)
@@ -68,7 +68,7 @@ def rows(members: Members, part: int, world: int) -> Iterator[Slice]:
 
 
 def sub_groups(members: Members, world: int, limit: int) -> list[list[tuple[str, int]]]:
-    """Level 3: runs of a group's parameters whose rows together reach ``limit`` elements."""
+    """Split a group's parameters, at level 3, into runs whose rows together reach ``limit`` elements."""
     runs, filled = list[list[tuple[str, int]]](), limit
     for member in members:
         if filled >= limit:
@@ -80,7 +80,7 @@ def sub_groups(members: Members, world: int, limit: int) -> list[list[tuple[str,
 
 
 class Piece(NamedTuple):
-    """Elements [lo, hi) of the global tensor are those of ``stored`` from ``at`` on, in row-major order."""
+    """Part of a tensor: elements [lo, hi), in row-major order, are those of ``stored`` from ``at`` on."""
 
     lo: int
     hi: int
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A tensor of ``dtype`` and ``shape``, made of ``parts``."""
+    """Tensor of ``dtype`` and ``shape``, made of ``parts``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -97,12 +97,12 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, stored: FileTensor, shape: tuple[int, ...] | None = None, *, at: int = 0) -> "Pieces":
-        """One stored tensor as it is, or what of it begins at ``at`` and has ``shape``."""
+        """Wrap a stored tensor, whole or as the tensor of ``shape`` that begins at its element ``at``."""
         shape = stored.shape if shape is None else shape
         return cls(stored.dtype, shape, [Piece(0, prod(shape), stored, at)])
 
     def check(self, what: str, where: Path) -> "Pieces":
-        """Itself. Raises CheckpointError when elements are missing or stored twice, or a stored tensor is too short."""
+        """Return self; CheckpointError when elements are missing or stored twice, or a stored tensor is too short."""
         if faults(prod(self.shape), [(lo, hi) for lo, hi, _, _ in self.parts]):
             have = sum(hi - lo for lo, hi, _, _ in self.parts)
             raise CheckpointError(f"{where} has {have} of the {prod(self.shape)} elements of {what}; files do not fit")
@@ -120,7 +120,7 @@ class Pieces(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """One flat fp32 tensor of a rank and the optimizer's state of it, which may be longer by ``padding``."""
+    """Flat fp32 tensor of a rank, and its optimizer state, which may be longer by ``padding``."""
 
     master: FileTensor
     slots: Mapping[str, Any]
@@ -132,7 +132,7 @@ _Cut = tuple[list[Slice], list[list[_Shard]], list[dict[str, Any]]]
 
 
 def _in_columns(states: States, shapes: Shapes, where: Sequence[Path]) -> _Cut:
-    """Levels 1 and 2. ``shapes`` gives the order; ``param_slice_mappings`` has it wrong with round_robin_gradients."""
+    """Cut levels 1 and 2 in ``shapes``' order; ``param_slice_mappings`` has it wrong with round_robin_gradients."""
     shards: list[list[_Shard]] = []
     for state in states:
         flats, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
@@ -155,7 +155,7 @@ def _in_columns(states: States, shapes: Shapes, where: Sequence[Path]) -> _Cut:
 
 
 def _in_rows(states: States, shapes: Shapes, where: Sequence[Path]) -> _Cut:
-    """Level 3."""
+    """Cut level 3: return slices, shards and optimizer groups. Raises CheckpointError when sizes do not fit."""
     shards, world = [], len(states)
     for state in states:
         slots = state["optimizer_state_dict"]["state"]
@@ -190,28 +190,28 @@ def _named_groups(shapes: Shapes, listed: Sequence[Mapping[str, Any]] | None) ->
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A torch parameter group without its parameters."""
+    """Return the options of a torch parameter group, without its parameters."""
     return {key: materialize(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _scaler(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Attributes of the loss scaler that an optimizer state holds."""
+    """Return the attributes of the loss scaler in an optimizer state; None without one."""
     scaler = state.get("loss_scaler")
     return None if scaler is None else dict(vars(materialize(scaler)))
 
 
 def is_number(value: Any) -> bool:
-    """Whether a slot is one value for a whole tensor (a step count), or nothing."""
+    """Tell whether a slot is one value for a whole tensor (a step count), or None."""
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, FileTensor) and not value.shape)
 
 
 def numbers(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the slots that are one value."""
+    """Return the slots that are one value for the whole tensor, None left out."""
     return {slot: materialize(value) for slot, value in slots.items() if is_number(value) and value is not None}
 
 
 def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
-    """Add masters and slots to ``pieces``; the facts they come with. Raises CheckpointError naming the tensor."""
+    """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     cut = _in_rows if "fp32_flat_groups" in states[0] else _in_columns
     slices, shards, groups = cut(states, shapes, where)
     scalars: dict[str, dict[str, Any]] = {}
@@ -242,7 +242,7 @@ def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, wh
 def add_universal(
     pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Add masters and slots to ``pieces``; the facts they come with. Raises CheckpointError naming the tensor."""
+    """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     zero = (materialize(model.get("ds_config")) or {}).get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients") and int(model.get("dp_world_size", 1)) > 1:
         raise CheckpointError(  # it goes by a record that has the wrong order with this setting

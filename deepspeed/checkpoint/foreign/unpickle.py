@@ -32,7 +32,7 @@ _NUMPY_KINDS = "biufcSU"  # no objects: their bytes are addresses
 
 
 class _Records:
-    """The records of a zip file by the offset of their first byte, each compared with its checksum at its first use."""
+    """Records of a zip file by the offset of their first byte; each is compared with its checksum at its first use."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._checked = path, set[int]()
@@ -65,7 +65,7 @@ class _Records:
 
 
 class FileTensor:
-    """A tensor in a file, described by ``like`` on the meta device."""
+    """Tensor in a file, described by ``like`` on the meta device."""
 
     def __init__(self, records: _Records, like: torch.Tensor) -> None:
         storage = like.untyped_storage()
@@ -82,7 +82,7 @@ class FileTensor:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Equal for tensors that were one in memory."""
+        """Return a key that is equal for tensors that were one in memory."""
         return self.path, self._first, self._like.storage_offset(), self.dtype, self.shape, self._like.stride()
 
     def read(self, out: torch.Tensor, *, start: int = 0) -> None:
@@ -101,7 +101,7 @@ class FileTensor:
             part.copy_(self._elements(start + lo, part.numel()))
 
     def _elements(self, start: int, count: int) -> torch.Tensor:
-        """Elements of the storage, counted from the tensor's first."""
+        """Read ``count`` elements of the storage, from ``start`` on, counted from the tensor's first element."""
         width = self.dtype.itemsize
         at = self._first + (int(self._like.storage_offset()) + start) * width
         raw = np.fromfile(self.path, np.uint8, count * width, offset=at)
@@ -110,7 +110,7 @@ class FileTensor:
         return torch.from_numpy(raw).view(self.dtype)
 
     def tensor(self) -> torch.Tensor:
-        """All of it, in its shape."""
+        """Read the whole tensor, in its shape."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read(values.view(-1))
         return values.requires_grad_() if self._like.requires_grad else values
@@ -123,7 +123,7 @@ class FileTensor:
 
 
 def load_restricted(path: Path) -> Any:
-    """The object of a ``torch.save`` file, with FileTensor for tensors and Namespace for foreign objects.
+    """Load the object of a ``torch.save`` file, with FileTensor for tensors and Namespace for foreign objects.
 
     Raises OSError; CheckpointError when the file is damaged, in the format from before torch 1.6, or names anything
     outside torch's list of safe names and the table of this module. Nothing of it is executed in any case.
@@ -163,12 +163,12 @@ def load_restricted(path: Path) -> Any:
 
 
 def materialize(value: Any) -> Any:
-    """``value`` with its tensors read; containers are new. Raises CheckpointError."""
+    """Return ``value`` with its tensors read, in new containers. Raises CheckpointError."""
     return copy.deepcopy(value)
 
 
 def _in_file(records: _Records, value: Any, memo: dict[int, Any]) -> Any:
-    """``value`` with new containers, of the same types, and tensors as FileTensor. What is shared stays shared."""
+    """Rebuild ``value``: new containers of the same types, tensors as FileTensor. Shared objects stay shared."""
     if id(value) in memo:
         return memo[id(value)]
     made = value
@@ -189,12 +189,12 @@ def _in_file(records: _Records, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _name(entry: Any) -> str:
-    """Under which torch knows an entry of its safe names."""
+    """Return the name by which torch knows an entry of its safe names."""
     return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 class _Numpy:
-    """Stands for a dtype or array, ``made`` once its state is known."""
+    """Stand-in for a numpy dtype or array, ``made`` once its state is known."""
 
     made: Any
 
@@ -231,7 +231,7 @@ def _of(kind: type, value: Any) -> Any:
 
 
 def _bounded(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    """``make`` of what pickle gives it: a count, or a tensor that repeats its elements, could ask for any memory."""
+    """Restrict ``make`` to arguments of ``kind``: pickle could pass a count, or repeated elements, and fill memory."""
     return lambda *args: make(*(_of(kind, arg) for arg in args))
 
 
@@ -263,7 +263,7 @@ _STAND_INS: list[Any] = [
 
 
 def save_pickled(folder: Path, rank: int, objects: dict[str, Any]) -> dict[str, Any]:
-    """Write ``objects`` by path; what ``load_pickled`` needs to know. Raises PlainStateError where that fails."""
+    """Pickle ``objects`` by path to a file; return what ``load_pickled`` needs. Raises PlainStateError on failure."""
     buffer = io.BytesIO()
     try:
         torch.save(objects, buffer)
@@ -275,7 +275,7 @@ def save_pickled(folder: Path, rank: int, objects: dict[str, Any]) -> dict[str, 
 
 
 def checked(folder: Path, known: dict[str, Any]) -> bytes:
-    """The file as it was written, not unpickled. Raises CheckpointError."""
+    """Return the file's bytes, not unpickled, after comparing size and checksum. Raises CheckpointError."""
     path = folder / Path(str(known["file"])).name
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; it holds pickled client state")
@@ -286,7 +286,7 @@ def checked(folder: Path, known: dict[str, Any]) -> bytes:
 
 
 def load_pickled(folder: Path, known: dict[str, Any], *, allow: bool) -> dict[str, Any]:
-    """The objects by path. Unpickling runs code from the file, so it needs ``allow``. Raises CheckpointError."""
+    """Unpickle the objects by path. This runs code from the file, so it needs ``allow``. Raises CheckpointError."""
     if not allow:
         raise CheckpointError(
             f"the client state of {folder} has pickled objects ({', '.join(known['paths'][:8])}) in {known['file']}; "

@@ -23,7 +23,7 @@ _Weights = Mapping[str, FileTensor]
 
 
 class _Optimized(NamedTuple):
-    """A parameter. Its tensors have its shape, or are flat ones of the whole group, where it begins at ``at``."""
+    """Parameter with optimizer state; tensors of its shape, or flat ones of the group, in which it begins at ``at``."""
 
     name: str | None
     master: FileTensor | None
@@ -34,7 +34,7 @@ class _Optimized(NamedTuple):
 def add_unsharded(
     pieces: dict[Key, Pieces], model: Mapping[str, Any], *, groups: _Names | None, where: Path
 ) -> dict[str, Any]:
-    """Add masters and slots to ``pieces``; the facts they come with. Raises CheckpointError naming the tensor."""
+    """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     state = model.get("optimizer")
     if state is None:
         return {"optimizer": {"groups": [], "scalars": {}}}
@@ -71,7 +71,7 @@ def add_unsharded(
 def _numbered(
     state: Mapping[str, Any], inner: Mapping[str, Any], weights: _Weights, groups: _Names | None
 ) -> Iterator[list[_Optimized]]:
-    """Tensors in the shapes of their parameters."""
+    """Read tensors in the shapes of their parameters."""
     slots = [[inner["state"].get(number, {}) for number in group["params"]] for group in inner["param_groups"]]
     masters = state.get("fp32_groups") or [[None] * len(group) for group in slots]
     names = groups or [g.get("param_names") or [None] * len(g["params"]) for g in inner["param_groups"]]
@@ -104,7 +104,7 @@ def _shape(master: FileTensor | None, slots: Mapping[str, Any]) -> tuple[int, ..
 def _flat(
     state: Mapping[str, Any], inner: Mapping[str, Any], weights: _Weights, groups: _Names | None
 ) -> Iterator[list[_Optimized]]:
-    """One flat tensor per group: parameters follow one another in it."""
+    """Read one flat tensor per group, in which parameters follow one another."""
     left = dict(weights)
     for g, (flat, group) in enumerate(zip(state["fp32_groups_flat"], inner["param_groups"], strict=True)):
         slots = inner["state"].get(group["params"][0], {}) if group["params"] else {}
@@ -122,7 +122,7 @@ def _flat(
 
 
 def _by_values(left: dict[str, FileTensor], master: FileTensor, at: int, shape: Any) -> str | None:
-    """Take the weight (of ``shape``) out of ``left`` whose values are those of ``master`` from ``at`` on, rounded."""
+    """Pop from ``left`` the weight (of ``shape``) equal to ``master`` from ``at`` on, rounded; return its name."""
     for name, weight in left.items():
         if shape in (None, weight.shape) and at + weight.numel <= master.numel and weight.numel:
             values = torch.empty(weight.numel, dtype=weight.dtype, device="cpu")

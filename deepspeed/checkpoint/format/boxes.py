@@ -10,7 +10,7 @@ _LARGEST = 1 << 62
 
 
 class Region(NamedTuple):
-    """The rectangular part of ``shape`` that begins at index ``start`` of a global tensor."""
+    """Rectangular part of a global tensor: of ``shape``, beginning at index ``start``."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[tuple[int, int, int]]:
-    """What two spans of a tensor of ``shape`` have in common, ascending: where a run begins in each, and its length."""
+    """Yield the runs that two spans of a tensor of ``shape`` share, ascending: start in each span, and length."""
     one, two = (s.region or Region((0,) * len(shape), shape) for s in (a, b))
     if one == two:
         if max(a.lo, b.lo) < min(a.hi, b.hi):
@@ -41,7 +41,7 @@ def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[tuple[int, int, i
     numel, outer = prod(part[cut - 1 :]), part[: cut - 1]
 
     def at(row: int, region: Region) -> int:
-        """Where the row of that number in the common part begins in the region's own order."""
+        """Return the flat index in ``region`` where row number ``row`` of the common part begins."""
         index = []
         for width in reversed(outer):
             row, i = divmod(row, width)
@@ -71,7 +71,7 @@ class Gap(NamedTuple):
 
 
 def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
-    """Where ``spans`` do not cover the tensor of ``shape`` exactly once, in order. Their regions lie inside it."""
+    """List the gaps and overlaps of ``spans`` in a tensor of ``shape``, in order. Their regions lie inside it."""
     by_region: dict[Region, list[tuple[int, int]]] = {}
     for span in spans:
         by_region.setdefault(span.region or Region((0,) * len(shape), shape), []).append((span.lo, span.hi))
@@ -88,7 +88,7 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
 
 
 def faults(numel: int, spans: Iterable[tuple[int, int]]) -> list[Gap]:
-    """Where flat ``spans`` do not cover [0, numel) exactly once, in order."""
+    """List the gaps and overlaps of flat ``spans`` over [0, numel), in order; spans outside it count as faults too."""
     edges: dict[int, int] = {0: 0, numel: 0}
     for lo, hi in spans:
         edges[lo] = edges.get(lo, 0) + 1

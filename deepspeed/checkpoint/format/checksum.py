@@ -17,9 +17,9 @@ _LANE_BYTES = 1024  # without native code: steps that all lanes of a range take 
 
 
 def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, crc: int = 0) -> int:
-    """Checksum of the bytes of ``data`` (a contiguous host tensor, or bytes) after those whose checksum is ``crc``.
+    """Return the CRC-32C of ``data`` (a contiguous host tensor, or bytes), continued from the checksum ``crc``.
 
-    0 stands for none: ``crc32c(b, crc32c(a)) == crc32c(a + b)``. Raises ValueError for another tensor.
+    0 stands for no bytes before: ``crc32c(b, crc32c(a)) == crc32c(a + b)``. Raises ValueError for another tensor.
     """
     if not isinstance(data, torch.Tensor):  # torch takes no read-only memory without a warning
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
@@ -28,7 +28,7 @@ def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, crc: int = 0) ->
 
 
 def copy_with_crc32c(dst: torch.Tensor, src: torch.Tensor, crc: int = 0) -> int:
-    """Copy ``src`` to ``dst``, contiguous host tensors of as many bytes, in one pass; its :func:`crc32c`."""
+    """Copy ``src`` to ``dst``, contiguous host tensors of equal size in bytes, in one pass; return :func:`crc32c`."""
     to, source, calls = _as_bytes(dst), _as_bytes(src), _native()
     if to.numel() != source.numel():
         raise ValueError(f"{source.numel()} bytes do not fit a tensor of {to.numel()} bytes")
@@ -40,7 +40,7 @@ def copy_with_crc32c(dst: torch.Tensor, src: torch.Tensor, crc: int = 0) -> int:
 
 @functools.cache
 def _native() -> tuple[Callable[..., int], Callable[..., int]] | None:
-    """The native functions, built on first use; None (after one line in the log) where that is not possible."""
+    """Return the native functions, built on first use; None (after one line in the log) where that is not possible."""
     library = try_load(CPU_CHECKSUM)
     if library is None:
         return None
@@ -60,7 +60,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # --- without native code ---
 @functools.cache
 def _tables() -> tuple[Any, list[list[int]]]:
-    """The register after one byte, by its lowest byte; and after a lane of zeros, by each of its four bytes."""
+    """Return tables of the register: after one byte, by its lowest byte; after a lane of zeros, by its four bytes."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> 1) ^ (table & 1) * np.uint32(_POLYNOMIAL)
@@ -71,7 +71,7 @@ def _tables() -> tuple[Any, list[list[int]]]:
 
 
 def _by_tables(data: torch.Tensor, crc: int) -> int:
-    """The checksum is linear: lanes run side by side, and joining two takes the first one through a lane of zeros."""
+    """Compute CRC-32C by tables: it is linear, so lanes run side by side and are joined through lanes of zeros."""
     table, (first, second, third, fourth) = _tables()
     values, register = data.numpy(), crc ^ _ONES
     whole, rest = np.split(values, [values.size // _LANE_BYTES * _LANE_BYTES])

@@ -46,7 +46,7 @@ _READING = {
 
 @contextlib.contextmanager
 def explained(path: Path, what: str = "") -> Iterator[None]:
-    """An OSError of the body says with advice that ``path`` cannot be written, or, where ``what`` lies, not be read."""
+    """Raise an OSError of the body as CheckpointError with advice, for writing ``path`` or reading ``what`` from it."""
     try:
         yield
     except OSError as error:
@@ -57,11 +57,11 @@ def explained(path: Path, what: str = "") -> Iterator[None]:
 
 
 class ChunkWriter:
-    """A new file of boxes, written from front to back through a few staging buffers, by one thread at a time.
+    """Write a new file of boxes from front to back through a few staging buffers, by one thread at a time.
 
-    ``rate_bytes``: at most so many a second (0: no limit). ``expect_bytes``: room reserved at once, to hear early of a
-    full disk. ``pinned``: of page-locked memory for the buffers, for copies from a device. Methods raise
-    CheckpointError with advice when the file cannot be written; then only ``abort`` is left.
+    ``rate_bytes``: limit per second (0: none). ``expect_bytes``: size reserved at once, to detect a full disk early.
+    ``pinned``: arena of page-locked memory for the buffers, for copies from a device. Methods raise CheckpointError
+    with advice when the file cannot be written; after that only ``abort`` may be called.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ChunkWriter:
             undone.pop_all()
 
     def append(self, values: torch.Tensor | Iterable[torch.Tensor], span: Span) -> None:
-        """A box of the bytes of ``values``, on any device, which may also come in parts; ``span``: of what."""
+        """Append a box with the bytes of ``values`` (a tensor on any device, or its parts in order) of ``span``."""
         self._check_open()
         self._pad(ALIGN_BYTES)
         self._boxes.append((self.nbytes, span, []))
@@ -92,7 +92,7 @@ class ChunkWriter:
             self._put(part.detach().contiguous().view(-1).view(torch.uint8))
 
     def close(self) -> list[Box]:
-        """Pad the file to whole pages and bring it to the disk; the boxes in order. On failure the file is removed."""
+        """Pad the file to whole pages and sync it; return the boxes in order. On failure the file is removed."""
         self._check_open()
         try:
             self._pad(ALIGN)
@@ -113,7 +113,7 @@ class ChunkWriter:
         ]
 
     def abort(self) -> None:
-        """Remove the file, when what is under way has ended; does nothing after :meth:`close` or twice."""
+        """Remove the file, after pending writes have ended; does nothing after :meth:`close` or a second time."""
         if self._engine is not None:
             with contextlib.suppress(OSError):  # what fails from here on is of a file that nobody wants
                 self._staging.settle()
@@ -137,7 +137,7 @@ class ChunkWriter:
             self._put(torch.zeros(missing, dtype=torch.uint8))
 
     def _put(self, data: torch.Tensor) -> None:
-        """Into the staging buffers, and into the checksums of the last box."""
+        """Copy ``data`` into the staging buffers, and update the checksums of the last box."""
         at, (start, _, crcs) = 0, self._boxes[-1]
         while at < data.numel():
             if self._buffer is None:
@@ -156,7 +156,7 @@ class ChunkWriter:
                     self._send()
 
     def _send(self) -> None:
-        """The buffer, at most so many bytes a second. Time that was not used is not made up for."""
+        """Write out the staging buffer, at ``rate_bytes`` a second at most. Unused time gives no credit for later."""
         if self._buffer is None:
             return
         now = time.monotonic()
@@ -184,7 +184,7 @@ class ChunkWriter:
 
 
 class Wanted(NamedTuple):
-    """Bytes of a box from ``lo`` on, for ``out`` (flat uint8, on any device); ``what`` names them in errors."""
+    """Read request: bytes of a box from ``lo`` on, into ``out`` (flat uint8, any device); errors name ``what``."""
 
     box: Box
     lo: int
@@ -193,7 +193,7 @@ class Wanted(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A checksummed piece of a file."""
+    """Checksummed piece of a file."""
 
     file: str
     start: int
@@ -202,7 +202,7 @@ class _Piece(NamedTuple):
 
 
 class ChunkReader:
-    """Reads parts of boxes, whole pieces at a time, and lets no byte out unchecked; for one thread at a time."""
+    """Read parts of boxes, whole pieces at a time, and check every byte; for one thread at a time."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -240,7 +240,7 @@ class ChunkReader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _load(self, piece: _Piece, what: str) -> torch.Tensor:
-        """The bytes of ``piece``, checked; valid until the next call."""
+        """Read ``piece`` into the shared buffer and check it; the result is valid until the next call."""
         file, start, end, crc = piece
         fd, path, values = self._file(file, what), self.folder / file, self._buffer[: end - start]
         array: Any = values.numpy()
@@ -258,7 +258,7 @@ class ChunkReader:
         return values
 
     def _file(self, name: str, what: str) -> int:
-        """A descriptor of the file, of which a few stay open."""
+        """Return a descriptor of the file; a few files stay open."""
         fd, path = self._open.pop(name, None), self.folder / name
         if fd is None:
             with explained(path, what):  # opening a pipe would wait for somebody who writes

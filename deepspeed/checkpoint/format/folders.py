@@ -28,7 +28,7 @@ _HIDDEN = re.compile(
 
 
 def check_tag(tag: str) -> str:
-    """``tag`` itself. Raises CheckpointError unless it can be the name of a visible folder."""
+    """Return ``tag``. Raises CheckpointError unless it can be the name of a visible folder."""
     foreign = {"/", os.sep, "\0"} & set(tag) or tag.startswith(".")
     if not tag or foreign or tag != tag.strip() or tag in (LATEST, LATEST_UNIVERSAL):
         rules = "no slash, no leading dot, no blanks around, not 'latest'"
@@ -37,12 +37,12 @@ def check_tag(tag: str) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a save into ``folder`` was finished (its contents may still be damaged)."""
+    """Tell whether a save into ``folder`` was finished (its contents may still be damaged)."""
     return (folder / MANIFEST).is_file()
 
 
 def is_any(folder: Path) -> bool:
-    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layouts."""
+    """Tell whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layouts."""
     return is_complete(folder) or any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
 
 
@@ -61,7 +61,7 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str) -> Path:
-    """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path."""
+    """Rename the finished ``folder`` to checkpoint ``tag``, replacing one of that name; return the final path."""
     final, old = folder.parent / tag, folder.with_name(f".{tag}.replaced-{uuid.uuid4().hex[:12]}")
     sync(folder)
     if os.path.lexists(final) and _swap(folder, final):
@@ -75,7 +75,7 @@ def publish(folder: Path, tag: str) -> Path:
 
 
 def _swap(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; False where the kernel or the filesystem cannot."""
+    """Exchange two names atomically; return False where the kernel or the filesystem cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:  # an older C library
         return False
@@ -88,7 +88,7 @@ def _swap(a: Path, b: Path) -> bool:
 
 
 def _rename_twice(folder: Path, final: Path, old: Path) -> None:
-    """Between the two renames only the old one exists, under its other name: readers look there too (``repair``)."""
+    """Replace ``final`` by two renames; between them only the old one exists, under ``old``, where ``repair`` looks."""
     while True:
         try:
             if os.path.lexists(final):
@@ -105,7 +105,7 @@ def _rename_twice(folder: Path, final: Path, old: Path) -> None:
 
 
 def discard(path: Path) -> bool:
-    """Remove a folder or file if possible; what readers know, or would give its name back, loses that in one step."""
+    """Remove a folder or file if possible; rename it first, in one step, if readers know or would restore its name."""
     match = _HIDDEN.fullmatch(path.name)
     with contextlib.suppress(OSError):
         if match is None or match["what"] == "replaced":
@@ -121,7 +121,7 @@ def discard(path: Path) -> bool:
 
 
 def repair(save_dir: Path) -> None:
-    """Give a checkpoint its name back whose replacement died between two renames."""
+    """Restore the name of a checkpoint whose replacement died between two renames."""
     for path, match in _hidden(save_dir):
         final = save_dir / match["tag"]
         if match["what"] == "replaced" and is_any(path) and not final.exists():
@@ -130,17 +130,17 @@ def repair(save_dir: Path) -> None:
 
 
 def unfinished(save_dir: Path) -> list[Path]:
-    """Folders of saves that have not ended (yet)."""
+    """Return folders of saves that have not ended (yet)."""
     return sorted(path for path, match in _hidden(save_dir) if match["what"] == "saving" and path.is_dir())
 
 
 def left_behind(save_dir: Path) -> list[Path]:
-    """Folders and files that nobody will finish: of dead processes of this host, and what was replaced or removed."""
+    """Return folders and files to remove: of saves by dead processes of this host, and replaced or removed ones."""
     return [path for path, match in _hidden(save_dir) if match["what"] != "saving" or _is_dead(match)]
 
 
 def _is_dead(match: re.Match[str]) -> bool:
-    """Whether it was a process of this host that has ended."""
+    """Tell whether the save belongs to a process of this host that has ended."""
     if match["host"] != _host():
         return False
     pid = int(match["pid"])
@@ -160,14 +160,14 @@ def _hidden(save_dir: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _hidden_name(path: Path) -> Path:
-    """A temporary name that tells whose it is, and is never the same twice."""
+    """Return a unique temporary name that tells the host and process that own it."""
     pid = os.getpid()
     return path.with_name(f".{path.name}.saving-{_host()}-{pid}-{_began(pid)}-{uuid.uuid4().hex[:12]}")
 
 
 @contextlib.contextmanager
 def temporary_for(path: Path) -> Iterator[Path]:
-    """A hidden name beside ``path``, removed at the end if it exists; what dead processes have left goes before."""
+    """Yield a hidden name beside ``path``, removed at the end if it exists; remove dead processes' leftovers first."""
     for left in left_behind(path.parent):
         if left.name.startswith(f".{path.name}.saving-"):
             discard(left)
@@ -179,7 +179,7 @@ def temporary_for(path: Path) -> Iterator[Path]:
 
 
 def _began(pid: int) -> int:
-    """When a process began, in clock ticks since this machine started; -1: it has ended; 0: that cannot be known."""
+    """Return when a process began, in clock ticks since boot; -1: the process has ended; 0: unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -193,7 +193,7 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def finished(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes ``path`` when the body ends well and its bytes are on the disk."""
+    """Yield a name to write to; rename it to ``path`` when the body ends well and the bytes are on the disk."""
     with temporary_for(path) as partial:
         yield partial
         sync(partial)
@@ -210,7 +210,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -224,7 +224,7 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag in ``latest``; None when there is no such file, or nothing in it: a disk may have lost its content."""
+    """Return the tag in ``latest``; None without such a file, or when it is empty: a disk may have lost its content."""
     try:
         return (save_dir / LATEST).read_text(encoding="utf-8").strip().strip("\0") or None
     except FileNotFoundError:
@@ -234,7 +234,7 @@ def read_latest(save_dir: Path) -> str | None:
 
 
 def complete_tags(save_dir: Path) -> list[Path]:
-    """Complete checkpoints of this package in ``save_dir``, newest first by the time of their manifests."""
+    """Return the complete checkpoints of this package in ``save_dir``, newest first by the time of their manifests."""
     try:
         complete = [p for p in save_dir.iterdir() if not p.name.startswith(".") and is_complete(p)]
     except OSError:
@@ -250,7 +250,7 @@ def _saved_at(folder: Path) -> int:
 
 
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
-    """What ``tag``, else ``latest`` names (or CheckpointError); without that file the newest complete one or None."""
+    """Find the checkpoint of ``tag``, else of ``latest``, or raise CheckpointError; without both the newest or None."""
     repair(load_dir)
     waiting = unfinished(load_dir)
     if waiting:
@@ -281,6 +281,6 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
 
 
 def prune(save_dir: Path, keep: int, *, protect: Iterable[str] = ()) -> list[str]:
-    """Remove all but the newest ``keep`` checkpoints, never one in ``protect`` or ``latest``; the tags removed."""
+    """Remove all but the newest ``keep`` checkpoints, never one in ``protect`` or ``latest``; return removed tags."""
     safe = {*protect, read_latest(save_dir)}
     return [path.name for path in complete_tags(save_dir)[keep:] if path.name not in safe and discard(path)]

@@ -25,7 +25,7 @@ Row = dict[str, Any]  # of one tensor, as in the file
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [lo, hi) of ``region`` (None: all), at ``offset`` of ``file``; a crc32c per 4 MiB of ``extent``."""
+    """Stored elements [lo, hi) of ``region`` (None: all) at ``offset`` of ``file``; crc32c per 4 MiB of ``extent``."""
 
     file: str
     offset: int
@@ -42,7 +42,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Entry:
-    """One global tensor."""
+    """Global tensor, and the boxes that hold its elements."""
 
     state: str
     name: str
@@ -59,20 +59,20 @@ class Entry:
         return prod(self.shape)
 
     def faults(self) -> list[Gap]:
-        """Where the boxes do not cover the tensor exactly once."""
+        """List the gaps and overlaps of the boxes in the tensor."""
         return uncovered(self.shape, (box.span for box in self.boxes))
 
 
 @dataclass
 class Manifest:
-    """Everything but the bytes. ``files``: length of each in bytes; ``facts``: plain JSON, see the specification."""
+    """Checkpoint contents but the bytes. ``files``: length of each; ``facts``: plain JSON (see the specification)."""
 
     entries: dict[Key, Entry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self, checksum: Callable[[bytes], int]) -> bytes:
-        """The file. ``checksum`` is crc32c."""
+        """Serialize the manifest to the bytes of its file. ``checksum`` is crc32c."""
         return text_of([_row(entry) for entry in self.entries.values()], self.files, self.facts, checksum)
 
     @classmethod
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def parsed(content: bytes, *, where: str, checksum: Callable[[bytes], int]) -> dict[str, Any]:
-    """The JSON of a file whose head and checksum are right: ``tensors`` (rows), ``files`` and ``facts``.
+    """Return the JSON of a file whose head and checksum are right: ``tensors`` (rows), ``files`` and ``facts``.
 
     Raises CheckpointError when it is not such a file, of another version, or damaged.
     """
@@ -118,7 +118,7 @@ def parsed(content: bytes, *, where: str, checksum: Callable[[bytes], int]) -> d
 
 
 def text_of(rows: list[Row], files: dict[str, int], facts: dict[str, Any], checksum: Callable[[bytes], int]) -> bytes:
-    """The file of these rows, one a line."""
+    """Serialize rows, files and facts to the bytes of a manifest, one row a line, with its checksum."""
     lines = ",\n".join([_ENCODER.encode(row) for row in rows])
     files_text, facts_text = _ENCODER.encode(files), _ENCODER.encode(facts)
     body = f'"facts":{facts_text},\n"files":{files_text},\n"tensors":[\n{lines}\n]}}\n'.encode()
@@ -126,18 +126,18 @@ def text_of(rows: list[Row], files: dict[str, int], facts: dict[str, Any], check
 
 
 def row_of(state: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Row:
-    """The row of a tensor, without boxes."""
+    """Make the row of a tensor, without boxes."""
     return {"state": state, "name": name, "dtype": str(dtype).removeprefix("torch."), "shape": shape, "boxes": []}
 
 
 def box_row(box: Box) -> list[Any]:
-    """A box in a row."""
+    """Return a box as it is listed in a row."""
     sums = " ".join([f"{crc:08x}" for crc in box.crcs])
     return [box.file, box.offset, box.extent, box.lo, box.hi, sums, *(box.region or ())]
 
 
 def gaps_in(row: Row) -> list[Gap]:
-    """Where the boxes of a row do not cover its tensor exactly once."""
+    """List the gaps and overlaps of the boxes of a row in its tensor."""
     at = 0
     for box in sorted(row["boxes"], key=_FIRST):
         if len(box) > 6 or box[3] != at:  # a part of the tensor, or out of order
@@ -179,7 +179,7 @@ def _entry(row: Row) -> Entry:
 
 
 def _file(name: Any) -> str:
-    """``name``, which must be that of a visible file in the checkpoint's own folder."""
+    """Return ``name``. Raises ValueError unless it is a visible file name in the checkpoint's own folder."""
     if not isinstance(name, str) or not name or "/" in name or "\0" in name or name.startswith("."):
         raise ValueError(f"{name!r} is no file of this folder")
     return name

@@ -55,9 +55,9 @@ _CONTAINERS = (list, Namespace, *_SERIES.values(), *_MAPPINGS.values())
 
 
 def encode(value: Any, *, name: str, allow_rest: bool = False) -> "Encoded":
-    """``value`` as JSON and tensors named ``name/key/index``.
+    """Encode ``value`` as JSON and tensors named ``name/key/index``.
 
-    Raises PlainStateError with the places for cycles, deep nesting and, unless ``allow_rest``, what is no plain state.
+    Raises PlainStateError with the paths: for cycles, deep nesting and, unless ``allow_rest``, what is no plain state.
     """
     encoded = Encoded(value, name)
     if encoded.rest and not allow_rest:
@@ -74,26 +74,26 @@ def encode(value: Any, *, name: str, allow_rest: bool = False) -> "Encoded":
 
 
 def _listed(lines: Sequence[str]) -> str:
-    """Below each other, but not all of very many."""
+    """Join lines below each other; of very many only the first."""
     more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
     return "".join(f"\n  {line}" for line in [*lines[:LISTED], *more])
 
 
 class Collected:
-    """Values as JSON, one after the other, and the tensors of all of them."""
+    """Collect several values as JSON, and the tensors of all of them."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def add(self, value: Any, name: str) -> Any:
-        """The JSON of ``encode``."""
+        """Encode ``value`` and keep its tensors; return the JSON."""
         encoded = encode(value, name=name)
         self.tensors |= encoded.tensors
         return encoded.json
 
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
-    """What ``encode`` was given; ``tensor`` gives one by name, ``pickled`` is the ``rest``. Raises CheckpointError."""
+    """Invert ``encode``: ``tensor`` reads a tensor by name, ``pickled`` is the ``rest``. Raises CheckpointError."""
     decoder = _Decoder(tensor, pickled or {})
     try:
         value = decoder.value(json)
@@ -113,24 +113,24 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
 
 
 def _key_name(key: Any, position: int) -> str:
-    """How a path spells a key; one that no path can spell, or that is too long for one, by its position."""
+    """Spell a key in a path; by its position if it is too long or has no such spelling."""
     short = type(key) in (bool, float) or type(key) is int and abs(key) < 2**63
     spelled = short or type(key) is str and len(key) <= LONGEST_NAME and not _surrogates(key)
     return str(key) if spelled else f"key {position}"
 
 
 def _surrogates(text: str) -> bool:
-    """JSON would join two halves of a surrogate pair into one character."""
+    """Tell whether ``text`` has surrogates: JSON would join two halves of a surrogate pair into one character."""
     return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:
-    """``name``, or with a number: keys such as "a/b" and 1 beside "1" give one path twice."""
+    """Return ``name``, numbered if used: keys such as "a/b", or 1 beside "1", give the same path twice."""
     return next(n for n in itertools.chain([name], (f"{name}~{i}" for i in itertools.count(2))) if n not in used)
 
 
 class Encoded:
-    """A value as ``json`` and ``tensors`` (host, contiguous; may share memory); ``rest``: what cannot be, by path."""
+    """Value as ``json`` and ``tensors`` (host, contiguous; may share memory); ``rest``: what needs pickle, by path."""
 
     def __init__(self, value: Any, name: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -227,7 +227,7 @@ class Encoded:
 
 
 class _Decoder:
-    """The way back, also for what earlier versions wrote. Only functions of this class run, whatever the content."""
+    """Decode, also the output of earlier versions. Only functions of this class run, whatever the content."""
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], pickled: Mapping[str, Any]) -> None:
         self.missing: set[str] = set()

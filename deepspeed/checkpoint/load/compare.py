@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorRow:
-    """``verdict``: "equal", "fits" (values not compared), "different", "missing" (only in the first) or "extra"."""
+    """Result for one tensor: "equal", "fits" (shapes only), "different", "missing" (only in the first) or "extra"."""
 
     name: str
     verdict: str
@@ -38,7 +38,7 @@ def in_memory(name: str, value: torch.Tensor) -> Stream:
 
 
 def compare(a: Stream, b: Stream) -> TensorRow:
-    """One tensor of each side, under the first's name. Values are compared in the narrower dtype of the two."""
+    """Compare two tensors, in the narrower dtype of both; the row has the first one's name."""
     if a.shape != b.shape:
         return TensorRow(a.name, "different", f"shape {list(a.shape)} and {list(b.shape)}")
     worst, count, at, start = 0.0, 0, 0, 0
@@ -63,7 +63,7 @@ def compare(a: Stream, b: Stream) -> TensorRow:
 
 @dataclass(frozen=True)
 class Match:
-    """Weights and persistent buffers of a model, each once; what a checkpoint has for them, and what else it has."""
+    """Checkpoint keys of a model's weights and persistent buffers, each once, and rows of its other tensors."""
 
     tensors: dict[str, torch.Tensor]
     keys: dict[str, Key | None]
@@ -80,7 +80,7 @@ def match(model: nn.Module, source: Source, *, buffers: str = "buffer") -> Match
 
 
 def compared(pairs: Match, source: Source, name: str, values: torch.Tensor | None) -> TensorRow:
-    """The row of one tensor of the model; without ``values`` only its shape is compared."""
+    """Compare one tensor of the model with the checkpoint; without ``values`` only its shape. Return the row."""
     key = pairs.keys[name]
     if key is None:
         return TensorRow(name, "missing", "only in the model")
@@ -91,16 +91,16 @@ def compared(pairs: Match, source: Source, name: str, values: torch.Tensor | Non
 
 
 def shape_row(name: str, shape: tuple[int, ...], saved: tuple[int, ...]) -> TensorRow:
-    """The row of a tensor of which only shapes are known."""
+    """Return the row of a tensor of which only shapes are compared."""
     detail = "" if shape == saved else f"shape {list(shape)} and {list(saved)}"
     return TensorRow(name, "different" if detail else "fits", detail)
 
 
 def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRow]:
-    """Weights and persistent buffers of an engine against the checkpoint ``folder/tag`` (default: the latest).
+    """Compare an engine's weights and persistent buffers with the checkpoint ``folder/tag`` (default: the latest).
 
-    One row per tensor on every rank, "equal", "different", "missing" (only in the engine) or "extra" (only in the
-    checkpoint). Values are compared in the narrower dtype: those a bf16 engine computes with are bf16. Collective;
+    Returns one row per tensor on every rank: "equal", "different", "missing" (only in the engine) or "extra" (only in
+    the checkpoint). Values are compared in the narrower dtype: those a bf16 engine computes with are bf16. Collective;
     whole weights are gathered a unit at a time, and the ranks share the reading. Raises CheckpointError on every rank
     when there is no checkpoint or bytes of it are damaged.
     """

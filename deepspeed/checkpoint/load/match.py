@@ -28,7 +28,7 @@ _SLOTS = {
 
 @dataclass
 class Comparison:
-    """What a checkpoint has for an engine. ``opaque``, ``parts``: slots for the same layout, or part, only."""
+    """Checkpoint keys for an engine's state. ``opaque``, ``parts``: slots that fit only the same layout, or part."""
 
     keys: dict[str, Key] = field(default_factory=dict)  # by parameter or buffer
     slots: dict[str, dict[str, Key]] = field(default_factory=dict)  # by parameter and slot
@@ -49,7 +49,7 @@ def paired(
     aliases: Mapping[str, str],
     prefer: str,
 ) -> tuple[dict[str, Key | None], list[str]]:
-    """Where each weight and buffer is; other names of ``entries``. ``aliases``, ``stored``: tied ones here, there."""
+    """Find the key of each weight and buffer in ``entries``; list the others. ``aliases``, ``stored``: tied ones."""
     keys: dict[str, Key | None] = {}
     for name in weights:
         names = [name, *(alias for alias, real in aliases.items() if real == name)]
@@ -62,13 +62,13 @@ def paired(
 
 
 def buffer_state(facts: Mapping[str, Any], mesh: Mesh) -> str:
-    """The state for this rank's buffers: its own ones if as many ranks saved, since ranks may differ."""
+    """Return the preferred state of this rank's buffers: its own, which may differ, if as many ranks saved."""
     same = int((facts.get("world") or {}).get("size") or 0) == mesh.job.size
     return f"buffer@{mesh.job.index}" if same else "buffer"
 
 
 def compare(states: States, source: Source, *, module: bool, optimizer: bool) -> Comparison:
-    """Names, shapes and slots of both sides, the same on ranks with the same parameters; raises nothing."""
+    """Compare names, shapes and slots of both sides; equal on ranks with the same parameters. Raises nothing."""
     match = Comparison()
     if module:
         (shapes, aliases), facts = names_of(states), source.facts
@@ -115,7 +115,7 @@ def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Sou
 
 
 def verdict(match: Comparison, where: str, *, strict: bool) -> list[str]:
-    """What was skipped, in words. Raises CheckpointError when the checkpoint does not fit."""
+    """Describe what was skipped. Raises CheckpointError when the checkpoint does not fit."""
     other = {"missing there": match.missing, "there but not in this model": match.extra}
     lines: dict[str, str] = {}
     for what, names in {"other shapes": match.wrong, **other}.items():
@@ -131,13 +131,13 @@ def verdict(match: Comparison, where: str, *, strict: bool) -> list[str]:
 
 
 def optimizer_kind(name: str) -> str:
-    """What the classes of one method have in common: ``adam`` for AdamW, FusedAdam and DeepSpeedCPUAdam."""
+    """Return the kind of an optimizer class: ``adam`` for AdamW, FusedAdam and DeepSpeedCPUAdam."""
     word = re.sub(r"^(fused|deepspeedcpu|deepspeed|torch)|withauxadam$", "", name.lower())
     return "adam" if word == "adamw" else word
 
 
 def check_optimizer(states: States, source: Source) -> None:
-    """Raise CheckpointError when the saved state is of a kind of optimizer that this one cannot go on from."""
+    """Raise CheckpointError when this optimizer cannot continue from the saved state; warn for another class."""
     saved = source.facts.get("optimizer") or {}
     if not saved:
         raise CheckpointError(f"{source.path} has no optimizer state; pass load_optimizer_states=False")

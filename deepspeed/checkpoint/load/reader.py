@@ -21,7 +21,7 @@ from deepspeed.errors import CheckpointError
 
 
 def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) -> Source:
-    """The one in a tag's folder, as of ``OwnSource``. Raises CheckpointError when it is none, incomplete or damaged."""
+    """Open the checkpoint in a tag's folder, as in ``OwnSource``. CheckpointError if absent, incomplete or damaged."""
     if folders.is_complete(folder):
         return OwnSource(folder, rank=rank, allow_pickle=allow_pickle)
     if folders.is_any(folder):
@@ -31,7 +31,7 @@ def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) 
 
 
 def located(path: Path, tag: str | None = None) -> Path:
-    """The tag's folder that ``path`` and ``tag`` name: ``path`` itself, or as ``find_checkpoint``."""
+    """Return the tag's folder for ``path`` and ``tag``: ``path`` itself, or the result of ``find_checkpoint``."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint in {path} (no such folder)")
     if not path.is_dir():
@@ -43,12 +43,12 @@ def located(path: Path, tag: str | None = None) -> Path:
 
 
 def find_and_open(load_dir: Path, tag: str | None = None, *, allow_pickle: bool = False) -> Source:
-    """The checkpoint that ``located`` finds, as of ``open_checkpoint``."""
+    """Open the checkpoint that ``located`` finds, as ``open_checkpoint`` does."""
     return open_checkpoint(located(load_dir, tag), allow_pickle=allow_pickle)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError when it is missing, damaged or of another version."""
+    """Read the manifest of a checkpoint folder. CheckpointError when it is missing, damaged or of another version."""
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
@@ -58,7 +58,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class OwnSource:
-    """A checkpoint of this package, as ``rank`` sees it; needing pickle is an error unless ``allow_pickle``."""
+    """Checkpoint of this package, as ``rank`` sees it; needing pickle is an error unless ``allow_pickle``."""
 
     kind = "deepspeed-checkpoint"
 
@@ -74,11 +74,11 @@ class OwnSource:
         return {key: Described(e.dtype, e.shape) for key, e in self.manifest.entries.items()}
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
-        """See ``Source.read``."""
+        """Read as ``Source.read``."""
         self.read_many([Wish(key, out, start, region)])
 
     def read_many(self, wishes: Iterable[Wish]) -> None:
-        """Many reads, in the order of the files. Raises as ``read``."""
+        """Do many reads in the order of the files. Raises as ``read``."""
         wanted: list[Wanted] = []
         for wish in wishes:
             (state, name), out, start, region = wish
@@ -98,7 +98,7 @@ class OwnSource:
         self._reader.read_many(wanted)
 
     def _check_files(self) -> None:
-        """A manifest that contradicts the files or itself is refused before anything is read."""
+        """Raise CheckpointError for a manifest that contradicts the files or itself, before anything is read."""
         for name, nbytes in self.manifest.files.items():
             path, entries = self.path / name, self.manifest.entries.values()
             size = path.stat().st_size if path.is_file() else -1
@@ -124,7 +124,7 @@ class OwnSource:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Decoded, of the ranks the first's and this one's. Raises CheckpointError for what no release writes."""
+        """Decode the facts, of ranks only the first's and this one's. CheckpointError for what no release writes."""
         raw = self.manifest.facts
         try:
             ranks = raw.get("ranks") or []

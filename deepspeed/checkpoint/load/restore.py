@@ -38,7 +38,7 @@ _CUT_ANEW = (
 
 
 def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
-    """The checkpoint on every rank, or an error on every rank; None when there is none. Collective."""
+    """Open the checkpoint on every rank, or raise on every rank; None when there is none. Collective."""
     with together(mesh, f"loading from {load_dir}") as shared:
         folder = folders.find_checkpoint(load_dir, tag) if mesh.first else None
         shared.mine = None if folder is None else folder.name
@@ -61,9 +61,9 @@ def load_into(
     check: Callable[[], None] = lambda: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Source:
-    """Weights and buffers (``module``) and optimizer state; where the rest of the state is. Collective.
+    """Load weights and buffers (``module``) and optimizer state; return the source of the other state. Collective.
 
-    ``strict``: names must agree. ``check`` may refuse too; before ``begin``, when all fits, nothing has changed.
+    ``strict``: names must agree. ``check`` may refuse too; until ``begin``, called when all fits, nothing has changed.
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
@@ -96,7 +96,7 @@ def load_into(
 
 
 def _check_window(runtime: Runtime, source: Source) -> None:
-    """CheckpointError where gradients that a window has summed would be lost."""
+    """Raise CheckpointError where gradients that a ZenFlow window has summed would be lost."""
     summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
     if summed and runtime.update.further_slots != _ZENFLOW:
         raise CheckpointError(
@@ -108,7 +108,7 @@ def _check_window(runtime: Runtime, source: Source) -> None:
 
 # -- what is no tensor of the engine ------------------------------------------------------------------------------
 def client_state(source: Source) -> dict[str, Any]:
-    """The user's keys, and what DeepSpeed's loader leaves among them."""
+    """Return the user's client state, and the entries that DeepSpeed's loader adds."""
     facts, world = source.facts, source.facts.get("world") or {}
     ours = {
         **names_and_shapes({key: entry.shape for key, entry in source.entries.items()}, facts.get("shared") or {}),
@@ -121,12 +121,12 @@ def client_state(source: Source) -> dict[str, Any]:
 
 
 def of_rank(source: Source, rank: int, name: str) -> Any:
-    """What one rank saved under ``name``; None when there is none."""
+    """Return the value that one rank saved under ``name``; None when there is none."""
     return (source.facts.get("ranks") or {}).get(rank, {}).get(name)
 
 
 def state_dict(source: Source) -> dict[str, torch.Tensor]:
-    """Every weight and buffer, whole."""
+    """Read every weight and buffer, whole."""
     tensors = {n: whole(source, (s, n)) for s, n in source.entries if s in (*WEIGHTS, "buffer")}
     shared = source.facts.get("shared") or {}
     return tensors | {alias: tensors[name] for alias, name in shared.items() if name in tensors}
@@ -134,7 +134,7 @@ def state_dict(source: Source) -> dict[str, torch.Tensor]:
 
 # -- weights and buffers ------------------------------------------------------------------------------------------
 def _of_range(unit: Unit, kind: StateKind, values: torch.Tensor, keys: Mapping[str, Key]) -> Iterator[Wish]:
-    """For ``values``, this rank's range of a unit's state, from ``keys`` by parameter, as far as there are some."""
+    """Yield the reads that fill ``values``, this rank's range of a unit's state; ``keys`` may lack parameters."""
     start, stop = unit.range_of(kind)
     for segment in unit.layout.segments:
         lo, hi = unit.layout.overlap(segment, start, stop)
@@ -146,7 +146,7 @@ def _of_range(unit: Unit, kind: StateKind, values: torch.Tensor, keys: Mapping[s
 
 
 def _fill_module(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
-    """Weights into the resting range of every unit (publishing them is the caller's), buffers, extra state."""
+    """Load weights into every unit's resting range (the caller publishes them), buffers and extra state."""
     with torch.no_grad():
         for unit in states.units:
             kind, _ = collect.weights_of(unit)
@@ -171,14 +171,14 @@ _Filling = tuple[tuple[int, ...], torch.dtype, list[_Piece]]  # what fills a slo
 
 
 def _all_of(source: Source, key: Key, region: Region | None = None) -> _Filling:
-    """The whole of ``region`` of ``key``."""
+    """Return a filling with the whole of ``region`` of ``key``."""
     dtype, shape = source.entries[key]
     shape = shape if region is None else region.shape
     return shape, dtype, [(0, prod(shape), key, 0, region)]
 
 
 def _fill_optimizer(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
-    """Options of the groups; slots and numbers of every view of this rank; what was held before is replaced."""
+    """Load the options of the groups, and slots and numbers of this rank's views, in place of any earlier ones."""
     if (optimizer := states.optimizer) is None:
         return
     groups = source.facts["optimizer"].get("groups", [])
@@ -207,7 +207,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
 
 
 def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _Filling]:
-    """What the slots of a view are filled with."""
+    """Return for each slot of a view the tensor shape, dtype and pieces to read."""
     fillings, segments = dict[str, _Filling](), segments_of(view)
     by_parameter = view.unit.layout.granularity is Granularity.PARAMETER
     for slot in dict.fromkeys(slot for s in segments for slot in match.slots.get(s.name, {})):
@@ -232,7 +232,7 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
 
 
 def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: Source) -> Iterator[_Piece]:
-    """Where the elements of a slot of several parameters come from."""
+    """Yield the pieces to read for a flat slot that covers several parameters."""
     for segment in (s for s in segments_of(view) if s.name in keys):
         lo, hi = max(segment.offset, view.start), min(segment.stop, view.stop)
         key = keys[segment.name]
@@ -248,7 +248,7 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
 
 
 def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The numbers of a view, and by name those of parameters in it that have others."""
+    """Return the numbers most parameters of a view share, and by name those of parameters with other numbers."""
     # A parameter without any is one that the checkpoint does not have (which strict loading refuses).
     by_name = {s.name: numbers for s in segments_of(view) if (numbers := match.scalars.get(s.name))}
     shared: dict[str, dict[str, Any]] = {}
@@ -281,7 +281,7 @@ def _fill_view(
 
 # -- an open accumulation window ----------------------------------------------------------------------------------
 def fill_gradients(states: States, source: Source, gradients: Gradients, *, factor: float) -> None:
-    """Reduced gradients, and sums of ranks dealt out anew, times ``factor``: the mean over another number of ranks."""
+    """Load reduced gradients; deal out partial sums anew, times ``factor``: the mean over another number of ranks."""
     parts: dict[str, list[Key]] = {}
     for state, name in source.entries:
         if state.startswith("grad_partial@"):

@@ -14,7 +14,7 @@ __all__ = ["Described", "Key", "Source", "Wish", "fill", "outside", "whole"]
 
 
 class Described(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Description of a tensor before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Source(Protocol):
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
         """Fill ``out`` (flat, on the host, of the entry's dtype) from element ``start`` of ``region`` (None: all) on.
 
-        What is read is verified. Raises CheckpointError naming the tensor when its bytes are missing or damaged,
+        All bytes read are verified. Raises CheckpointError naming the tensor when its bytes are missing or damaged,
         ValueError when it has no such elements.
         """
         ...
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class Wish(NamedTuple):
-    """One read: what ``Source.read`` is asked for, or ``fill``."""
+    """Arguments of one read, for ``Source.read`` or ``fill``."""
 
     key: Key
     out: torch.Tensor
@@ -56,7 +56,7 @@ class Wish(NamedTuple):
 
 
 def outside(wish: Wish, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Why a tensor of ``dtype`` and ``shape`` cannot be read so; empty when it can."""
+    """Say why ``wish`` does not fit a tensor of ``dtype`` and ``shape``; empty when it does."""
     (state, name), out, start, region = wish
     within = region is None or (
         len(region.start) == len(region.shape) == len(shape)
@@ -71,7 +71,7 @@ def outside(wish: Wish, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def whole(source: Source, key: Key) -> torch.Tensor:
-    """One tensor in its logical shape."""
+    """Read one tensor in its logical shape."""
     described = source.entries[key]
     values = torch.empty(described.shape, dtype=described.dtype, device="cpu")
     source.read(key, values.view(-1))
@@ -79,7 +79,7 @@ def whole(source: Source, key: Key) -> torch.Tensor:
 
 
 def fill(source: Source, wishes: Iterable[Wish]) -> None:
-    """Many reads together, into tensors of any dtype and device. Raises as ``Source.read``."""
+    """Do many reads together, into tensors of any dtype and device. Raises as ``Source.read``."""
     reads, after = list[Wish](), list[tuple[torch.Tensor, torch.Tensor]]()
     for wish in wishes:
         out, dtype = wish.out, source.entries[wish.key].dtype

@@ -48,8 +48,8 @@ def write_client_files(
     whole: bool,
     bf16: bool,
 ) -> None:
-    """The stand-ins for DeepSpeed's files. ``shapes``: of all tensors; ``facts``: the manifest's; ``level``: its number
-    for what is sharded; ``whole``: parameters are not.
+    """Write the stand-ins for DeepSpeed's files. ``shapes``: of all tensors; ``facts``: the manifest's; ``level``: ZeRO
+    stage, for the sharded state; ``whole``: parameters are not sharded.
     """
     world = int(facts["world"]["size"])
     header = {
@@ -70,7 +70,7 @@ def write_client_files(
 
 
 def names_and_shapes(shapes: Mapping[Key, Any], shared: Mapping[str, str]) -> dict[str, Any]:
-    """What DeepSpeed's files, and its loader, say of the tensors with these ``shapes``."""
+    """Return the entries in DeepSpeed's files, and of its loader, about the tensors with these ``shapes``."""
     return {
         "buffer_names": [n for s, n in shapes if s == "buffer"],
         "param_shapes": [{n: torch.Size(shape) for (s, n), shape in shapes.items() if s == "master"}],
@@ -80,7 +80,7 @@ def names_and_shapes(shapes: Mapping[Key, Any], shared: Mapping[str, str]) -> di
 
 
 def copy_for_later(client_state: dict[str, Any]) -> dict[str, Any]:
-    """What these files would hold of ``client_state``, apart from the caller's own objects, which may change later."""
+    """Copy the part of ``client_state`` these files can hold; the caller's objects may change later."""
     content = _loadable(client_state)
     if content is not None:
         copied: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -95,7 +95,7 @@ def copy_for_later(client_state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loadable(value: dict[Any, Any]) -> bytes | None:
-    """As a file of torch that opens without running code; None when that is not possible, or it is large."""
+    """Serialize as a torch file that loads without running code; None when that is impossible, or it is large."""
     buffer = io.BytesIO()
     try:
         leaves = pytree.tree_leaves(value)  # of a view torch would write all that it is a view of
@@ -114,7 +114,7 @@ def _loadable(value: dict[Any, Any]) -> bytes | None:
 
 
 def _write(folder: Path, names: list[str], content: bytes | None) -> None:
-    """One file under all ``names`` where the filesystem has links, since they are as many as ranks."""
+    """Write one file under all ``names``, one per rank; hard links where the filesystem has them."""
     assert content is not None
     for name in names:
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def _write(folder: Path, names: list[str], content: bytes | None) -> None:
 
 
 def write_script(save_dir: Path) -> None:
-    """The recovery script beside the checkpoints, executable."""
+    """Write the recovery script, executable, beside the checkpoints."""
     path, text = save_dir / SCRIPT, SCRIPT_TEXT.encode()
     if not path.is_file() or path.read_bytes() != text:
         path.write_bytes(text)

@@ -1,4 +1,4 @@
-"""What one rank writes of an engine's state: parts of global tensors by name, and any slot an optimizer keeps."""
+"""Parts of global tensors, by name, that one rank writes of an engine's state, with any slot of the optimizer."""
 
 import base64
 import bisect
@@ -27,7 +27,7 @@ _PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes fro
 
 
 class Elements(NamedTuple):
-    """Elements in memory, of any shape. On a drive they are in ``store`` from that byte on, and ``values`` on meta."""
+    """Elements in memory, of any shape. On a drive: in ``store`` from byte ``start`` on, with ``values`` on meta."""
 
     values: torch.Tensor
     store: Stored | None = None
@@ -35,13 +35,13 @@ class Elements(NamedTuple):
 
     @classmethod
     def of(cls, like: torch.Tensor, store: TierStore, start: int = 0) -> "Elements":
-        """As many as ``like`` has, of its dtype, in the bytes of ``store`` from ``start`` on."""
+        """Refer to as many elements as ``like`` has, of its dtype, in the bytes of ``store`` from ``start`` on."""
         if isinstance(store, Stored):
             return cls(torch.empty(like.numel(), dtype=like.dtype, device="meta"), store, start)
         return cls(store.tensor.detach().view(torch.uint8)[start : start + like.nbytes].view(like.dtype))
 
     def part(self, lo: int, hi: int) -> "Elements":
-        """Elements [lo, hi). All of them stay as they are: what has gaps becomes flat only when its turn comes."""
+        """Return elements [lo, hi). The full range stays as it is: a strided tensor is copied flat only at its turn."""
         if hi - lo == self.values.numel():
             return self
         return Elements(self.values.reshape(-1)[lo:hi], self.store, self.start + lo * self.values.dtype.itemsize)
@@ -49,8 +49,8 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The elements from ``lo`` on of ``region`` (None: all) of the global tensor (state, name). ``quiet``: they stay as
-    they are until the engine itself writes them, in an update or at a call of the client's.
+    """Elements from ``lo`` on of ``region`` (None: all) of the global tensor (state, name). ``quiet``: they change only
+    when the engine itself writes them, in an update or at a call of the client's.
     """
 
     state: str
@@ -68,8 +68,8 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class States:
-    """The state of one engine. ``groups``: names of parameters in the user's order; ``update`` knows what of the
-    optimizer's state rests on a drive.
+    """State of one engine. ``groups``: names of parameters in the user's order; ``update`` knows which part of the
+    optimizer state rests on a drive.
     """
 
     module: nn.Module
@@ -81,11 +81,11 @@ class States:
     update: UpdatePolicy
 
     def state_of(self, view: OptimView) -> dict[str, Any]:
-        """What the optimizer holds for ``view``."""
+        """Return the optimizer's state for ``view``."""
         return self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
 
     def slots_of(self, view: OptimView) -> Iterator[tuple[str, torch.Tensor, Elements]]:
-        """Every tensor the optimizer keeps for ``view``: its name, one of its shape, its elements."""
+        """Yield every tensor the optimizer keeps for ``view``: name, a tensor of its shape, elements."""
         store, places = self.update.region_of(view)
         for name, value in self.state_of(view).items():
             if isinstance(value, torch.Tensor) and value.dim():
@@ -96,14 +96,14 @@ class States:
 
 
 def region_of(segment: Segment) -> Region | None:
-    """Where the local tensor (of several boxes the first) sits in the global one; None: it is the whole."""
+    """Return the region of the global tensor that the local one (of several boxes the first) is; None: the whole."""
     if segment.global_start is None or segment.global_shape == segment.shape:
         return None
     return Region(*segment.boxes[0]) if segment.boxes else Region(segment.global_start, segment.shape)
 
 
 def regions(segment: Segment, lo: int, hi: int) -> Iterator[tuple[int, int, int, Region | None]]:
-    """Elements [lo, hi) of the local tensor as runs: [lo, hi), and the global element of which the first is."""
+    """Split elements [lo, hi) of the local tensor into runs: [lo, hi), first global element, region of that element."""
     if not segment.boxes:
         yield lo, hi, lo, region_of(segment)
         return
@@ -116,12 +116,12 @@ def regions(segment: Segment, lo: int, hi: int) -> Iterator[tuple[int, int, int,
 
 
 def weights_of(unit: Unit) -> tuple[StateKind, str]:
-    """Which state holds the authoritative weights of a unit, and its name in a checkpoint."""
+    """Return the state that holds a unit's authoritative weights, and its name in a checkpoint."""
     return (StateKind.OPTIM, "master") if unit.master is not None else (StateKind.PARAM, "param")
 
 
 def _turn(unit: Unit, kind: StateKind) -> tuple[int, int]:
-    """How many ranks of the ``zero`` group hold the same range of a state, and this one's number among them."""
+    """Return how many ranks of the ``zero`` group replicate this range of a state, and this rank's index among them."""
     replicas, index = 1, 0
     for way, axis in zip(unit.plan.of(kind).spread, unit.facts.axes, strict=False):
         if way is Spread.REPLICATED:
@@ -130,7 +130,7 @@ def _turn(unit: Unit, kind: StateKind) -> tuple[int, int]:
 
 
 def owned(unit: Unit, kind: StateKind) -> Iterator[Owned]:
-    """What this rank writes of a state: ranks that hold the same range divide it, or deal out whole parameters."""
+    """Yield the parts this rank writes of a state: replicas divide the range, or deal out whole parameters."""
     (replicas, index), (start, stop) = _turn(unit, kind), unit.range_of(kind)
     whole = unit.layout.granularity is Granularity.PARAMETER
     if not whole:
@@ -145,7 +145,7 @@ def owned(unit: Unit, kind: StateKind) -> Iterator[Owned]:
 def _pieces(
     state: str, segment: Segment, elements: Elements, lo: int, hi: int, *, base: int, quiet: bool
 ) -> Iterator[TensorPart]:
-    """Flat indices [lo, hi) of a unit, of which ``elements`` are those from ``base`` on, in parts of bounded size."""
+    """Yield flat indices [lo, hi) of a unit in parts of bounded size; ``elements`` begin at index ``base``."""
     step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
     lo, hi = lo - segment.offset, hi - segment.offset
     runs = regions(segment, lo, hi) if segment.boxes else ((lo, hi, lo, region_of(segment)),)
@@ -157,7 +157,7 @@ def _pieces(
 
 
 def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) -> Iterator[TensorPart]:
-    """Of one state of a unit, under the name ``state``."""
+    """Yield the parts ``ours`` of one state of a unit, under the name ``state``."""
     elements = Elements.of(unit.rest[kind].tensor, unit.rest[kind])
     # gradients are written by the next backward, and what is whole on every rank by anybody who has the module
     hidden = unit.movable or (kind is StateKind.OPTIM and not unit.master_is_param)
@@ -167,7 +167,7 @@ def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) 
 
 
 def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
-    """Weights and optimizer slots of every unit, but for the parameters ``without``."""
+    """Yield weights and optimizer slots of every unit, but for the parameters ``without``."""
     views: dict[Unit, list[OptimView]] = {}
     for view in states.views:
         views.setdefault(view.unit, []).append(view)
@@ -204,19 +204,19 @@ def _slot_parts(states: States, view: OptimView, ours: list[Owned]) -> Iterator[
 
 
 def view_key(view: OptimView) -> str:
-    """Name of a view for state that only the very same layout can take back, whatever units other ranks have."""
+    """Return a name of a view, for state that only the very same layout can load, unique across the job's units."""
     job, zero = view.unit.mesh.job, view.unit.mesh.zero
     suffix = "" if zero.size == job.size else f"@{job.ranks.index(zero.ranks[0])}"
     return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}{suffix}"
 
 
 def part_key(name: str, region: Region) -> str:
-    """Name of a part of a parameter for state that only the very same part can take back."""
+    """Return a name of a parameter's part, for state that only the very same part can load."""
     return f"{name}@{','.join(map(str, region.start))}+{','.join(map(str, region.shape))}"
 
 
 def scalar_state(states: States) -> dict[str, dict[str, Any]]:
-    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from one of replicas."""
+    """Return the numbers the optimizer keeps (a step count), as JSON by parameter and slot, from one of replicas."""
     scalars: dict[str, dict[str, Any]] = {}
     for view in states.views:
         if _turn(view.unit, StateKind.OPTIM)[1] and view.unit.layout.granularity is Granularity.ELEMENT:
@@ -236,7 +236,7 @@ def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Packed numbers by parameter as rows of equal ones: {"values": ..., "names": [...]}; a name counts once."""
+    """Group packed numbers in rows of equal ones: {"values": ..., "names": [...]}; a name counts once."""
     rows: dict[str, tuple[dict[str, Any], dict[str, None]]] = {}
     for name, values in scalars:
         rows.setdefault(repr(sorted(values.items(), key=str)), (values, {}))[1][name] = None
@@ -244,7 +244,7 @@ def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any
 
 
 def odd_state(states: States) -> dict[str, Any]:
-    """Whatever else the optimizer keeps: per view neither tensors nor numbers, and entries that belong to no tensor."""
+    """Return the optimizer's other state: values of views that are no tensors or numbers, and entries of no tensor."""
     views: dict[str, Any] = {}
     for view in states.views:
         rest = {k: v for k, v in states.state_of(view).items() if not isinstance(v, (torch.Tensor, bool, int, float))}
@@ -256,7 +256,7 @@ def odd_state(states: States) -> dict[str, Any]:
 
 
 def pack_scalar(value: Any) -> Any:
-    """A number, or a tensor without dimensions, as JSON that keeps every bit."""
+    """Pack a number, or a tensor without dimensions, as JSON that keeps every bit."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().contiguous().view(1).view(torch.uint8).numpy().tobytes()
         return {"dtype": str(value.dtype).removeprefix("torch."), "bytes": base64.b64encode(raw).decode()}
@@ -264,7 +264,7 @@ def pack_scalar(value: Any) -> Any:
 
 
 def unpack_scalar(packed: Any) -> Any:
-    """The inverse of ``pack_scalar``."""
+    """Invert ``pack_scalar``."""
     if isinstance(packed, dict):
         dtype = getattr(torch, packed["dtype"])
         return torch.frombuffer(bytearray(base64.b64decode(packed["bytes"])), dtype=dtype).clone().view(())
@@ -272,7 +272,7 @@ def unpack_scalar(packed: Any) -> Any:
 
 
 def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
-    """Of an open window: reduced gradients, then this rank's sums, by its number among those to reduce them."""
+    """Yield the gradients of an open window: reduced ones, then this rank's partial sums, under its ``zero`` index."""
     for unit in (u for u in states.units if u.window.filled):
         ours = (o for o in owned(unit, StateKind.GRAD) if o[0].name not in without)
         yield from range_parts(unit, StateKind.GRAD, "grad", ours)
@@ -287,13 +287,13 @@ def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]
 
 
 def sites(states: States) -> list[Site]:
-    """The parameters that other ranks than their unit's ``zero`` may hold too, as told by the first of these."""
+    """Return parameters that ranks outside their unit's ``zero`` group may hold too; empty but on its first rank."""
     units = [u for u in states.units if u.mesh.zero.index == 0 and u.mesh.zero.size < u.mesh.job.size]
     return [(s.name, region_of(s)) for u in units for s in u.layout.segments]
 
 
 def written_elsewhere(states: States, first: dict[Site, int]) -> set[str]:
-    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each site."""
+    """Return the parameters that other ranks write; ``first``: the first rank of the job to name each site."""
     ranks, units = states.mesh.job.ranks, [u for u in states.units if u.mesh.zero.size < u.mesh.job.size]
     return {
         s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]
@@ -301,18 +301,18 @@ def written_elsewhere(states: States, first: dict[Site, int]) -> set[str]:
 
 
 def frozen_names(states: States) -> set[str]:
-    """Parameters without fp32 weights of their own that are not trained."""
+    """Return the names of frozen parameters in units without master weights."""
     units = [u for u in states.units if weights_of(u)[0] is StateKind.PARAM]
     return {s.name for u in units for s, p in zip(u.layout.segments, u.params, strict=True) if not p.requires_grad}
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules with an extra state of their own, by path."""
+    """Return the modules that define an extra state, by path."""
     return {path: m for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
 
 
 def names_of(states: States) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Global shapes of the parameters that this rank has a part of; tied names and the one they are stored under."""
+    """Return global shapes of parameters this rank has a part of; and the stored name of each further tied name."""
     shapes, stored = dict[str, tuple[int, ...]](), dict[int, str]()
     for unit in states.units:
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):

@@ -26,7 +26,7 @@ from deepspeed.zero.module.state import persistent_buffers
 
 @dataclass
 class Content:
-    """What one rank saves. Parts of memory, which ``collect`` makes, are as they are: copy them before training.
+    """Content that one rank saves. Parts from ``collect`` refer to live memory: copy them before training goes on.
 
     ``facts``: this rank's, ``common``: the first rank's for all. ``pickled``: client state to be pickled, by path.
     """
@@ -46,18 +46,18 @@ class Content:
         return sum(part.values.nbytes for part in self.parts)
 
     def hold(self, hurry: Callable[[], None] = lambda: None) -> None:
-        """From now on what is on drives is read as it is now; an update that waits for that calls ``hurry``."""
+        """Hold data on drives as it is now, for the reads; an update that waits for the reads calls ``hurry``."""
         for store in (part.elements.store for part in self.parts):
             if store is not None and id(store) not in self._holds:
                 self._holds[id(store)] = store.hold(hurry)
 
     def release(self) -> None:
-        """Nothing more can be read. Also after an error, when a reader stands still half way."""
+        """Release the drives; nothing more can be read. Also after an error, when a reader has stopped half way."""
         for hold in self._holds.values():
             hold.release()
 
     def away(self) -> Iterator[TensorPart]:
-        """What is on drives, each part valid until the next; what has been read is let go of."""
+        """Yield the parts on drives, each valid until the next; a store is released once its parts are read."""
         buffer = torch.empty(0, dtype=torch.uint8)
         # gradients first: the next backward writes over them, the next update over the rest
         parts = sorted((p for p in self.parts if p.elements.store is not None), key=lambda p: p.state != "grad")
@@ -77,7 +77,7 @@ class Content:
 def content_of(
     states: States, given: Callable[[], dict[str, Any]], *, exclude_frozen: bool, allow_pickle: bool = False
 ) -> Content:
-    """This rank's content, with the facts that are ``given``. Collective; PlainStateError for what needs pickle."""
+    """Collect this rank's content, with the facts ``given``. Collective; PlainStateError for what needs pickle."""
     rank, plain, content = states.mesh.job.index, Collected(), Content()
     buffers = persistent_buffers(states.module, pieces=not exclude_frozen)
     buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in buffers.items()}
@@ -127,7 +127,7 @@ def content_of(
 def _buffer_parts(
     buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int
 ) -> Iterator[TensorPart]:
-    """The buffers of this ``rank`` that no rank before it has, and those that differ from the first rank's."""
+    """Yield the buffers of ``rank`` that no earlier rank has, and those that differ from the first owner's."""
     first = first_to_name(digests)
     for name, buffer in buffers.items():
         if first[name] == rank:
@@ -137,7 +137,7 @@ def _buffer_parts(
 
 
 def _common_facts(states: States, given: dict[str, Any], plain: Collected) -> dict[str, Any]:
-    """What is the same on every rank."""
+    """Return the facts that are the same on every rank."""
     saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     world, optimizer = {"size": states.mesh.job.size, **given["world"]}, None
     if states.mesh.data.size < states.mesh.job.size:
@@ -165,7 +165,7 @@ def _common_facts(states: States, given: dict[str, Any], plain: Collected) -> di
 
 
 def _extra_states(states: States) -> dict[str, Any]:
-    """``get_extra_state()`` of the modules that have one, by module path."""
+    """Return ``get_extra_state()`` of the modules that define one, by module path."""
     return {path: module.get_extra_state() for path, module in collect.extra_modules(states.module).items()}
 
 
@@ -174,7 +174,7 @@ def _whole(state: str, name: str, tensor: torch.Tensor) -> TensorPart:
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of Python's, numpy's (the global one) and torch's generators, and of the device's where there is one."""
+    """Capture the state of Python's, numpy's (global) and torch's generators, and of the device's if there is one."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     counts = {"position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
@@ -189,7 +189,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """The inverse; a device state is ignored where there is no device."""
+    """Restore the state of ``capture_rng``; a device state is ignored where there is no device."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     numpy = state["numpy"]

@@ -17,11 +17,11 @@ _LINE = 64  # bytes: where a copy begins
 
 
 class Copies:
-    """Copies of one rank's parts, in memory of ``arena`` that is kept: mapping new one takes longer than the copy.
+    """Copies of one rank's parts, in memory of ``arena`` that is kept: mapping new memory takes longer than the copy.
 
-    What is in host memory is copied at once. What is on a device travels behind the program: that which only the
-    engine's update writes on a side stream, beside the forward and backward until ``before_update``, and all that
-    others may write on the compute stream, ahead of whatever they do.
+    Host tensors are copied at once. Device tensors are copied asynchronously: state that only the engine's update
+    writes, on a side stream, beside forward and backward until ``before_update``; all that others may write, on the
+    compute stream, ahead of later writes.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -33,7 +33,7 @@ class Copies:
         self._mutex, self._touched = threading.Lock(), False
 
     def take(self, parts: list[TensorPart]) -> list[TensorPart]:
-        """Copies of ``parts``, valid until the next call; their values are there after ``arrive``."""
+        """Copy ``parts``; the copies are valid until the next call, and complete after ``arrive``."""
         if self._event is not None:
             self._event.synchronize()  # of a save that failed before it looked
         accelerator, copies, beside = get_accelerator(), [], list[tuple[torch.Tensor, torch.Tensor]]()
@@ -65,13 +65,13 @@ class Copies:
             yield self._slab[start : start + part.values.nbytes].view(part.values.dtype)
 
     def before_update(self) -> None:
-        """The engine is about to write what copies may still read: its work comes after them."""
+        """Make the compute stream wait for copies that still read: the engine is about to write their sources."""
         if self._reading:
             get_accelerator().current_stream().wait_event(self._event)
             self._let_go()
 
     def arrive(self) -> None:
-        """Until the copies are there; for any thread. CheckpointError where others have written what was read."""
+        """Wait until the copies are complete; any thread. CheckpointError if others have written the sources."""
         self._event.synchronize()
         self._let_go()
         if self._touched:

@@ -49,7 +49,7 @@ _LAST_PATIENCE_S = 60.0  # the same when this process wants to end
 
 @contextlib.contextmanager
 def progress(label: str, nbytes: int, *, show: bool = True) -> Iterator[Callable[[int], Any]]:
-    """A bar over bytes, on a terminal, for what takes long."""
+    """Show a bar over bytes, on a terminal, for work that takes long."""
     if not (show and sys.stderr.isatty()):  # tqdm takes semaphores even for a bar that is never shown
         yield lambda _: None
         return
@@ -59,7 +59,7 @@ def progress(label: str, nbytes: int, *, show: bool = True) -> Iterator[Callable
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Where an error is the bare word of the system it gets the path and advice."""
+    """Add path and advice to a bare OSError of the system."""
     try:
         yield
     except OSError as error:
@@ -70,7 +70,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 class RankFile(ChunkWriter):
-    """The file one rank writes, and the list of what is in it."""
+    """File that one rank writes, and the list of its tensors."""
 
     def __init__(self, folder: Path, rank: int, content: Content, *, pinned: Arena | None = None) -> None:
         if not folder.is_dir():
@@ -93,7 +93,7 @@ class RankFile(ChunkWriter):
             report(part.values.nbytes)
 
     def limit(self, rate_bytes: int) -> None:
-        """At most so many bytes a second from here on; 0 for no limit."""
+        """Limit the rate to so many bytes a second from here on; 0 for no limit."""
         self.rate_bytes = rate_bytes
 
     def close(self) -> list[Box]:
@@ -107,7 +107,7 @@ class RankFile(ChunkWriter):
         return boxes
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error drop the file and, if it ``tells``, tell the first rank, as far as that is still possible."""
+        """Drop the file after an error and, if it ``tells``, report the error to the first rank, as far as possible."""
         if error is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 self.abort()
@@ -117,7 +117,7 @@ class RankFile(ChunkWriter):
 
 
 def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
-    """Until every rank has left its list. Raises CheckpointError when one failed, or wrote nothing for ten minutes."""
+    """Wait until every rank has left its list. CheckpointError when one failed, or wrote nothing for ten minutes."""
     begun, missing, last_write = time.monotonic(), set(range(ranks)), -1
     while missing := {r for r in missing if not (folder / _LIST.format(r)).is_file()}:
         glance = time.monotonic()
@@ -139,7 +139,7 @@ def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
 
 
 def _add(rows: dict[Key, Row], row: Row, boxes: list[Any], rank: int) -> None:
-    """``boxes`` of the tensor of ``row`` beside those that are known of it."""
+    """Add ``boxes`` of the tensor of ``row`` to the known ones. CheckpointError when ranks differ about the tensor."""
     key = row["state"], row["name"]
     known = rows.setdefault(key, row)
     if known is not row and (known["dtype"], known["shape"]) != (row["dtype"], row["shape"]):
@@ -152,7 +152,7 @@ def _add(rows: dict[Key, Row], row: Row, boxes: list[Any], rank: int) -> None:
 
 @dataclass
 class Joined:
-    """The rows, files and facts of all ranks."""
+    """Rows, files and facts of all ranks."""
 
     rows: dict[Key, Row] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Joined:
 
 
 def join_lists(folder: Path, ranks: int) -> Joined:
-    """One list out of every rank's, which are removed: boxes joined per tensor, facts as ``join_facts``."""
+    """Join every rank's list into one and remove them: boxes by tensor, facts as ``join_facts``."""
     whole, facts = Joined(), list[dict[str, Any]]()
     for path in (folder / _LIST.format(rank) for rank in range(ranks)):
         part = parsed(path.read_bytes(), where=str(path), checksum=crc32c)
@@ -178,7 +178,7 @@ def join_lists(folder: Path, ranks: int) -> Joined:
 
 
 def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's facts: the first rank's, what ranks with other parameters add, and every rank's own."""
+    """Join the manifest's facts: the first rank's, additions of ranks with other parameters, and each rank's own."""
     facts: dict[str, Any] = {**ranks[0]["common"], "ranks": [rank["rank"] for rank in ranks]}
     for more in (rank["common"] for rank in ranks[1:]):
         for name in ("shared", "extra_state") if more else ():
@@ -192,7 +192,7 @@ def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Background:
-    """A save that goes on in a thread. ``hurry``: lifts the limit on its rate; ``raised``: its error is known of."""
+    """Save that runs in a thread. ``hurry``: lifts its rate limit; ``raised``: its error has been reported."""
 
     def __init__(
         self, tag: str, folder: Path, acts: Iterable[Callable[[threading.Event], None]], hurry: Callable[[], None]
@@ -222,7 +222,7 @@ class Background:
             atexit.register(self._end_badly)
 
     def _end_badly(self) -> None:
-        """A process that ends without having heard of the failure must not end as if all were well."""
+        """End the process with status 1 when nobody has heard of the failure, instead of as if all were well."""
         if self.raised:
             return
         self.raised = True  # the other handlers first, which may call this one again
@@ -236,7 +236,7 @@ class Background:
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None, *, give_up: bool = False) -> None:
-        """Until it has ended, or so long, at full speed; ``give_up``: it ends after the part that is being written."""
+        """Wait until it has ended, or ``seconds``, at full speed; ``give_up``: stop after the part being written."""
         if give_up:
             self._stop.set()
         self.hurry()
@@ -246,7 +246,7 @@ class Background:
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What to save where. ``rate_bytes``: a second, in the background; 0: no limit. ``extra``: writes further files."""
+    """Request of a save. ``rate_bytes``: a second, in the background; 0: no limit. ``extra``: writes further files."""
 
     save_dir: Path
     tag: str
@@ -257,16 +257,16 @@ class SaveOrder:
 
 
 class Saver:
-    """The saves of one engine: one at a time, in the foreground or behind the training."""
+    """Save one engine's checkpoints, one at a time, in the foreground or behind the training."""
 
     def __init__(self, mesh: Mesh, arena: Arena | None = None) -> None:
-        """``arena``: of memory for copies, page-locked where the states are on an accelerator."""
+        """Take ``arena`` for the memory of copies, page-locked where the states are on an accelerator."""
         self._mesh, self._arena = mesh, arena or Arena()
         self._running: Background | None = None
         self._copies = Copies(self._arena)
 
     def save(self, order: SaveOrder, content: Content, *, behind: bool = False) -> None:
-        """Save; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank.
+        """Save; return when the checkpoint has its name. Collective. Raises CheckpointError on every rank.
 
         ``behind``: copy what training will change and return; a thread does the rest. Waits for an earlier save.
         """
@@ -305,7 +305,7 @@ class Saver:
             undone.pop_all()
 
     def before_update(self) -> None:
-        """The engine is about to write states that a save in the background may still copy."""
+        """Let copies of a background save finish reading: the engine is about to write their sources."""
         self._copies.before_update()
 
     def settle(self, *, wait: bool, alone: bool = False) -> None:
@@ -340,7 +340,7 @@ class Saver:
 
     @property
     def running(self) -> bool:
-        """Whether a background save has not been settled."""
+        """Tell whether there is a background save that is not settled."""
         return self._running is not None
 
     def _together(self, order: SaveOrder) -> Any:
@@ -348,7 +348,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _begin(self, order: SaveOrder, content: Content) -> Iterator[Path]:
-        """The folder to fill, made by the first rank; after an error it is removed and nothing held. Collective."""
+        """Make the folder to fill, on the first rank; after an error remove it and release the content. Collective."""
         with self._together(order) as made, _explained(order.save_dir):
             made.mine = folders.begin(order.save_dir, order.tag).name if self._mesh.first else None
         folder = order.save_dir / made.all[0]
@@ -361,7 +361,7 @@ class Saver:
             raise
 
     def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event) -> None:
-        """The first rank's end of a save: one manifest, the name, ``latest``, old ones away. Nothing on the others."""
+        """Finish a save on the first rank: manifest, final name, ``latest``, pruning. Does nothing on other ranks."""
         if not self._mesh.first:
             return
         with _explained(folder):

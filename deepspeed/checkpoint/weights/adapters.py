@@ -1,6 +1,6 @@
-"""Adapters (PEFT) and whole weights: which tensors belong together, and merged ones that edit no parameter.
+"""Adapters (PEFT) and whole weights: which tensors belong together, and merging that edits no parameter.
 
-Known by what its layers look like, so that nothing imports PEFT: a tuner layer has ``base_layer``, ``merge`` and
+Recognised by attributes, so that nothing imports PEFT: a tuner layer has ``base_layer``, ``merge`` and
 ``merged_adapters``, a module that is trained whole beside its origin has ``modules_to_save`` and ``original_module``.
 """
 
@@ -38,7 +38,7 @@ def _wraps(module: nn.Module) -> bool:
 
 
 def _base(layer: Any) -> str:
-    """What names of the parameters begin with that a tuner layer adapts: one may be around another."""
+    """Return the name prefix of the parameters that a tuner layer adapts; tuner layers may be nested."""
     prefix = ""
     while _merges(layer):
         prefix, layer = f"{prefix}base_layer.", layer.base_layer
@@ -46,7 +46,7 @@ def _base(layer: Any) -> str:
 
 
 def is_adapter(name: str, module: nn.Module) -> bool:
-    """Whether the parameter ``name`` of ``module`` is one of an adapter, and not of what that adapts."""
+    """Tell whether the parameter ``name`` of ``module`` belongs to an adapter, not to the weights it adapts."""
     for path, layer in _outermost(module, "", lambda m: _merges(m) or _wraps(m)):
         if name.startswith(f"{path}."):
             rest = name.removeprefix(f"{path}.")
@@ -55,7 +55,7 @@ def is_adapter(name: str, module: nn.Module) -> bool:
 
 
 def merged_parcels(module: nn.Module, names: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> list[Parcel]:
-    """The weights ``names`` of ``module`` as the model without its adapters has them, these merged in, in order.
+    """Return parcels of the weights ``names`` as in the model without adapters, with these merged in, in order.
 
     ``aliases``: further names of tied ones. A layer's values come together, and PEFT's own ``merge`` adds them, on
     copies. Raises UsageError for adapters that no layer can take in.
@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 
 class _Chosen:
-    """Of a module that is trained whole beside its origin, what the forward uses."""
+    """Select the copy the forward uses, of a module that is trained whole beside its origin."""
 
     def __init__(self, path: str, layer: nn.Module) -> None:
         wrapper: Any = layer
@@ -113,7 +113,7 @@ class _Chosen:
 
 
 class _Merging:
-    """A layer with adapters: its parameters give way to the whole values, until it has merged them."""
+    """Merge a layer's adapters: the whole values stand in for its parameters until that is done."""
 
     def __init__(self, path: str, layer: nn.Module) -> None:
         self._path, self._layer, self._base = path, layer, _base(layer)
@@ -145,7 +145,7 @@ class _Merging:
 
 @contextlib.contextmanager
 def _showing(layer: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the modules of ``layer`` have ``values`` in place of their parameters; what is put there is forgotten."""
+    """Put ``values`` in place of the parameters of ``layer`` inside the context; any changes to them are dropped."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for path, module in layer.named_modules():
@@ -162,17 +162,17 @@ def _showing(layer: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 def adapted_layer(module: nn.Module) -> str:
-    """The path of the first layer that has an adapter; "" without any."""
+    """Return the path of the first layer that has an adapter; "" without any."""
     layers = _outermost(module, "", lambda m: _merges(m) or _wraps(m) or _fuses(m))
     return next((path for path, _ in layers), "")
 
 
 @contextlib.contextmanager
 def fused_adapters(module: nn.Module) -> Iterator[int]:
-    """Inside, layers compute with copies of their weights to which their active adapters are added; how many do.
+    """Add active adapters to copies of their layers' weights inside the context; yield the number of such layers.
 
-    Layers of PEFT, and modules with ``fuse_lora_weight`` and ``unfuse_lora_weight``, as DeepSpeed-Chat has them. What
-    cannot be added (to quantized weights, or as it depends on the input) stays beside. Parameters must be whole.
+    Applies to PEFT layers, and modules with ``fuse_lora_weight`` and ``unfuse_lora_weight`` (DeepSpeed-Chat). Adapters
+    that cannot be added (to quantized weights, or input-dependent) stay beside. Parameters must be whole.
     """
     with contextlib.ExitStack() as back:
         yield sum(_fuse(layer, back) for _, layer in list(_outermost(module, "", lambda m: _merges(m) or _fuses(m))))

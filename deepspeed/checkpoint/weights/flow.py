@@ -1,7 +1,7 @@
 """Whole weights of a running engine, bucket by bucket, to one rank or to all.
 
-What rests in shards travels straight from where it rests to who lacks it: to all in broadcasts, to one rank from each
-owner once. No parameter of the model is gathered in place, so nothing of the engine changes meanwhile.
+Shards travel straight from where they rest to the ranks that lack them: to all ranks in broadcasts, to one rank from
+each owner once. No parameter of the model is gathered in place, so the engine's state does not change meanwhile.
 
 [Note: leaving] Before each bucket the ranks tell each other that they are there, and after it whether it is good. A
 rank that stops early (``break``, an error in its loop, its next call of the engine) says so in the place of the next
@@ -33,7 +33,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 class FlowPiece(NamedTuple):
-    """Elements of the tensor ``name`` that member ``source`` of the job gives; -1: all who want them have them."""
+    """Elements of the tensor ``name`` that member ``source`` of the job sends; -1: all receivers have them already."""
 
     source: int
     name: str
@@ -42,14 +42,14 @@ class FlowPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Parcel:
-    """Tensors ``names`` that belong together; ``unpack`` makes of their whole values, by name, what is yielded."""
+    """Tensors ``names`` that belong together; ``unpack`` maps their whole values, by name, to the yielded ones."""
 
     names: tuple[str, ...]
     unpack: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] = field(default=lambda tensors: tensors)
 
 
 def sources(name: str, entries: Sequence[FlowTensor | None], target: int | None) -> list[FlowPiece]:
-    """Who sends which elements of a tensor, each once, but what the ``target`` has; ``entries``: what each has."""
+    """List the senders of a tensor's elements, each element once; -1: ``target`` has them. ``entries``: by member."""
     if target is None and len(entries) and all(entry == entries[0] for entry in entries):
         return [FlowPiece(-1, name, span) for span in (entries[0].spans if entries[0] is not None else ())]
     missing: dict[Region | None, list[tuple[int, int]]] = {}
@@ -74,7 +74,7 @@ def sources(name: str, entries: Sequence[FlowTensor | None], target: int | None)
 def messages(
     pieces: Iterable[FlowPiece], width: Mapping[str, int], most: int = _MESSAGE_BYTES
 ) -> Iterator[list[FlowPiece]]:
-    """``pieces`` of one source in groups of ``most`` bytes at most, long ones cut; ``width``: bytes of an element."""
+    """Pack ``pieces`` of a source into groups of ``most`` bytes, cutting long ones; ``width``: bytes of an element."""
     message, filled = list[FlowPiece](), 0
     for source, name, (lo, hi, region) in pieces:
         while lo < hi:
@@ -90,7 +90,7 @@ def messages(
 
 
 def put(whole: torch.Tensor, lo: int, values: torch.Tensor) -> None:
-    """Write the flat ``values`` into the elements of ``whole``, any view, from the ``lo``-th on in row-major order."""
+    """Write the flat ``values`` to ``whole``, any view, from its ``lo``-th element in row-major order on."""
     if whole.is_contiguous():
         whole.view(-1)[lo : lo + values.numel()].copy_(values)
         return
@@ -109,12 +109,12 @@ def put(whole: torch.Tensor, lo: int, values: torch.Tensor) -> None:
 
 
 def inside(whole: torch.Tensor, region: Region | None) -> torch.Tensor:
-    """The view of ``whole`` that is ``region``."""
+    """Return the view of ``whole`` that is ``region``."""
     return whole if region is None else whole[tuple(slice(s, s + n) for s, n in zip(*region, strict=True))]
 
 
 class WeightFlow:
-    """An iterator over buckets of (name, whole tensor), also a context manager. See [Note: leaving].
+    """Iterate over buckets of (name, whole tensor); also a context manager. See [Note: leaving].
 
     Made by ``engine.stream_weights``. A bucket's tensors are the consumer's: fresh memory on the device.
     """
@@ -129,9 +129,9 @@ class WeightFlow:
         target: int | None = None,
         parcels: Sequence[Parcel] | None = None,
     ) -> None:
-        """``tensors``: parameters and buffers of this rank by name; ``target``: the member of the job that gets them.
+        """Plan buckets of ``tensors``, this rank's parameters and buffers by name; ``target``: the receiving member.
 
-        ``parcels``: what is delivered together, in order (None: each tensor alone). Collective.
+        ``parcels``: tensors delivered together, in order (None: each tensor alone). Collective.
         """
         self._over, self._cut = True, False
         self._mesh, self._device, self._target = mesh, device, target
@@ -156,7 +156,7 @@ class WeightFlow:
         return self
 
     def __next__(self) -> Bucket:
-        """The next bucket, empty on ranks that are not the target. Collective."""
+        """Return the next bucket, empty on ranks that are not the target. Collective."""
         if self._cut:
             raise UsageError(
                 "stream_weights was ended by another call of the engine inside its loop; take all buckets first"
@@ -188,7 +188,7 @@ class WeightFlow:
         return made
 
     def _compare(self, fault: Exception | None) -> None:
-        """Raise on all ranks what one has met, and where one has left."""
+        """Raise an error of any rank on all ranks, also when one has left. Collective."""
         failed = collectives.failures(fault, self._mesh.talk)
         if not failed:
             return
@@ -199,7 +199,7 @@ class WeightFlow:
         raise UsageError(f"{self._mesh.title(rank)}, bucket {self._number} of stream_weights: {text}")
 
     def _fill(self, names: Sequence[str], whole: dict[str, torch.Tensor]) -> Exception | None:
-        """Every rank sends what it has of ``names``; what went wrong here, after all has been sent and received."""
+        """Exchange the pieces of ``names``; return this rank's error after everything has been sent and received."""
         fault: Exception | None = None
         try:
             for _, name, (lo, hi, region) in (
@@ -219,7 +219,7 @@ class WeightFlow:
         return fault
 
     def _pass(self, wave: list[list[FlowPiece]], whole: dict[str, torch.Tensor]) -> Exception | None:
-        """Messages from their sources to who wants them, side by side."""
+        """Send one message of each source to its receivers, concurrently; return this rank's error."""
         job, fault = self._mesh.job, None
         works: list[Transfer] = []
         leaving, coming = list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
@@ -249,7 +249,7 @@ class WeightFlow:
         return fault
 
     def _room(self, message: list[FlowPiece]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for a message as bytes, and for each piece its place in it."""
+        """Allocate a message as bytes; return the buffer and the view of each piece."""
         places, at = [], 0
         for _, name, span in message:
             dtype = self.entries[name].dtype
@@ -260,7 +260,7 @@ class WeightFlow:
         return buffer, [buffer[start : start + size].view(dtype) for start, size, dtype in places]
 
     def close(self, reason: str = "it has left the loop", *, cut: bool = False) -> None:
-        """End it early; others that go on hear ``reason`` with their next bucket. ``cut``: not as asked. Collective."""
+        """End early; ranks that go on get ``reason`` with their next bucket. ``cut``: not as asked. Collective."""
         if not self._over:
             self._over, self._cut = True, cut
             collectives.failures(UsageError(reason), self._mesh.talk)

@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Parcel], Tensors]:
-    """``tensors`` as the files of ``module`` name them (see ``save_pretrained``), and what comes of it."""
+    """Name ``tensors`` as the files of ``module`` do (see ``save_pretrained``); return parcels and meta tensors."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     kept = [name for name in tensors if name not in ignored]
     empty = {n: torch.empty(whole_shape(tensors[n]), dtype=tensors[n].dtype, device="meta") for n in kept}
@@ -44,7 +44,7 @@ def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 def write_pretrained(
     saver: Callable[..., Any] | None, folder: Path, flow: WeightFlow, outputs: Tensors, *, max_shard_size: int | str
 ) -> None:
-    """Write ``outputs`` (names, dtypes, shapes) from ``flow``, and what ``saver`` writes without weights."""
+    """Write ``outputs`` (names, dtypes, shapes) from ``flow``; the files without weights are written by ``saver``."""
     arrived: Tensors = {}
 
     def read(name: str, start: int, out: torch.Tensor) -> None:

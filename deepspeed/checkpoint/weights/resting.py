@@ -23,7 +23,7 @@ _Runs = list[tuple[int, int, int, Region | None]]
 
 
 class FlowTensor(NamedTuple):
-    """A whole tensor, and what of it rests on one rank."""
+    """Whole tensor, and the spans of it that rest on one rank."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,9 +35,9 @@ class FlowTensor(NamedTuple):
 
 
 class RestingWeights:
-    """Of ``tensors``, parameters and buffers of this rank by name, what rests here: ``entries``, and views of it.
+    """Resting parts of ``tensors``, this rank's parameters and buffers by name: ``entries``, and views of them.
 
-    ``write``: what is written to the views counts. Views are good until ``close``.
+    ``write``: writes to the views count. Views are valid until ``close``.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, write: bool = False) -> None:
@@ -51,12 +51,12 @@ class RestingWeights:
             self.entries[name] = FlowTensor(dtype, shape, tuple(span for span, _ in self._at[name]))
 
     def span(self, name: str, span: Span) -> torch.Tensor:
-        """Elements of one of the entry's spans, flat."""
+        """Return the elements of one of the entry's spans, flat."""
         lo = next(at - ours.lo for ours, at in self._at[name] if ours.region == span.region) + span.lo
         return self._flat(name, lo, lo + span.hi - span.lo)
 
     def region(self, name: str, region: Region) -> torch.Tensor:
-        """The ``region`` of the global tensor, all of which lies in one span, in its shape."""
+        """Return the ``region`` of the global tensor, in its shape; all of it lies in one span."""
         for ours, at in self._at[name]:
             origin, shape = ours.region or Region((0,) * len(region.start), self.entries[name].shape)
             strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -69,7 +69,7 @@ class RestingWeights:
         raise AssertionError(f"{region} of {name} does not rest here")
 
     def _flat(self, name: str, lo: int, hi: int) -> torch.Tensor:
-        """Elements [lo, hi) of the local tensor."""
+        """Return elements [lo, hi) of the local tensor."""
         tensor = self._tensors[name]
         unit: Unit | None = getattr(tensor, "_ds_unit", None)
         if unit is None:
@@ -89,7 +89,7 @@ class RestingWeights:
         return self._opened[unit][1]
 
     def close(self) -> None:
-        """What was written goes to where it rests."""
+        """Write changed values back to where they rest, and end the views."""
         with contextlib.ExitStack() as rest:
             for context, _ in self._opened.values():
                 rest.push(context)
@@ -97,7 +97,7 @@ class RestingWeights:
 
 
 def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], _Runs]:
-    """The dtype at rest, the global shape, and runs as of ``collect.regions``."""
+    """Return the dtype at rest, the global shape, and runs as in ``collect.regions``. UsageError for some DTensors."""
     if (unit := getattr(tensor, "_ds_unit", None)) is not None:
         segment = segment_of(tensor)
         lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))

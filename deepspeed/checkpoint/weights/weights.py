@@ -32,7 +32,7 @@ _NAMES = {
 
 
 class Stream(NamedTuple):
-    """A tensor in pieces: ``read(start, out)`` fills the flat host tensor ``out`` with elements from ``start`` on."""
+    """Tensor in pieces: ``read(start, out)`` fills the flat host tensor ``out`` with elements from ``start`` on."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def chunks(self, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[torch.Tensor]:
-        """The elements in order, as flat tensors that share one buffer: use each before asking for the next."""
+        """Yield the elements in order, as flat tensors that share one buffer: use each before asking for the next."""
         length = max(1, min(self.numel, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(length, dtype=self.dtype, device="cpu")
         for start in range(0, self.numel, length):
@@ -57,7 +57,7 @@ class Stream(NamedTuple):
             yield out
 
     def whole(self) -> torch.Tensor:
-        """The tensor in its shape."""
+        """Read the tensor in its shape."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         length = _CHUNK_BYTES // self.dtype.itemsize
         for index, piece in enumerate(values.view(-1).split(length)):
@@ -66,24 +66,24 @@ class Stream(NamedTuple):
 
 
 def stream(source: Source, key: Key, *, name: str | None = None, dtype: torch.dtype | None = None) -> Stream:
-    """The tensor ``key`` of ``source``, cast to ``dtype`` piece by piece when that differs from what is stored."""
+    """Stream the tensor ``key`` of ``source``, cast piece by piece to ``dtype`` if that differs from the stored one."""
     stored, shape = source.entries[key]
     return Stream(name or key[1], dtype or stored, shape, lambda start, out: fill(source, [Wish(key, out, start)]))
 
 
 def total_bytes(streams: Iterable[Stream]) -> int:
-    """Bytes of all values."""
+    """Return the bytes of all values."""
     return sum(s.nbytes for s in streams)
 
 
 def block_of(config: Any, name: str) -> dict[str, Any]:
-    """A block of a configuration as a checkpoint keeps it; empty when there is none."""
+    """Return a block of a configuration as a checkpoint keeps it; empty when there is none."""
     block = config.get(name) if isinstance(config, dict) else None
     return block if isinstance(block, dict) else {}
 
 
 def compute_dtype(facts: Mapping[str, Any]) -> torch.dtype:
-    """What the model trained in: as the checkpoint says, else by the configuration that it keeps."""
+    """Return the dtype the model trained in: as the checkpoint says, else by its stored configuration."""
     named = (facts.get("world") or {}).get("compute_dtype")
     blocks = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
     by_config = (short for name, short in blocks.items() if block_of(facts.get("config"), name).get("enabled"))
@@ -91,23 +91,23 @@ def compute_dtype(facts: Mapping[str, Any]) -> torch.dtype:
 
 
 def open_facts(source: Source) -> dict[str, Any]:
-    """Facts that are plain JSON ("config", "world", "shared", "engine"), also where client state would need pickle."""
+    """Return facts that are plain JSON ("config", "world", "shared", "engine"), even if client state needs pickle."""
     manifest = getattr(source, "manifest", None)
     return dict(source.facts if manifest is None else manifest.facts)
 
 
 def shared_names(source: Source) -> dict[str, str]:
-    """Tied weights: {other name: the name the values are stored under}."""
+    """Return the tied weights: {other name: the name the values are stored under}."""
     return dict(open_facts(source).get("shared") or {})
 
 
 def with_aliases(state: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """``state`` by the further names of tied weights too."""
+    """Add the further names of tied weights to ``state``."""
     return state | {alias: state[name] for alias, name in aliases.items() if name in state}
 
 
 def weight_keys(source: Source, *, exclude_frozen: bool = False) -> list[Key]:
-    """The model's state dict in the order buffers, frozen parameters, trained parameters; tied weights once."""
+    """List the keys of the state dict: buffers, frozen parameters, trained parameters; tied weights once."""
     by_state = {state: [key for key in source.entries if key[0] == state] for state in ("buffer", "param", "master")}
     trained = {name for _, name in by_state["master"]}
     frozen = [] if exclude_frozen else [key for key in by_state["param"] if key[1] not in trained]
@@ -115,9 +115,9 @@ def weight_keys(source: Source, *, exclude_frozen: bool = False) -> list[Key]:
 
 
 def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen: bool = False) -> list[Stream]:
-    """The model's state dict with every floating parameter in ``dtype``, buffers as stored.
+    """Stream the model's state dict with every floating parameter in ``dtype``, buffers as stored.
 
-    None keeps what training uses: trained parameters in the compute dtype, everything else as stored.
+    None keeps the dtypes of training: trained parameters in the compute dtype, everything else as stored.
     """
     dtypes = {"master": dtype or compute_dtype(open_facts(source)), "param": dtype}
     return [
@@ -130,7 +130,7 @@ def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen:
 def torch_file(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, aliases: Mapping[str, str]
 ) -> Iterator[Callable[..., None]]:
-    """``path`` as a dict of tensors for ``torch.load``, filled tensor by tensor with ``write(name, values, start=0)``.
+    """Write ``path`` as a dict of tensors for ``torch.load``; fill each by ``write(name, values, start=0)``.
 
     ``shapes``: (dtype, shape) by name, in order; ``aliases``: further names. torch lays the file out without values;
     each tensor's bytes then go to their place in the archive, which stores them as they are. Raises OSError.
@@ -145,7 +145,7 @@ def torch_file(
         with partial.open("r+b") as file:
 
             def write(name: str, values: torch.Tensor, *, start: int = 0) -> None:
-                """Elements from ``start`` on of one tensor, in row-major order; on any device, in any dtype."""
+                """Write elements from ``start`` on of one tensor, in row-major order; any device, any dtype."""
                 dtype, _ = shapes[name]
                 flat = values.detach().reshape(-1)
                 for at in range(0, flat.numel(), _PIECE):
@@ -160,7 +160,7 @@ def torch_file(
 def plan_shards(
     items: Sequence[Item], max_bytes: int | None, nbytes: Callable[[Item], int] = attrgetter("nbytes")
 ) -> list[list[Item]]:
-    """``items`` in order, in shards of ``max_bytes`` at most (None: one shard) unless one item alone is larger."""
+    """Split ``items``, in order, into shards of ``max_bytes`` (None: one shard); larger items get their own shard."""
     shards, filled = [list[Item]()], 0
     for item in items:
         if shards[-1] and max_bytes is not None and filled + nbytes(item) > max_bytes:
@@ -174,7 +174,7 @@ def plan_shards(
 def _write_index(
     path: Path, shards: Mapping[str, Sequence[Stream]], aliases: Mapping[str, str], *, nbytes: int
 ) -> None:
-    """Write which file has which tensor, as Hugging Face reads it. ``shards``: the tensors by the name of a file."""
+    """Write the index of tensors by file, as Hugging Face reads it. ``shards``: the tensors by the name of a file."""
     where = with_aliases({stream.name: name for name, shard in shards.items() for stream in shard}, aliases)
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(where.items()))}
     write_atomically(path, (json.dumps(index, indent=2) + "\n").encode())
@@ -189,7 +189,7 @@ def write_weights(
     shared: Mapping[str, str] | None = None,
     progress: Progress = lambda _bytes: None,
 ) -> list[Path]:
-    """Write ``streams`` into ``out`` as ``model.safetensors`` or ``pytorch_model.bin``, or shards of it; the paths.
+    """Write ``streams`` to ``out`` as ``model.safetensors`` or ``pytorch_model.bin``, or as shards; return the paths.
 
     Holds a piece of one tensor (safetensors) or one shard (torch). ``shared`` (alias -> name in ``streams``) goes into
     torch files as the same storage, and is left out of safetensors, as Hugging Face expects. Files of an earlier export
@@ -237,7 +237,7 @@ def _write_torch(file: BinaryIO, streams: Sequence[Stream], aliases: Mapping[str
 
 
 def _write_safetensors(file: BinaryIO, streams: Sequence[Stream], progress: Progress) -> None:
-    """Largest elements first, which aligns them. The package would need all of them in memory."""
+    """Write the widest dtypes first, to align them. The safetensors package would need all tensors in memory."""
     ordered = sorted(streams, key=lambda s: -s.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -24,7 +24,7 @@ Folder = str | os.PathLike[str]
 
 
 class LazyTensor:
-    """A weight that is read when ``contiguous`` is called, so that a state dict of them costs no memory."""
+    """Weight that is read when ``contiguous`` is called, so that a state dict of them costs no memory."""
 
     def __init__(self, values: Stream) -> None:
         dtype, shape = values.dtype, torch.Size(values.shape)
@@ -40,7 +40,7 @@ def _existing(folder: Folder) -> Path:
 
 
 def _streams(source: Source, dtype: torch.dtype, *, exclude_frozen: bool) -> list[Stream]:
-    """Trained weights in ``dtype``, narrower floating buffers too; frozen ones only where that is not fp32."""
+    """Stream trained weights and narrower floating buffers in ``dtype``; frozen ones too, unless it is fp32."""
     streams = []
     for key in weight_keys(source, exclude_frozen=exclude_frozen):
         stored = source.entries[key].dtype
@@ -56,7 +56,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002 - called so by client code
     lazy_mode: bool = False,  # noqa: FBT001, FBT002
 ) -> dict[str, Any]:
-    """The model's state dict on the CPU: trained weights in fp32, tied names included; frozen ones in their own dtype.
+    """Return the model's state dict on the CPU: trained weights in fp32, also tied names; frozen ones in their dtype.
 
     ``checkpoint_dir`` holds tags (``tag``, else what ``latest`` names) or is itself one. With ``lazy_mode`` every value
     is a LazyTensor, read by its ``contiguous()``. Raises FileNotFoundError, CheckpointError.
@@ -122,7 +122,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
-    """The first rank's model-state file in a tag's folder. Raises FileNotFoundError."""
+    """Return the first rank's model-state file in a tag's folder. Raises FileNotFoundError."""
     rank = f"{names.ZERO_FILE_PREFIX}0_" if zero_stage > 2 else ""
     path = _existing(checkpoint_dir) / f"{rank}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}"
     if not path.exists():
@@ -131,7 +131,7 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
 
 
 def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]:
-    """Files of a tag's folder that match, by rank. Raises FileNotFoundError when there is none."""
+    """Return the files of a tag's folder that match, by rank. Raises FileNotFoundError when there is none."""
     paths = glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern))
     if not paths:
         raise FileNotFoundError(f"there is no file {glob_pattern} in {os.fspath(checkpoint_dir)}")
@@ -139,17 +139,17 @@ def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
-    """The optimizer-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
+    """Return the optimizer-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
     return get_checkpoint_files(checkpoint_dir, f"*{names.OPTIM_FILE_SUFFIX}")
 
 
 def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
-    """The model-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
+    """Return the model-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
     return get_checkpoint_files(checkpoint_dir, f"*{names.MODEL_FILE_SUFFIX}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program ``zero_to_fp32.py``; exit status 0, or 2 with one sentence on standard error."""
+    """Run the program ``zero_to_fp32.py``; return 0, or 2 with one sentence on standard error."""
     text = "Write the weights of a checkpoint as one fp32 state dict."
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=text)
     parser.add_argument("checkpoint_dir", help="the folder that holds 'latest', or a tag's folder")

@@ -81,7 +81,7 @@ _RUNS: dict[str, Callable[..., Any]] = {
 
 
 class _TimedWork:
-    """An asynchronous call in flight; its latency is recorded when it is waited for."""
+    """Asynchronous call in flight; its latency is recorded when the call is waited for."""
 
     def __init__(self, work: Any, end: Callable[[], None]) -> None:
         self._work, self._end = work, end
@@ -97,7 +97,7 @@ class _TimedWork:
 
 
 def _make(op: str, text: str, *log_keywords: str) -> Callable[..., Any]:
-    """The function of one row; it binds its arguments by its own signature and hands them on by position."""
+    """Make the function of one row; it binds its arguments by its own signature and passes them on by position."""
     kinds, parts = inspect.Parameter, [part.partition("=") for part in text.split()]
     message = next((index for index, (name, _, _) in enumerate(parts) if name.startswith("*")), None)
     signature = inspect.Signature(
@@ -132,18 +132,18 @@ def _make(op: str, text: str, *log_keywords: str) -> Callable[..., Any]:
 
 
 def P2POp(op: Callable[..., Any], tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:  # noqa: N802 (interface name)
-    """One entry for ``batch_isend_irecv``; ``op`` is ``isend`` or ``irecv`` of this module or of torch."""
+    """Make an entry for ``batch_isend_irecv``; ``op`` is ``isend`` or ``irecv`` of this module or of torch."""
     return dist.P2POp(getattr(dist, op.__name__), tensor, peer, group, tag)
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Take ``group``, or everything, down; does nothing without a process group."""
+    """Destroy ``group``, or all groups; does nothing without a process group."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 def new_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
-    """A group of the global ``ranks``; every rank of the job must make the call."""
+    """Make a group of the global ``ranks``; every rank of the job must make the call."""
     require_group("deepspeed.comm.new_group")
     return dist.new_group(None if ranks is None else list(ranks), **kwargs)
 

@@ -41,7 +41,7 @@ KNOWN_OPS = frozenset(
 
 
 def size_str(nbytes: int) -> str:
-    """``1536`` -> ``1.5 KB``."""
+    """Format a size: ``1536`` -> ``1.5 KB``."""
     power = min((max(nbytes, 1).bit_length() - 1) // 10, 3)
     return f"{nbytes / 1024**power:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KB', 'MB', 'GB')[power]}"
 
@@ -61,17 +61,17 @@ class CommsLog:
         self.enabled, self.prof_all = True, True
 
     def stop_profiling_comms(self) -> None:
-        """Record no more than calls that ask for it, and ``prof_ops``."""
+        """Record only calls that ask for it, and ``prof_ops``, from now on."""
         self.prof_all = False
 
     def wants(self, op: str, prof: bool) -> bool:
-        """True when a call of ``op`` is to be timed."""
+        """Tell whether a call of ``op`` is to be timed."""
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
 
     def started(
         self, op: str, nbytes: int, caller: str | None = None, *, ranks: int | None = None
     ) -> Callable[[], None]:
-        """What to call when a message of ``nbytes`` has arrived, to enter it, with ``debug`` by ``caller``."""
+        """Start timing a message of ``nbytes``; the result, called on arrival, records it (``debug``: by caller)."""
         name = f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
         start = time.perf_counter()
 
@@ -82,7 +82,7 @@ class CommsLog:
         return end
 
     def record(self, op: str, nbytes: int, latency_ms: float, ranks: int | None = None) -> None:
-        """Add one call, among ``ranks``."""
+        """Record one call among ``ranks``; log it if ``verbose``."""
         self._latencies_ms[op][nbytes].append(latency_ms)
         if ranks is not None:
             self._ranks[op, nbytes].append(ranks)
@@ -90,25 +90,25 @@ class CommsLog:
             logger.info("comm op %s | %s | %.3f ms", op, size_str(nbytes), latency_ms)
 
     def reset(self) -> None:
-        """Forget all records; settings stay."""
+        """Drop all records; settings stay."""
         self._latencies_ms.clear()
         self._ranks.clear()
 
     def ops(self) -> list[str]:
-        """Names of recorded ops."""
+        """Return the names of recorded ops."""
         return sorted(self._latencies_ms)
 
     def count(self, op: str | None = None) -> int:
-        """Recorded calls of ``op``, of all ops by default."""
+        """Count recorded calls of ``op``, of all ops by default."""
         names = self.ops() if op is None else [op]
         return sum(len(calls) for name in names for calls in self._latencies_ms.get(name, {}).values())
 
     def get_operation_summary(self, op_name: str) -> dict[int, dict[str, Any]]:
-        """The part of ``summary`` about one op, by message bytes; empty where none is recorded."""
+        """Return the part of ``summary`` about one op, by message bytes; empty without a record."""
         return self.summary(dist.get_world_size() if dist.is_initialized() else 1).get(op_name, {})
 
     def rows(self, row: Callable[[str, int, list[float]], dict[str, Any]]) -> Rows:
-        """``row`` of every op and message size, in order, after the size and the count."""
+        """Make a row for every op and message size, in order: size and count, then the result of ``row``."""
         table: Rows = defaultdict(dict)
         for op, sizes in sorted(self._latencies_ms.items()):
             for nbytes, calls in sorted(sizes.items()):
@@ -117,7 +117,7 @@ class CommsLog:
         return dict(table)
 
     def summary(self, world_size: int) -> Rows:
-        """Per op and message size: count, total and trimmed mean latency, bandwidths in Gbit/s."""
+        """Return per op and message size: count, total and trimmed mean latency, bandwidths in Gbit/s."""
 
         def row(op: str, nbytes: int, calls: list[float]) -> dict[str, Any]:
             mean = trimmed_mean(calls)
@@ -132,13 +132,13 @@ class CommsLog:
 
 
 class _Stragglers:
-    """Rows of the straggler table: latencies of the last rank at each call, waits beyond; ``late``: how often."""
+    """Rows of the straggler table: latency of the last rank at each call, waits beyond; ``late``: how often last."""
 
     def __init__(self, common: set[tuple[str, int]]) -> None:
         self._common, self.late, self.calls = common, [0] * dist.get_world_size(), 0
 
     def row(self, op: str, nbytes: int, calls: list[float]) -> dict[str, Any]:
-        """Collective, where the ranks have made the same calls; else they are not compared."""
+        """Return a row. Collective where the ranks have made the same calls; other calls are not compared."""
         if (op, nbytes) not in self._common:
             return _against(calls, calls)
         mine = torch.tensor(calls, device=get_accelerator().current_device_name(), dtype=torch.float32)
@@ -151,14 +151,14 @@ class _Stragglers:
         return _against(mine.tolist(), latencies.amin(0).tolist())
 
     def verdict(self) -> str:
-        """Who came last how often, the latest first; and what was not compared."""
+        """Describe how often each rank came last, the latest first; empty when no calls were compared."""
         order = sorted(range(len(self.late)), key=lambda r: -self.late[r])
         shares = ", ".join(f"rank {r} {self.late[r]}" for r in order[:8])
         return f"calls to which a rank came last, of {self.calls}: {shares}\n" if self.calls else ""
 
 
 def _in_common() -> set[tuple[str, int]]:
-    """The ops and sizes of which every rank has recorded the same number of calls. Collective."""
+    """Return the ops and sizes of which every rank has recorded the same number of calls. Collective."""
     mine = {
         (op, nbytes): row["count"] for op, sizes in LOG.rows(lambda *_: {}).items() for nbytes, row in sizes.items()
     }
@@ -175,7 +175,7 @@ def _against(calls: list[float], fastest: list[float]) -> dict[str, Any]:
 
 
 def _unit_and_caller() -> str:
-    """The unit that a collective of an engine is for, where it is for one, and who asked for it."""
+    """Return the caller and, for a collective of an engine, the unit it is for."""
     for frame in itertools.islice(outwards(sys._getframe(1)), _DEEP):
         names, file = frame.f_code.co_varnames, frame.f_code.co_filename
         if ("unit" in names or file.endswith("unit.py")) and (title := unit_of(frame)):
@@ -184,7 +184,7 @@ def _unit_and_caller() -> str:
 
 
 def _caller() -> str:
-    """Name of the innermost function outside ``deepspeed.comm`` that is running."""
+    """Return the name of the innermost running function outside ``deepspeed.comm``."""
     frame = sys._getframe()
     while str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm") and frame.f_back is not None:
         frame = frame.f_back
@@ -197,7 +197,7 @@ LOG = CommsLog()
 
 
 def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
-    """An engine issues a collective: what to call when it was waited for, None when the log does not want it."""
+    """Start the clock of an engine's collective; call the result after the wait. None when the log does not want it."""
     wanted = world_size > 1 and LOG.wants(op, prof=False)
     caller = _unit_and_caller() if wanted and LOG.debug else None
     return LOG.started(op, numel * dtype.itemsize, caller, ranks=world_size) if wanted else None
@@ -211,7 +211,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Settings of the log; arguments win over the ``comms_logger`` block of ``deepspeed_config`` (dict or parsed)."""
+    """Configure the log; arguments win over the ``comms_logger`` block of ``deepspeed_config`` (dict or parsed)."""
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     block: Any = None
     if isinstance(deepspeed_config, Mapping):
@@ -234,7 +234,7 @@ def configure(
 
 @functools.cache
 def _summarize_at_end() -> None:
-    """Let rank 0 log the table when the program ends, unless all of it has been shown."""
+    """Register rank 0's table for the end of the program, unless all of it has been shown."""
 
     def summarize() -> None:
         if rank() == 0 and LOG.count() > LOG.shown:

@@ -23,7 +23,7 @@ AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
 
 
 class Rendezvous(NamedTuple):
-    """Who this process is and where ranks meet. ``port`` None: alone. ``local_size`` None: not known."""
+    """Identity of this process, and where ranks meet. ``port`` None: alone. ``local_size`` None: not known."""
 
     rank: int
     world_size: int
@@ -34,7 +34,7 @@ class Rendezvous(NamedTuple):
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks are known to be on this machine."""
+        """Tell whether all ranks are known to be on this machine."""
         return self.world_size in (1, self.local_size) or _leads_here(self.address)
 
 
@@ -96,7 +96,7 @@ def _leads_here(address: str) -> bool:
 
 
 def interface_with(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    """Name of the network interface that has ``address``; None for a loopback one, which reaches no other machine."""
+    """Return the network interface that has ``address``; None for a loopback one, which reaches no other machine."""
     if _leads_here(address):
         return None
     # the system writes a link-local IPv6 address as address%interface
@@ -104,7 +104,7 @@ def interface_with(address: str, interfaces: Mapping[str, Iterable[str]]) -> str
 
 
 def first_host(nodelist: str) -> str:
-    """First machine of a Slurm node list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
+    """Return the first machine of a Slurm node list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
     match = re.match(r"(?:[^,\[\]\s]|\[\d[^\]]*\])+", nodelist.strip())
     if match is None:
         raise DeepSpeedConfigError(f"the node list {nodelist!r} names no machine; set MASTER_ADDR to that of rank 0")
@@ -112,7 +112,7 @@ def first_host(nodelist: str) -> str:
 
 
 def job_port(identity: str) -> int | None:
-    """Port that follows from a job's identity, such as ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``: 20000 + (its digits read
+    """Derive a port from a job's identity, such as ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``: 20000 + (its digits read
     as one number) mod 9973, None without a digit. All ranks compute the same one, and neighbouring jobs never meet.
     """
     digits = re.sub(r"\D", "", identity)
@@ -120,17 +120,17 @@ def job_port(identity: str) -> int | None:
 
 
 def is_azure(env: Env) -> bool:
-    """Whether this is an Azure ML job, whose machines are named by the batch service."""
+    """Tell whether this is an Azure ML job, whose machines are named by the batch service."""
     return bool(env.get("AZUREML_EXPERIMENT_ID")) and not env.get("DLTS_JOB_ID")
 
 
 def _speaking(env: Env, rank: int, world_size: int) -> list[_Scheduler]:
-    """Schedulers whose variables are about this very process, not about one that started it."""
+    """Return the schedulers whose variables describe this very process, not one that started it."""
     return [row for row in _SCHEDULERS if env.get(row.rank) == str(rank) and env.get(row.world_size) == str(world_size)]
 
 
 def _address(env: Env, scheduler: _Scheduler | None, *, one_machine: bool) -> str | None:
-    """Where rank 0 is; None when nothing says so."""
+    """Return the address of rank 0; None when no variable tells it."""
     azure = env if is_azure(env) else {}
     if address := env.get("MASTER_ADDR"):
         return address
@@ -146,7 +146,7 @@ def _address(env: Env, scheduler: _Scheduler | None, *, one_machine: bool) -> st
 
 
 def _port(env: Env, scheduler: _Scheduler | None, port: int, *, one_machine: bool) -> int:
-    """MASTER_PORT, else a ``port`` that the program chose, else one that follows from the job, else the usual one."""
+    """Return MASTER_PORT, else a ``port`` that the program chose, else one derived from the job, else the usual one."""
     if env.get("MASTER_PORT"):
         return _integer(env, "MASTER_PORT", least=1, most=65535)
     if port != TORCH_DISTRIBUTED_DEFAULT_PORT:
@@ -158,7 +158,7 @@ def _port(env: Env, scheduler: _Scheduler | None, port: int, *, one_machine: boo
 
 
 def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) -> Rendezvous:
-    """What ``env`` says of a rank of a client's process group; where it is silent, ranks count round ``devices``."""
+    """Describe a rank of a client's process group by ``env``; local ranks not set there count round ``devices``."""
     speaking = _speaking(env, rank, world_size)
     local_rank = _optional(env, "LOCAL_RANK", *(row.local_rank for row in speaking))
     if world_size == 1:  # what a launcher left of other ranks is not about this process
@@ -173,7 +173,7 @@ def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) ->
 
 
 def scheduled(env: Env) -> tuple[int, int] | None:
-    """Rank and number of ranks by MPI's or Slurm's variables, or None; DeepSpeedConfigError for contradictions."""
+    """Return rank and number of ranks by MPI's or Slurm's variables, or None. Contradictions: DeepSpeedConfigError."""
     # Slurm's rank without a size is no sign of anything but a batch script.
     rows = [row for row in _SCHEDULERS if env.get(row.rank) and (env.get(row.world_size) or row.name != "Slurm")]
     if not rows:
@@ -194,7 +194,7 @@ def scheduled(env: Env) -> tuple[int, int] | None:
 def discover(
     env: Env, port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, auto_mpi_discovery: bool = True, devices: Count = lambda: 1
 ) -> Rendezvous:
-    """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
+    """Identify this process by ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
 
     ``port`` is used when nothing names another; ``devices`` as in ``adopted``. Raises DeepSpeedConfigError, which names
     the variable, when variables are missing or contradict.

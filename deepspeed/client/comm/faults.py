@@ -1,4 +1,4 @@
-"""How an error of the configuration or of a call, or Ctrl-C, ends a script: once, without our frames, but at DEBUG."""
+"""End a script on an error of the configuration or of a call, or Ctrl-C: once, without our frames, but at DEBUG."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ _FIRST_S = 2.0  # how long others wait for the first rank to say the same
 
 
 def _of_users(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` without what is neither the user's nor of a library that the user calls."""
+    """Return ``trace`` with only the frames of the user."""
     if trace is None:
         return None
     rest = _of_users(trace.tb_next)
@@ -53,7 +53,7 @@ def _of_ended(reports: list[RankReport]) -> RankFailedError:
 
 
 def _speaks(error: BaseException) -> bool:
-    """Whether this rank says ``error``: the first does, others where the first does not end with the same."""
+    """Tell whether this rank reports ``error``: the first does, others where the first does not end with the same."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return True
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
@@ -74,7 +74,7 @@ def _speaks(error: BaseException) -> bool:
 
 @functools.cache
 def show_plainly() -> None:
-    """Let uncaught errors of this kind end the script so; once in a process."""
+    """Install a hook that reports uncaught errors of this kind plainly; once in a process."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

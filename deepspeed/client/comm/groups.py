@@ -27,7 +27,7 @@ _WHAT = ("group", "world_size", "rank")
 
 
 class _Registered:
-    """The mpu given to ``initialize``, and how the latest engine cuts the ranks, for getters without an engine."""
+    """State of the getters without an engine: the mpu given to ``initialize``, and the latest engine's topology."""
 
     mpu: Any = None
     topology: Topology | None = None
@@ -39,31 +39,31 @@ def register_mpu(mpu: Any) -> None:
 
 
 def forget_mpu(mpu: Any) -> None:
-    """The engine that it was given for has ended; nothing happens when another one has come."""
+    """Forget ``mpu``, whose engine has ended, unless another one has been registered."""
     if _Registered.mpu is mpu:
         _Registered.mpu = None
 
 
 def register_topology(topology: Topology | None) -> None:
-    """Let the getters cut the ranks so; None: the whole world is data parallel."""
+    """Let the getters use ``topology``; None: the whole world is data parallel."""
     _Registered.topology = topology
 
 
 def forget_topology(topology: Topology | None) -> None:
-    """Its engine has ended: the whole world is data parallel again, unless another one has come."""
+    """Forget ``topology``, whose engine has ended, unless another is registered: the world is data parallel again."""
     if _Registered.topology is topology:
         _Registered.topology = None
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Deprecated: remembers ``mpu``; expert parallelism (``ep_size`` > 1) is not in this release."""
+    """Register ``mpu`` (deprecated); expert parallelism (``ep_size`` > 1) is not in this release."""
     if ep_size != 1:
         raise_not_yet(f"groups.initialize(ep_size={ep_size})", "Use ep_size=1.")
     register_mpu(mpu)
 
 
 def _axis(family: str, group_name: str | None) -> Axis:
-    """``family`` as this rank sees it; ``group_name`` of experts is ``ep_size_<N>``."""
+    """Return the axis of ``family`` at this rank; ``group_name`` of experts is ``ep_size_<N>``."""
     require_group("deepspeed.utils.groups")
     world = tuple(range(dist.get_world_size()))
     cut = _Registered.topology
@@ -78,7 +78,7 @@ def _axis(family: str, group_name: str | None) -> Axis:
 
 
 def _answer(family: str, what: str, group_name: str | None = None) -> Any:
-    """``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
+    """Return ``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
     for name in (family, _ALIASES.get(family, family)):
         if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
             return getter()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The L2 norm of everything, from the L2 norms of its parts."""
+    """Return the L2 norm of a whole from the L2 norms of its parts."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 

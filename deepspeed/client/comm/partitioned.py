@@ -10,9 +10,9 @@ from deepspeed.comm.differentiable import bounds, widths
 
 
 class PartitionedTensor:
-    """Flat, cut into as many parts as ``group`` has ranks, of which the first ``numel % ranks`` have one element more.
+    """Flat tensor, split into one part per rank of ``group``; the first ``numel % ranks`` parts have one element more.
 
-    ``partition_meta``: what ``to_meta`` gave elsewhere; then ``tensor`` is this rank's part already. Without it
+    ``partition_meta``: result of ``to_meta`` elsewhere; then ``tensor`` is this rank's part already. Without it
     ``tensor`` is the same whole tensor on every rank. ``full`` is collective over the group.
     """
 
@@ -30,12 +30,12 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None) -> Any:
-        """The tensor whose ``to_meta`` is ``meta``; ValueError where it was cut for another number of ranks."""
+        """Make the tensor whose ``to_meta`` is ``meta``; ValueError where it was split for another number of ranks."""
         return cls(local_part if device is None else local_part.to(device), group, meta)
 
     @property
     def partition(self) -> list[int]:
-        """Where the parts begin, and behind the last one the end."""
+        """Return the first index of each part, and the end of the last."""
         return bounds(torch.Size(self.orig_size).numel(), self.num_parts)
 
     full_size = answers("orig_size", "The whole tensor's shape.")
@@ -43,12 +43,12 @@ class PartitionedTensor:
     data = answers("local_data", "This rank's part, which others may have to be sent.")
 
     def to_meta(self) -> torch.Tensor:
-        """int64: number of dimensions, shape, number of parts, this rank, and where the parts begin."""
+        """Return int64: number of dimensions, shape, number of parts, this rank, and the bounds of the parts."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.int64, device=self.local_data.device)
 
     def full(self, device: Any = None) -> torch.Tensor:
-        """The whole tensor, from all ranks of the group. Collective."""
+        """Return the whole tensor, gathered from all ranks of the group. Collective."""
         lengths = widths(self.partition)
         padded = self.local_data.new_zeros(max(lengths, default=0))
         padded[: self.local_data.numel()] = self.local_data

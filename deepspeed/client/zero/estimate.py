@@ -19,7 +19,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Needs with everything sharded, in bytes: host memory of a node, a device, the largest layer's part of that."""
+    """Return bytes with everything sharded: host memory of a node, a device, the largest layer's part of that."""
     largest = 4 * largest_layer_params
     unsharded = 0 if zero_init else 4 * total_params * num_gpus_per_node  # each process builds the whole model first
     # Bytes a parameter that a device holds, and the host.
@@ -36,7 +36,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Needs with gradients and optimizer states sharded, in bytes: host memory of a node, a device."""
+    """Return bytes with gradients and optimizer states sharded: host memory of a node, a device."""
     params, devices = total_params, num_gpus_per_node * num_nodes
     if cpu_offload:
         return int(params * max(4 * devices, 16) * additional_buffer_factor), 2 * params
@@ -44,7 +44,7 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
-    """Parameters of ``model`` and of its largest layer; shared ones count once, sharded ones in full."""
+    """Count the parameters of ``model`` and of its largest layer; shared ones once, sharded ones in full."""
 
     def numel(module: torch.nn.Module, *, recurse: bool) -> int:
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters(recurse=recurse))

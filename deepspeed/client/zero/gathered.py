@@ -1,4 +1,4 @@
-"""Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
+"""Full values of sharded parameters for a while: in GatheredParameters, or in a whole model for generation."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -25,16 +25,16 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 
 class GatheredParameters:
-    """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
+    """Gather the full values of the parameters on every rank inside the context; release sharded ones at its end.
 
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
-    read only, an edit (with ``enable_sanity_checks`` any write) is a UsageError on every rank. ``modifier_rank`` r:
-    what global rank r holds at exit wins everywhere, masters included. Collective at both ends (a reading one inside a
+    read only, an edit (with ``enable_sanity_checks`` any write) is a UsageError on every rank. ``modifier_rank`` r: the
+    values of global rank r at exit win everywhere, masters included. Collective at both ends (a reading one inside a
     forward, which other ranks may skip, at none, and edits are writes of the forward); when a rank raises inside,
     nothing is written back and the others raise a UsageError that names it. A step inside shows its new values.
 
-    What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a
-    forward keeps its values after the exit; it costs the memory of the parameter's whole unit until the last such alias
+    Aliases of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) taken in a context opened outside a
+    forward keep their values after the exit; they cost the memory of the parameter's whole unit until the last alias
     is gone. ``layers_whole`` False: of layers that tensor-parallel ranks share each has its part, as in a forward.
     """
 
@@ -95,7 +95,7 @@ class GatheredParameters:
             self._saving.__enter__()
 
     def _await_updates(self, units: list[Unit]) -> None:
-        """What has become of an update on one rank all raise, before any of them gathers."""
+        """Wait for pending updates before any rank gathers; raise the error of one rank's update on all."""
         for runtime in dict.fromkeys(map(runtime_of, units)):
             if runtime is None or runtime.may_fetch_on_demand():
                 continue
@@ -110,7 +110,7 @@ class GatheredParameters:
                 runtime.update.wait_together(units=theirs, groups=(mesh.zero,), once=asked)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd saves of a parameter is read after the release: of a view of a full buffer save the place."""
+        """Save the place of a view of a full buffer instead of the tensor, as autograd reads it after the release."""
         storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         for unit in self._units if storage else ():
             if unit.movable and storage == unit.buffer.full.data_ptr():
@@ -144,7 +144,7 @@ class GatheredParameters:
             self._units, self._marks, self._writes = [], {}, {}
 
     def _failures(self, fault: Exception | None) -> dict[int, str]:
-        """Rank -> its fault. A rank that raised serves those still in contexts that it has left. Collective."""
+        """Return faults by rank. A rank that raised serves those still in contexts that it has left. Collective."""
         failed: dict[int, str] = {}
         for mesh, keeper in {id(u.mesh): (u.mesh, u.keeper) for u in self._units}.values():
             group = mesh.control or mesh.zero
@@ -152,7 +152,7 @@ class GatheredParameters:
         return failed
 
     def _fault(self) -> UsageError | None:
-        """What is wrong with the parameters as this rank leaves them."""
+        """Return the error about the parameters as this rank leaves them, or None."""
         # By something else than a step or a context with a modifier rank.
         same = {u: sums for u, (version, sums) in self._marks.items() if u.version == version}
         edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.buffer.full), sums)]
@@ -210,7 +210,7 @@ class GatheredParameters:
 
 
 def _is_cut(param: nn.Parameter) -> bool:
-    """Whether it belongs to a model that is more than this rank has at rest."""
+    """Tell whether the parameter belongs to a model of which this rank holds a part."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
     return unit is not None and (hasattr(param, "ds_id") or unit.mesh.tp.size > 1)
 
@@ -225,11 +225,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The counterpart of ``register_external_parameter``."""
+    """Revoke ``register_external_parameter``; accepted and not needed."""
     register_external_parameter(module, parameter)
 
 
 def unwrap_model_for_generation(model: Any) -> AbstractContextManager[nn.Module]:
-    """``engine.unsharded()``; a ``model`` that is no engine is handed back as it is."""
+    """Return ``engine.unsharded()``; a ``model`` that is no engine is yielded as it is."""
     unsharded = model.unsharded() if getattr(model, "_offload", None) is not None else nullcontext(model)
     return cast(AbstractContextManager[nn.Module], unsharded)

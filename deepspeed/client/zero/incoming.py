@@ -29,14 +29,14 @@ _LOADER = "_load_state_dict_into_zero3_model"  # of transformers.modeling_utils
 
 
 class TensorOfFile(torch.Tensor):
-    """A whole tensor of a state dict, of which ``copy_`` into a parameter that waits for it takes note alone."""
+    """Whole tensor of a state dict; ``copy_`` into a parameter that waits for it only notes the file's part."""
 
     _ds_file: FilePart
     _ds_before: int  # the version with the values of the file
 
     @property
     def unchanged(self) -> bool:
-        """Whether nothing has been written to it."""
+        """Tell whether the tensor has not been written to."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._version == self._ds_before
 
@@ -52,7 +52,7 @@ class TensorOfFile(torch.Tensor):
 
 
 def incoming_of(params: Iterable[torch.Tensor]) -> "Incoming | None":
-    """The load that is under way into the shards of all of ``params``."""
+    """Return the load in progress into the shards of all of ``params``, if there is one."""
     loads = {id(i): i for p in params for i in (getattr(_keeper(p), "incoming", None),)}
     return next(iter(loads.values())) if len(loads) == 1 else None
 
@@ -62,7 +62,7 @@ def _keeper(param: torch.Tensor) -> Any:
 
 
 class Incoming:
-    """One load: what is copied from where, and what was sent instead."""
+    """Load in progress: which parameter is read from which part of a file, and which was sent instead."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -74,7 +74,7 @@ class Incoming:
         self.read_bytes = self.sent_bytes = 0
 
     def wrap(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with its tensors as such of files, where every rank sees these. Collective."""
+        """Return ``state`` with its tensors as TensorOfFile, where every rank sees their files. Collective."""
         tensors = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and not t.is_meta}
         parts = parts_of(tensors, self._mesh)
         wanted = {part.path: part.identity for part in parts.values()}
@@ -102,7 +102,7 @@ class Incoming:
         unit.pin()
 
     def note(self, param: torch.Tensor, values: TensorOfFile) -> bool:
-        """``values`` are to be those of ``param``; False where they have to be copied now."""
+        """Note that ``param`` takes the file's part of ``values``; False where the values have to be copied now."""
         unit: Unit = param._ds_unit  # type: ignore[attr-defined]
         if unit not in self._open or not any(param is p for p in unit.params):
             return False
@@ -110,7 +110,7 @@ class Incoming:
         return True
 
     def close(self, params: list[nn.Parameter], modifier: int, send: Callable[[nn.Parameter], None]) -> None:
-        """Bring ``params`` what the rank ``modifier`` was given: by reading, or with ``send``. Collective."""
+        """Fill ``params`` with the values of rank ``modifier``: by reading, or with ``send``. Collective."""
         group = self._mesh.zero
         chosen = collectives.gather_objects([self._way(p) for p in params], group)[group.ranks.index(modifier)]
         fault: Exception | None = None
@@ -146,7 +146,7 @@ class Incoming:
 
 
 def _loads_plainly(module: nn.Module) -> bool:
-    """Whether each of its parameters is loaded by one ``copy_`` of all of it, and nothing else."""
+    """Tell whether each of its parameters is loaded by one ``copy_`` of all of it, and nothing else."""
     function = getattr(module._load_from_state_dict, "__func__", None)
     return function is nn.Module._load_from_state_dict and not module._load_state_dict_pre_hooks
 
@@ -163,7 +163,7 @@ def _say(nbytes: int, why: str) -> None:
 
 
 def follow_transformers() -> None:
-    """Have the next load of transformers into a model born in shards go by ``Incoming``, if it loads as is known."""
+    """Route the next load of transformers into a model born in shards through ``Incoming``, if its loader is known."""
     client = sys.modules.get("transformers.modeling_utils")
     plain = getattr(client, _LOADER, None)
     if plain is None or hasattr(plain, "__wrapped__"):

@@ -68,7 +68,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class Init:
-    """Context manager; see the module's docstring. ``module`` given: its parameters are cut at once.
+    """Shard a model's parameters during construction; see the module's docstring. ``module``: sharded at once.
 
     ``config_dict_or_path`` decides the dtype (bf16 or fp16 when enabled, else fp32) unless ``dtype`` is given. The
     shards rest where ``remote_device`` ("cpu", "nvme") says, else where the configuration's ``offload_param`` does;
@@ -221,12 +221,12 @@ class Init:
             )
 
     def cut_copy(self, param: nn.Parameter, unit: Unit) -> nn.Parameter:
-        """``param``, a whole copy of the one of ``unit``, as this rank's shard of it."""
+        """Shard ``param``, a whole copy of the parameter of ``unit``; it becomes this rank's shard."""
         self._cut(param, unit.name, unit.dtype)
         return param
 
     def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
-        """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
+        """Turn one whole parameter into this rank's shard, in ``dtype``, with the values of rank 0."""
         layout = build_layout([(name, tuple(param.shape), 0)], self.mesh.zero.size, Granularity.ELEMENT)
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
@@ -257,7 +257,7 @@ class Init:
         return True
 
     def _cut_dirty(self, keep: int = 0, keep_numel: int = -1) -> None:
-        """Cut what was touched again, but for the latest: so many, and more as long as they are not larger."""
+        """Shard units touched again, oldest first, down to ``keep`` units, or to ``keep_numel`` elements in all."""
         while len(self._dirty) > keep and sum(u.layout.numel for u in self._dirty) > keep_numel:
             unit = self._dirty.pop(0)
             unit.drop_user()
@@ -275,11 +275,11 @@ class Init:
         return 0  # constructors gather in one order
 
     def before_update(self) -> None:
-        """Nobody copies what rests here."""
+        """Do nothing: no save copies the shards of this context."""
 
 
 def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
-    """Where shards wait for ``initialize``, and the sizes that belong to it."""
+    """Return the tier where shards wait for ``initialize``, and the offload plan. UsageError for other tiers."""
     offload = make_plan(cfg, world_size).offload if cfg is not None else OffloadPlan()
     wanted = remote_device or ("none" if cfg is None else cfg.zero.param_tier.value)
     if wanted not in TIERS:
@@ -294,7 +294,7 @@ def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_siz
 
 
 def shutdown_init_context() -> Init | None:
-    """Suspend the context in force (initialize does this); returns it for ``restore_init_context``."""
+    """Suspend the active context (initialize does this); return it for ``restore_init_context``."""
     active = Init._active
     if active is not None:
         active._stop()
@@ -303,7 +303,7 @@ def shutdown_init_context() -> Init | None:
 
 
 def restore_init_context(active: Init | None = None) -> None:
-    """Resume what ``shutdown_init_context`` suspended."""
+    """Resume the context that ``shutdown_init_context`` suspended."""
     if active is not None and Init._active is None:
         Init._active = active
         active._start()

@@ -9,17 +9,17 @@ _Labels = str | Iterable[str]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    """True when ``module`` is marked."""
+    """Tell whether ``module`` is marked."""
     return bool(getattr(module, "_z3_leaf", False))
 
 
 def z3_leaf_parameter(param: nn.Parameter) -> bool:
-    """True when ``param`` lies in a module that was marked when the engine was built."""
+    """Tell whether ``param`` lies in a module that was marked when the engine was built."""
     return bool(getattr(param, "ds_z3_leaf_module", None))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All marked modules of ``model``."""
+    """Return all marked modules of ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -31,7 +31,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def _mark(
     model: nn.Module, matches: Callable[[str, nn.Module], bool], *, flag: bool, required: tuple[str, Any] | None
 ) -> list[nn.Module]:
-    """Mark (or unmark) what ``matches``; ``required`` (what of a module, the values asked for): there must be one."""
+    """Mark (or unmark) modules that match. With ``required`` (kind, values asked for) ValueError if none does."""
     chosen = [module for name, module in model.named_modules() if matches(name, module)]
     for module in chosen:
         set_z3_leaf_module(module, flag)

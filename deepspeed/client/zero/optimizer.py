@@ -13,7 +13,7 @@ from deepspeed.zero.optim_view import OptimView
 
 
 def _of(holder: str, name: str) -> Any:
-    """A property that is the attribute ``name`` of the attribute ``holder``."""
+    """Make a property that is the attribute ``name`` of the attribute ``holder``."""
     return property(
         lambda self: getattr(getattr(self, holder), name),
         lambda self, value: setattr(getattr(self, holder), name, value),
@@ -21,7 +21,7 @@ def _of(holder: str, name: str) -> Any:
 
 
 class DeepSpeedOptimizer:
-    """Base of what clients get; ``.optimizer`` is their own object, and the methods of ``engine`` do the work."""
+    """Base of the optimizers clients get; ``.optimizer`` is their own object, and methods of ``engine`` do the work."""
 
     param_groups: list[dict[str, Any]] = _of("optimizer", "param_groups")
     state: Any = _of("optimizer", "state")
@@ -37,17 +37,17 @@ class DeepSpeedOptimizer:
     dynamic_loss_scale = property(lambda self: self._engine.dynamic_loss_scale())
 
     def needs_scaler(self) -> bool:
-        """Whether a loss has to go through ``engine.scale`` before a backward of the client's own."""
+        """Tell whether a loss has to go through ``engine.scale`` before a backward of the client's own."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update with the gradients at hand (clients without the engine's ``step`` call this). Collective."""
+        """Update once with the gradients at hand (clients without the engine's ``step`` call this). Collective."""
         loss = closure() if closure is not None else None
         self._engine._update()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raise: where each parameter's state lives is settled by ``initialize``."""
+        """Raise UsageError: the place of each parameter's state is settled by ``initialize``."""
         raise UsageError(
             "add_param_group() after deepspeed.initialize is not possible: sharded state cannot grow. Put all "
             "parameters into it before (lr 0 keeps a group still), or destroy the engine and initialize again"
@@ -61,7 +61,7 @@ class DeepSpeedOptimizer:
         return self._engine.backward(loss, retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
+        """Return this rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
         with self._engine._whole_state():
             base = self.optimizer.state_dict()
         places = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
@@ -80,7 +80,7 @@ class DeepSpeedOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Restore what ``state_dict`` gave on this rank under this layout, else ValueError. Collective."""
+        """Restore the result of ``state_dict`` on this rank under this layout, else ValueError. Collective."""
         engine, saved = self._engine, state["fp32_flat"]
         if [tuple(a.shape) for a in saved] != [tuple(v.param.shape) for v in self._views]:
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model)")
@@ -99,9 +99,9 @@ class DeepSpeedOptimizer:
         engine.runtime.publish(engine.runtime.units)
 
     def refresh_fp32_params(self) -> None:
-        """Let masters follow 16-bit parameters that were written to through ``.data`` after the first update: torch
-        does not count that, and the next update would undo it. Where the rounded master is what stands there it keeps
-        its bits. Call it behind the edit, before ``step``; nothing is to be done where parameters are sharded or fp32.
+        """Update masters from 16-bit parameters that were written through ``.data`` after the first update: torch does
+        not count such a write, and the next update would undo it. A master that rounds to the parameter's value keeps
+        its bits. Call it after the edit, before ``step``; does nothing where parameters are sharded or fp32.
         Raises UsageError inside a forward or backward, and under ``delayed_update``.
         """
         self._engine._follow_data()
@@ -119,19 +119,19 @@ class DeepSpeedOptimizer:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """An optimizer whose state is sharded over ranks."""
+    """Optimizer whose state is sharded over ranks."""
 
     _masters = property(lambda self: [v.param for v in self._views])  # this rank's fp32 master ranges
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Optimizer state sharded, parameters whole on every rank."""
+    """Optimizer with sharded state; parameters are whole on every rank."""
 
     single_partition_of_fp32_groups = ZeROOptimizer._masters
 
 
 class DeepSpeedZeRoOffload:
-    """The hooks of a sharded model as clients manage them: lists of removable handles and a way to put them back.
+    """Hooks of a sharded model as clients manage them: lists of removable handles and a way to put them back.
 
     It is its own ``param_coordinator``, through which clients invalidate the fetch trace; here traces heal themselves.
     """
@@ -147,7 +147,7 @@ class DeepSpeedZeRoOffload:
             part.ds_external_parameters = tuple  # type: ignore[assignment]
 
     def forget(self) -> None:
-        """Take back what was put on the modules."""
+        """Remove the attributes that were put on the modules."""
         for part in self.module.modules():
             part.__dict__.pop("ds_external_parameters", None)
 
@@ -160,7 +160,7 @@ class DeepSpeedZeRoOffload:
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Parameters, gradients and optimizer state sharded."""
+    """Optimizer with sharded parameters, gradients and state."""
 
     parameter_offload: DeepSpeedZeRoOffload
     fp32_partitioned_groups_flat = ZeROOptimizer._masters
@@ -169,7 +169,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 def wrap_optimizer(
     optimizer: torch.optim.Optimizer, engine: Any, views: list[OptimView], *, offload: DeepSpeedZeRoOffload
 ) -> DeepSpeedOptimizer:
-    """The wrapper class clients expect for this plan."""
+    """Wrap ``optimizer`` in the class that clients expect for this plan."""
     plan = engine.runtime.plan.regular
     if plan.param.sharded:
         wrapped = DeepSpeedZeroOptimizer_Stage3(optimizer, engine, views)

@@ -26,9 +26,9 @@ _MASTER, _GRAD = object(), object()  # as ``what``; every other is the name of a
 
 @dataclass(frozen=True)
 class _Opened:
-    """What this rank has of one state of a parameter: ``pieces`` (first element in the parameter, flat values).
+    """Local part of one state of a parameter: ``pieces`` (first element in the parameter, flat values).
 
-    They mean ``factor`` times as much. ``present``: whether this rank has the slot; None for what all have or none.
+    True values are ``factor`` times the pieces. ``present``: whether this rank has the slot; None if all ranks agree.
     """
 
     unit: Unit
@@ -40,7 +40,7 @@ class _Opened:
     present: bool | None = None
 
     def whole(self) -> torch.Tensor:
-        """The full tensor, from every rank's pieces (one all-reduce of its size)."""
+        """Return the full tensor, from every rank's pieces (one all-reduce of its size)."""
         full = torch.zeros(self.segment.numel, dtype=self.dtype, device=self.unit.device)
         axes = zip(self.unit.plan.of(self.kind).spread, self.unit.facts.axes, strict=False)
         if all(way is Spread.SHARDED or axis.index == 0 for way, axis in axes):  # of equal copies the first counts
@@ -54,7 +54,7 @@ class _Opened:
 def _opened(
     param: nn.Parameter, what: object, *, together: bool = False, write: bool = False
 ) -> Iterator[_Opened | None]:
-    """A state of ``param`` in memory for a while, wherever it rests, or None. ``together``: all ranks do this."""
+    """Open a state of ``param`` in memory, wherever it rests; yields None without one. ``together``: on all ranks."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
     runtime = runtime_of(unit) if unit is not None else None
     with torch.no_grad():
@@ -87,7 +87,7 @@ def _opened(
 
 
 def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write: bool) -> _Opened:
-    """The optimizer's slots ``key`` of every view of this rank that covers part of the parameter."""
+    """Open the optimizer's slots ``key`` of every view of this rank that covers part of the parameter."""
     runtime, pieces, present = runtime_of(unit), [], False
     assert runtime is not None, f"unit {unit.name} belongs to no living engine"
     for view in unit.views:
@@ -114,7 +114,7 @@ def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
 
 
 def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool) -> _Opened | None:
-    """Write ``value``, the whole tensor or this rank's part, into a state of ``param``; what was written to."""
+    """Write ``value``, the whole tensor or this rank's part, to a state of ``param``; return that state."""
     with _opened(param, what, write=True, together=whole) as state:
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
@@ -130,12 +130,12 @@ def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool)
 
 
 def _part(value: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """This rank's part of the full ``value`` of a parameter that tensor-parallel ranks share."""
+    """Return this rank's part of the full ``value`` of a parameter that tensor-parallel ranks share."""
     return value if segment.place is None else part_of(value.view(segment.whole_shape), segment.place)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The full fp32 master of ``param``, or None when it is not optimised. Collective."""
+    """Return the full fp32 master of ``param``, or None when it is not optimised. Collective."""
     return _full(param, _MASTER)
 
 
@@ -157,7 +157,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The full averaged, unscaled fp32 gradient from a window's last backward to the step; else None. Collective."""
+    """Return the full averaged, unscaled fp32 gradient; None outside a window's last backward..step. Collective."""
     if getattr(param, "_ds_unit", None) is None:
         return getattr(param, "grad", None)
     return _full(param, _GRAD)
@@ -179,7 +179,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The full tensor of an optimizer slot (``exp_avg``, ...) of ``param``; None when there is none yet. Collective."""
+    """Return the full optimizer slot (``exp_avg``, ...) of ``param``; None when there is none yet. Collective."""
     return _full(param, optim_state_key)
 
 
@@ -189,7 +189,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the fp32 master; a copy if it rests on a drive, or updates begin beside the backward."""
+    """Return this rank's part of the fp32 master; a copy if on a drive, or if updates begin beside the backward."""
     with _opened(param, _MASTER) as master:
         if master is None:
             return None
@@ -198,13 +198,13 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the averaged, unscaled gradient (not yet divided by tokens); None outside backward..step."""
+    """Return this rank's averaged, unscaled gradient (not yet divided by tokens); None outside backward..step."""
     with _opened(param, _GRAD) as grad:
         return None if grad is None else grad.pieces[0][1] * grad.factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of one optimizer slot, or None when there is none yet."""
+    """Return this rank's part of one optimizer slot, or None when there is none yet."""
     with _opened(param, optim_state_key) as slots:
         if slots is None:
             return None

@@ -13,7 +13,7 @@ from deepspeed.pipe.partition import partition_uniform
 
 
 class TiledLinear(nn.Module):
-    """``torch.nn.Linear`` as ``in_splits`` x ``out_splits`` layers of ``linear_cls`` over slices of the features.
+    """Linear layer as ``in_splits`` x ``out_splits`` layers of ``linear_cls`` over slices of the features.
 
     x: (..., in_features), or with ``input_is_already_split`` its slices along the last dim -> (..., out_features), or
     without ``combine_out_splits`` a list of slices. ``init_linear``: a layer whose values are taken over. Further
@@ -53,12 +53,12 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, x: Any) -> Any:
-        """See the class."""
+        """Compute the layer; shapes as in the class."""
         outputs = [self._sum(row) for row in self._by_rows(x)]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     def _by_rows(self, x: Any) -> Iterator[list[Any]]:
-        """What the tiles of each row give."""
+        """Yield the outputs of the tiles of each row."""
         sizes = [stop - start for start, stop in self._columns]
         slices = list(x if self.input_is_already_split else x.split(sizes, dim=-1))
         if len(slices) != self.in_splits:
@@ -73,7 +73,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take over the values of ``other``, a layer of the same features. Collective where either is sharded."""
+        """Copy the values of ``other``, a layer of the same features. Collective where either is sharded."""
         weight: Any = other.weight
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = f"({self.out_features}, {self.in_features})"
@@ -88,10 +88,10 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same over layers that return (output without bias, bias), which it does, too."""
+    """Tiled linear layer over layers that return (output without bias, bias); returns such a pair, too."""
 
     def forward(self, x: Any) -> tuple[Any, Any]:
-        """See the class; the bias is None where the layers have none, and slices where the output is."""
+        """Return (output, bias); the bias is None where the layers have none, and slices where the output is."""
         rows = list(self._by_rows(x))
         outputs: Any = [self._sum([output for output, _ in row]) for row in rows]
         biases: Any = [row[-1][1] for row in rows] if self.use_bias else None

@@ -45,9 +45,9 @@ _FAREWELL_S = 1.5  # nodes that wait to be taken in look once a second
 
 
 class NodeAgent(SimpleElasticAgent):
-    """The ranks of one node, round after round. ``received`` are signals of this process that the ranks get too.
+    """Run the ranks of one node, round after round. ``received``: signals of this process, which the ranks get too.
 
-    ``guard`` watches this process from the start to the end, also while no rank runs; whoever made it dismisses it.
+    ``guard`` watches this process from the start to the end, also while no rank runs; its maker dismisses it.
     ``tells``: say on the terminal that a signal was received.
     """
 
@@ -167,7 +167,7 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def interrupt(self, number: int) -> None:
-        """This process was told to end; safe in a signal handler. Raises SignalException while it waits for others."""
+        """Note a signal to end; safe in a signal handler. Raises SignalException while waiting for other nodes."""
         self.received.append(number)
         if self._starting:
             raise SignalException(f"signal {number}", signal.Signals(number))
@@ -177,7 +177,7 @@ class NodeAgent(SimpleElasticAgent):
                 os.write(2, f"deepspeed: {signal.Signals(number).name} received; {wait}\n".encode())
 
     def _obey(self) -> None:
-        """Pass a received signal on, give the ranks their time, and leave. Raises SignalException then."""
+        """Forward a received signal, give the ranks their time, and leave. Raises SignalException then."""
         if not self.received:
             return
         number = self.received[0]
@@ -190,7 +190,7 @@ class NodeAgent(SimpleElasticAgent):
         raise SignalException(f"signal {number}", signal.Signals(number))
 
     def _ask(self, number: int) -> None:
-        """The job is to end: ranks of other nodes get ``number`` and their time."""
+        """End the job on all nodes: their ranks get ``number``, and time to end."""
         with contextlib.suppress(RuntimeError):  # the store is gone; the ranks of this node get theirs all the same
             self._membership.end_round(f"{ASKED}{number}")
             self._membership.set_closed()
@@ -210,9 +210,9 @@ class NodeAgent(SimpleElasticAgent):
         raise SignalException("preempted", signal.SIGTERM)
 
     def _end_ranks(self, number: int, grace_s: float) -> list[RankEnd]:
-        """Leave the ranks their time, after ``number`` if it is not 0; how those ended that did not return 0.
+        """Let the ranks end, after ``number`` if not 0, then kill; return the ends of ranks that did not return 0.
 
-        None of the round is known any more then: the numbers of its groups may come to be others'.
+        Forgets the round's ranks and process groups, whose numbers other processes may get.
         """
         ranks = self._ranks
         if ranks is None:
@@ -234,7 +234,7 @@ class NodeAgent(SimpleElasticAgent):
             time.sleep(0.02)
 
     def _cause(self, wait_s: float) -> Verdict:
-        """What ended this round, from what all nodes have said of it."""
+        """Return the verdict on what ended this round, from the reports of all nodes."""
         reports = self._membership.ends(wait_s)
         several = len(reports) > 1
         ends = [
@@ -245,7 +245,7 @@ class NodeAgent(SimpleElasticAgent):
         return judge(ends, [], show_traceback=True)
 
     def decide(self) -> Verdict:
-        """Run all rounds; the verdict on the job, which is that of all nodes."""
+        """Run all rounds; return the verdict on the job, which is that of all nodes."""
         try:
             result = self.run()
         except SignalException:
@@ -262,7 +262,7 @@ class NodeAgent(SimpleElasticAgent):
         return self._membership.agree_on(verdict)
 
     def _verdict_elsewhere(self) -> Verdict:
-        """What the node has said that ended the job."""
+        """Return the verdict of the node that ended the job."""
         if self._membership.outside:
             logger.info("the job has ended; it has not taken this node in")
         return self._membership.agreed(longest_end(self._job), lambda: bool(self.received))
@@ -275,12 +275,12 @@ class NodeAgent(SimpleElasticAgent):
 
 
 def longest_end(job: Job) -> float:
-    """Seconds that any node takes at most from the moment it knows that the job is to end."""
+    """Return the most seconds that any node takes to end, from the moment it knows that the job is to end."""
     return job.signal_grace + 2 * KILL_S + _TELL_S
 
 
 def _join(job: Job, node_rank: int, *, runner: str) -> Store:
-    """The store in which the nodes meet: node 0's, or the command's over ssh."""
+    """Return the store in which the nodes meet: node 0's, or the command's over ssh."""
     if node_rank == 0 and runner != "ssh":
         return bind_store(job.master_addr, job.master_port)
     await_port(job.master_addr, job.master_port, join_limit())
@@ -354,7 +354,7 @@ def _decided(agent: NodeAgent) -> Verdict:
 
 
 def _part(agent: NodeAgent, membership: Membership, wait_s: float) -> None:
-    """Leave the others their time, where the store goes with this process; one more signal ends that."""
+    """Leave the job: give the others their time, where the store goes with this process; one more signal ends that."""
     heard = len(agent.received)
     with contextlib.suppress(RuntimeError):
         if membership.leave(wait_s, lambda: len(agent.received) > heard) and wait_s:

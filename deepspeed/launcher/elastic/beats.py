@@ -13,15 +13,15 @@ _BUSY_S = 3 * BEAT_S  # what a beat may come late on a machine that is busy with
 
 
 def beat(store: Store, node: int) -> None:
-    """Say that ``node`` lives, with the time of its clock."""
+    """Record a beat of ``node``, with the time of its clock."""
     store.set(f"beat/{node}", repr(time.time()))
 
 
 class Beats:
-    """Those of one round: a thread says that ``node`` of ``nodes`` lives, and hears the others, until ``stop``.
+    """Beats of one round: a thread sends those of ``node`` and hears those of other ``nodes``, until ``stop``.
 
-    Each node must have given one ``beat`` before. ``silent``: of whom nothing has been heard for the limit. The first
-    such node that has not taken leave (``ended/NODE``) is the reason ``over`` of the round's end.
+    Each node must have given one ``beat`` before. ``silent``: nodes not heard for the limit. The first such node that
+    has not taken leave (``ended/NODE``) is the reason ``over`` of the round's end.
     """
 
     def __init__(self, store: Store, node: int, nodes: tuple[str, ...]) -> None:
@@ -34,11 +34,11 @@ class Beats:
             threading.Thread(target=self._run, args=(clone,), name="beats", daemon=True).start()
 
     def stop(self) -> None:
-        """Say and hear nothing any more."""
+        """Stop sending and hearing beats."""
         self._stopped.set()
 
     def ahead_s(self, node: int) -> float:
-        """How many seconds this node's clock is ahead of that of ``node``; 0 where both may show the same time."""
+        """Return how many seconds this node's clock is ahead of that of ``node``; 0 where both may show the same."""
         least_s = self._least_s.get(node, 0.0)  # and what that beat took to be heard
         return 0.0 if -0.5 * BEAT_S < least_s < _BUSY_S else least_s
 

@@ -47,7 +47,7 @@ _OVER, _CRASHES, _SAVED, _VERDICT = "over", "crashes", "saved", "verdict"
 
 
 def _answer(store: Store, key: str) -> bytes:
-    """What another node says, as soon as it does. Raises DistStoreError when that takes it longer than it may."""
+    """Wait for another node's value of ``key`` and return it. Raises DistStoreError after the limit."""
     until = time.monotonic() + silence_limit() + _JOIN_S
     while not store.check([key]):  # ``get`` would wait as well, but keeps the signs of life of this node waiting too
         if time.monotonic() > until:
@@ -58,7 +58,7 @@ def _answer(store: Store, key: str) -> bytes:
 
 @dataclass(frozen=True)
 class Round:
-    """One start of all ranks. ``world``: host -> its devices, in node order; ``number`` counts from 0."""
+    """Start of all ranks. ``world``: host -> its devices, in node order; ``number`` counts from 0."""
 
     number: int
     node: int
@@ -68,9 +68,9 @@ class Round:
 
 
 class Membership(RendezvousHandler):
-    """One node's part in the rendezvous, and in what is known of the job; used by the thread of its agent.
+    """Take part, for one node, in the rendezvous and the shared state of the job; used by the thread of its agent.
 
-    ``devices`` are all that the node has. ``note``: the file in which a rank leaves the newest checkpoint's name.
+    ``devices``: all devices of the node. ``note``: the file in which a rank leaves the newest checkpoint's name.
     """
 
     # Of the round that this node is in; they come together, with the first one.
@@ -117,7 +117,7 @@ class Membership(RendezvousHandler):
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """No round begins any more, unless this node has no say in that."""
+        """Close the rendezvous, so that no round begins any more, unless this node is outside the job."""
         if not self.outside:
             with contextlib.suppress(RendezvousError):  # the store is gone: what is asked of it next raises
                 self._inner.set_closed()
@@ -129,7 +129,7 @@ class Membership(RendezvousHandler):
         return self.outside or self._inner.shutdown()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The next round, with a number of ranks that is allowed. Raises UsageError when there never is one."""
+        """Return the next round, with an allowed number of ranks. Raises UsageError when there is none in time."""
         end, logged = time.monotonic() + join_limit(), ""
         if self._takes_part:
             self._checkpoints()  # what the round before saved last is not the next one's
@@ -159,7 +159,7 @@ class Membership(RendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(start.address, start.port))
 
     def num_nodes_waiting(self) -> int:
-        """1 when all ranks are to be started anew: this round is over elsewhere, or somebody joins after a save."""
+        """Return 1 when all ranks have to start anew: this round is over, or a node joins after a save; else 0."""
         saved = self._checkpoints()
         if self._wanted_since is not None and saved > self._wanted_since:
             self._lost = set()  # what was lost is tried again
@@ -175,39 +175,39 @@ class Membership(RendezvousHandler):
 
     @property
     def over(self) -> str:
-        """Why this round has ended, on some node; empty while it goes on."""
+        """Return why this round has ended, on some node; empty while it goes on."""
         known = self._takes_part and self._round_store.check([_OVER])
         return self._round_store.get(_OVER).decode() if known else ""
 
     def end_round(self, why: str) -> str:
-        """Have all nodes end this round; the reason that was given first."""
+        """End this round on all nodes; return the reason that was given first."""
         return self._round_store.compare_set(_OVER, "", why).decode()
 
     def end_well(self) -> bool:
-        """The ranks of this node have returned 0; whether those of all others have as well."""
+        """Record that all ranks of this node have returned 0; tell whether those of all other nodes have as well."""
         self._round_store.set(f"ended/{self.round.node}", "")
         return self._round_store.check([f"ended/{node}" for node in range(len(self.round.world))])
 
     def lose(self, local_ranks: list[int]) -> None:
-        """These ranks' devices are left out until the next checkpoint, but never all of the node."""
+        """Leave out the devices of these ranks until the next checkpoint, but never all of the node."""
         mine = self.round.world[list(self.round.world)[self.round.node]]
         self._lost |= {mine[local] for local in local_ranks}
         if self._lost >= set(self._devices):
             self._lost = set()
 
     def count_crash(self) -> int:
-        """Failed rounds one after the other without a checkpoint in between, this one included."""
+        """Count failed rounds in a row, this one included, without a checkpoint in between."""
         self._checkpoints()  # one may have been saved since the last look
         if self._job.add(f"crashed/{self.round.number}", 1) == 1:
             self._job.add(_CRASHES, 1)
         return int(self._job.add(_CRASHES, 0))
 
     def leave_ends(self, ends: list[dict[str, Any]]) -> None:
-        """How this node's ranks of the round have ended."""
+        """Publish how this node's ranks of the round have ended."""
         self._round_store.set(f"ends/{self.round.node}", json.dumps(ends))
 
     def ends(self, wait_s: float) -> dict[str, tuple[float, list[dict[str, Any]]]]:
-        """Host -> (its clock is so many seconds behind, how its ranks have ended), of nodes that say so in time."""
+        """Return host -> (seconds its clock is behind, ends of its ranks), for the nodes that report in time."""
         reports, until = dict[str, tuple[float, list[dict[str, Any]]]](), time.monotonic() + wait_s
         for node, host in enumerate(self.round.world):
             if self._awaited(f"ends/{node}", until, node):
@@ -216,22 +216,22 @@ class Membership(RendezvousHandler):
 
     @property
     def saved(self) -> str:
-        """The newest checkpoint of the job; empty while there is none."""
+        """Return the newest checkpoint of the job; empty while there is none."""
         return self._job.get(_SAVED).decode() if self._job.check([_SAVED]) else ""
 
     @property
     def outside(self) -> bool:
-        """Whether a job runs in which this node has had no part yet: how it fares is not the job's affair."""
+        """Tell whether a job runs in which this node has had no part yet: its failures do not concern the job."""
         return not self._takes_part and self._job.add("rounds", 0) > 0
 
     def agree_on(self, verdict: Verdict) -> Verdict:
-        """The first verdict of a node that takes part holds for all nodes."""
+        """Publish ``verdict`` unless another node came first; return the first one, which holds for all nodes."""
         if self.outside:
             return verdict
         return Verdict(*json.loads(self._job.compare_set(_VERDICT, "", json.dumps(astuple(verdict)))))
 
     def agreed(self, wait_s: float, stop: Callable[[], bool]) -> Verdict:
-        """That of the node which has closed the rendezvous and may still wait for its ranks; also after ``stop()``."""
+        """Wait for the verdict of the node that ended the job; a lost-host verdict after ``wait_s`` or ``stop()``."""
         until = time.monotonic() + wait_s
         while not self._job.check([_VERDICT]):
             if time.monotonic() > until or stop():
@@ -240,7 +240,7 @@ class Membership(RendezvousHandler):
         return Verdict(*json.loads(self._job.get(_VERDICT)))
 
     def leave(self, wait_s: float, stop: Callable[[], bool]) -> bool:
-        """This node's last word; wait for those of its round, until ``stop()``. Whether others may listen."""
+        """Publish this node's last word; wait for others' of the round, until ``stop()``; tell if any may listen."""
         if not self._takes_part:
             return self._limits.max_nodes > 1
         self._round_store.set(f"left/{self.round.node}", "")
@@ -251,7 +251,7 @@ class Membership(RendezvousHandler):
         return self._limits.max_nodes > 1
 
     def _awaited(self, key: str, until: float, node: int, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Whether there is ``key``, which ``node`` of this round is to set, at the moment ``until`` or before."""
+        """Wait for ``key`` of ``node`` until the time ``until``, its loss or ``stop()``; tell whether it is set."""
         while not self._round_store.check([key]):
             if time.monotonic() > until or node in self._beats.silent or stop():
                 return False
@@ -259,7 +259,7 @@ class Membership(RendezvousHandler):
         return True
 
     def _nobody(self) -> str:
-        """Why no round has begun in time."""
+        """Explain why no round has begun in time."""
         limit = f"within {join_limit():g} s (DS_JOIN_TIMEOUT_S)"
         if self.outside:
             return f"the job that runs has saved no checkpoint {limit}, at which it would take this node in; try again"
@@ -267,7 +267,7 @@ class Membership(RendezvousHandler):
         return f"fewer than {least} came together {limit}; start more in that time"
 
     def _divide(self, info: RendezvousInfo) -> Round | str:
-        """This round, or why it cannot be. All nodes come to the same."""
+        """Divide the ranks over the nodes: return the round, or why it cannot be. All nodes get the same result."""
         store, nodes = PrefixStore("deepspeed", info.store), range(info.world_size)
         left = [d for d in self._devices if d not in self._lost]
         beat(store, info.rank)
@@ -293,7 +293,7 @@ class Membership(RendezvousHandler):
         return Round(number, info.rank, world, address, port)
 
     def _checkpoints(self) -> int:
-        """How many checkpoints this round has saved; what a rank of this node has noted is passed on."""
+        """Count the checkpoints that this round has saved; publish a new one noted by a rank of this node."""
         try:
             with open(self._note, encoding="utf-8") as file:
                 newest = f"{os.fstat(file.fileno()).st_mtime_ns} {file.read()}"

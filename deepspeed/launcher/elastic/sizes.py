@@ -12,7 +12,7 @@ from deepspeed.errors import UsageError
 
 @dataclass(frozen=True)
 class Elastic:
-    """The limits of an elastic job. ``sizes``: the numbers of ranks it may have, ascending."""
+    """Limits of an elastic job. ``sizes``: the numbers of ranks it may have, ascending."""
 
     min_nodes: int
     max_nodes: int
@@ -20,12 +20,12 @@ class Elastic:
     max_restarts: int
 
     def largest(self, ranks: int, nodes: int = 1) -> int:
-        """The most allowed ranks of ``ranks`` that are there, at least one on each of ``nodes``; 0: none."""
+        """Return the largest allowed number of at most ``ranks`` ranks, at least one on each of ``nodes``; 0: none."""
         return max((size for size in self.sizes if nodes <= size <= ranks), default=0)
 
 
 def share_ranks(slots: Sequence[int], size: int) -> list[int]:
-    """``size`` ranks on nodes with so many ``slots``: those with most give up theirs first, and none all."""
+    """Share ``size`` ranks over nodes with ``slots``: the nodes with most slots give up theirs first, and none all."""
     shares = list(slots)
     while sum(shares) > size:
         most = max(shares)
@@ -34,16 +34,16 @@ def share_ranks(slots: Sequence[int], size: int) -> list[int]:
 
 
 def named_configs(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """File -> what the configurations named in a script's arguments (--deepspeed_config) say."""
+    """Return file -> content of the configurations named in a script's arguments (--deepspeed_config)."""
     line = [word for each in arguments for word in each.split("=", 1)]
     names = [line[i + 1] for i, word in enumerate(line[:-1]) if word in ("--deepspeed_config", "--deepscale_config")]
     return {name: read_config_source(name) for name in names if os.path.isfile(name)}
 
 
 def plan(options: Any, *, nodes: int, ranks: int) -> Elastic | None:
-    """The limits that the flags set for a job of ``nodes`` and ``ranks`` at most; None without --elastic_training.
+    """Return the limits set by the flags, for at most ``nodes`` and ``ranks``; None without --elastic_training.
 
-    Raises UsageError for limits without that flag, above each other, or that no number of ranks keeps the batch in.
+    Raises UsageError for limits without that flag, minima above maxima, or when no number of ranks keeps the batch.
     """
     given = {
         "--min_elastic_nodes": options.min_elastic_nodes,
@@ -87,7 +87,7 @@ def plan(options: Any, *, nodes: int, ranks: int) -> Elastic | None:
 
 
 def too_few(limits: Elastic, ranks: int, nodes: int) -> str:
-    """Why ``ranks`` on ``nodes`` cannot go on."""
+    """Explain why ``ranks`` on ``nodes`` cannot go on."""
     return (
         f"{ranks} rank(s) on {nodes} node(s) are left, and this job runs on {in_words(limits.sizes)} (--min_ranks, "
         "--max_ranks and the global batch)"

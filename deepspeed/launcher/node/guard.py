@@ -16,7 +16,7 @@ _GRACE_S = 2.0
 
 
 def main(paths: list[str]) -> None:
-    """Wait for the end of the launcher, and do what it can no longer do."""
+    """Wait for the end of the launcher, then do the cleanup it can no longer do."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     groups = sys.stdin.read().split()

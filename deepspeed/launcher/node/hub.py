@@ -50,7 +50,7 @@ def bind_store(address: str, port: int) -> TCPStore:
 
 
 def _pop(store: TCPStore, key: str) -> Any:
-    """The next message of a queue, None when it is empty. (``queue_len`` keeps all threads waiting for the network.)"""
+    """Pop the next message of a queue; None if empty. (``queue_len`` keeps all threads waiting for the network.)"""
     try:
         return json.loads(store.queue_pop(key, block=False))
     except QueueEmptyError:
@@ -58,7 +58,7 @@ def _pop(store: TCPStore, key: str) -> Any:
 
 
 class Hub:
-    """What node 0 knows of the job, and its own way there; ``present`` are the nodes that take part and are not lost.
+    """Coordinate the job at node 0; ``present`` are the nodes that take part and are not lost.
 
     Belongs to the thread that calls it, and ``tick`` every ``tick_s`` seconds. Answers to node 0 are events ``hub``.
     """
@@ -81,11 +81,11 @@ class Hub:
         self.send({"kind": "join"})
 
     def send(self, message: Message) -> None:
-        """What node 0 itself has to say."""
+        """Handle a message of node 0 itself."""
         self.handle(0, message)
 
     def tick(self) -> None:
-        """Hear the other nodes, and count how long each has been silent or awaited."""
+        """Read the messages of other nodes, and count how long each has been silent or awaited."""
         for node in self._silent_s:
             self._silent_s[node] += self.tick_s
         while self._heard and (heard := _pop(self._store, f"{_KEY}/up")) is not None:
@@ -127,7 +127,7 @@ class Hub:
             self._decide_when_all_have_reported()
 
     def lose(self, node: int, how: str) -> None:
-        """Node ``node`` is gone without having taken leave; ignored once the verdict is out."""
+        """Drop node ``node``, which is gone without having taken leave; ignored once the verdict is out."""
         if self._decided or node not in self.present:
             return
         self.present.remove(node)
@@ -164,7 +164,7 @@ class Hub:
                 self._store.queue_push(f"{_KEY}/down/{node}", json.dumps(message))
 
     def close(self) -> None:
-        """Every node has time to read its last message; the store goes after the last rank of the last node."""
+        """Give every node time to read its last message; then drop the store, after the last rank of the last node."""
         end = time.monotonic() + _FAREWELL_S
         while self._store.add(f"{_KEY}/left", 0) < len(self.present) - 1 and time.monotonic() < end:
             time.sleep(_LISTEN_S)
@@ -172,7 +172,7 @@ class Hub:
 
 
 class Spoke:
-    """The way of every other node to the hub; one thread finds the store of node 0 and does all that may wait for it.
+    """Connect another node to the hub; one thread finds the store of node 0 and does all calls that may block on it.
 
     Messages of the hub are events ``hub``; ``lost(text)`` and ``refused(why)`` end it.
     """
@@ -189,17 +189,17 @@ class Spoke:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Send one message, without waiting for anything."""
+        """Queue one message, without waiting."""
         self._outbox.put(message)
 
     def tick(self) -> None:
-        """Look for a sign of life."""
+        """Count silent time; report the hub as lost when it exceeds the limit."""
         self._silent_s += TICK_S
         if self.joined and self._silent_s > self._limit_s:
             self._lost(f"has not been heard for {self._limit_s:g} s")
 
     def close(self) -> None:
-        """Take leave after the verdict."""
+        """Wait shortly, after the verdict, for the thread that tells the hub that this node leaves."""
         if self.joined:
             self._thread.join(_FAREWELL_S)
 
@@ -235,7 +235,7 @@ class Spoke:
                 message = {"kind": "beat"}
 
     def _join(self) -> TCPStore:
-        """Raises UsageError, or what torch raises, when this node cannot take part; queue.Empty without a port."""
+        """Join the job and return the store. UsageError, or torch's error, if it cannot; queue.Empty without a port."""
         end = time.monotonic() + self._join_s
         address, port = self._job.master_addr, self.port.get(timeout=self._join_s)
         await_port(address, port, end - time.monotonic())
@@ -251,7 +251,7 @@ class Spoke:
 
 
 def await_port(address: str, port: int, limit_s: float) -> None:
-    """Return when something listens there, and say after a while what is waited for. Raises UsageError at the limit."""
+    """Wait until ``port`` accepts connections; log after a while what is awaited. Raises UsageError at the limit."""
     started, silent = time.monotonic(), True
     while True:
         try:

@@ -32,9 +32,9 @@ Message = Mapping[str, Any]  # between launchers, with a ``kind``
 
 
 class EventLoop:
-    """One queue of events and one thread that acts on them, in methods ``_on_KIND``, so that these need no lock.
+    """Act on one queue of events in one thread, in methods ``_on_KIND``, so that these need no lock.
 
-    Beside what is posted there are ``tick`` every ``tick_s`` seconds and ``deadline`` when ``deadline`` has come.
+    Besides posted events there are ``tick`` every ``tick_s`` seconds and ``deadline`` when ``deadline`` has come.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class EventLoop:
         self.deadline: float | None = None
 
     def post(self, kind: str, *values: Any) -> None:
-        """Add an event; any thread may, and a signal handler."""
+        """Add an event; callable from any thread and from a signal handler."""
         self._events.put((kind, values))
 
     def handle_next(self) -> None:
@@ -65,7 +65,7 @@ class EventLoop:
         getattr(self, f"_on_{kind}")(*values)
 
     def _on_signal(self, number: int) -> None:
-        """A signal that this process was sent: the first leaves the ranks time, as the user reads; a second none."""
+        """Handle a signal to this process: the first leaves the ranks time, and says so; a second leaves none."""
         again, self._signalled = self._signalled, True
         if not again:
             name, wait = signal.Signals(number).name, f"waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end"
@@ -76,7 +76,7 @@ class EventLoop:
 
 @contextlib.contextmanager
 def signals_to(receive: Callable[[signal.Signals], None], *more: signal.Signals) -> Iterator[None]:
-    """Within the block the signals that end a job, and ``more``, call ``receive``, which must be safe in a handler."""
+    """Let signals that end a job, and ``more``, call ``receive`` inside the block; it must be safe in a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield  # a client's thread: its main thread keeps the signals
         return
@@ -111,7 +111,7 @@ join_limit = functools.partial(_seconds_from, "DS_JOIN_TIMEOUT_S", 300.0)
 
 
 def tell_command(message: Message) -> None:
-    """Write one frame; nothing happens where nobody reads any more."""
+    """Write one frame; does nothing where nobody reads any more."""
     data = MARK + json.dumps(message).encode() + b"\n"
     with contextlib.suppress(OSError):
         while data:

@@ -27,13 +27,13 @@ KILL_S = 2.0  # a process that SIGKILL has not ended by then is stuck in the ker
 
 
 def scratch_path() -> str:
-    """A new path for a launcher's files, which its guard knows before ``made`` makes it, or a kill leaves it."""
+    """Return a new path for a launcher's files; its guard gets it before ``made`` makes it, or a kill leaves it."""
     return os.path.join(tempfile.gettempdir(), f"deepspeed_{secrets.token_hex(8)}")
 
 
 @contextlib.contextmanager
 def made(folder: str) -> Iterator[str]:
-    """The folder, for as long as the block. Raises UsageError when it cannot be made."""
+    """Make the folder for the duration of the block. Raises UsageError when that fails."""
     try:
         os.mkdir(folder, 0o700)
     except OSError as error:
@@ -46,7 +46,7 @@ def made(folder: str) -> Iterator[str]:
 
 
 def _runs(group: int) -> bool:
-    """Whether anything of the process group runs; what has ended and waits for its parent does not."""
+    """Tell whether any process of the group runs; zombies, which wait for their parent, do not count."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
@@ -59,7 +59,7 @@ def _runs(group: int) -> bool:
 
 
 class Guard:
-    """A small process that kills the ranks and removes ``paths`` if this process is killed; see ``guard.py``."""
+    """Process that kills the ranks and removes ``paths`` if this process is killed; see ``guard.py``."""
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
         command, quiet = [sys.executable, "-I", "-S", guard.__file__, *paths], subprocess.DEVNULL
@@ -75,14 +75,14 @@ class Guard:
             self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """End it without effect."""
+        """End the guard without effect."""
         self.watch("done")
         with contextlib.suppress(OSError):
             self._process.communicate()
 
 
 class Ranks:
-    """One process per rank of this node, each the leader of its own process group; reports of crashes in ``scratch``.
+    """Run one process per rank of this node, each the leader of its own process group; crash reports go to ``scratch``.
 
     ``ended(exitcode)`` is called from a thread for each, with -S after signal S.
     """
@@ -102,7 +102,7 @@ class Ranks:
     ) -> None:
         """Start the next rank; ``environment`` goes on top of this process's own.
 
-        ``log_file`` gets both output streams; ``cores`` are what it may run on. Either may be empty: as this process.
+        ``log_file`` gets both output streams; ``cores``: CPUs it may run on. Either may be empty: as this process.
         Raises UsageError when it cannot be started; none is left then.
         """
         index = len(self._processes)
@@ -136,18 +136,18 @@ class Ranks:
 
     @property
     def all_ended(self) -> bool:
-        """Whether no rank runs any more, or yet; what ranks have started themselves may."""
+        """Tell whether no rank runs any more, or yet; processes that ranks have started may still run."""
         return len(self._ends) == len(self._processes)
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to every rank that still runs, and not to what it started."""
+        """Send ``number`` to every rank that still runs, and not to its children."""
         for index, (_, process) in enumerate(self._processes):
             if index not in self._ends:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def kill_groups(self) -> None:
-        """SIGKILL to every rank's process group: the rank itself and what it started."""
+        """Send SIGKILL to every rank's process group: the rank itself and its children."""
         self._killing = True
         self._killed |= {index for index in range(len(self._processes)) if index not in self._ends}
         for _, process in self._processes:
@@ -155,7 +155,7 @@ class Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take in all that have ended, after a kill their children too, which takes a moment; the last thing to do."""
+        """Reap all ended ranks and, after a kill, wait shortly for their children too; the last call of all."""
         until = time.monotonic() + KILL_S
         while True:
             for index, (_, process) in enumerate(self._processes):
@@ -168,7 +168,7 @@ class Ranks:
             time.sleep(0.01)
 
     def failures(self, *, ended_only: bool = False) -> list[RankEnd]:
-        """How ranks ended that did not return 0; one that SIGKILL has not ended, too, unless ``ended_only``."""
+        """Return the ends of ranks that did not return 0; also of one that survives SIGKILL, unless ``ended_only``."""
         ends = []
         for index, (rank, process) in enumerate(self._processes):
             if ended_only and index not in self._ends:

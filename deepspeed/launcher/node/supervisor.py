@@ -32,7 +32,7 @@ from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupt
 
 
 def rank_environment(job: Job, node_rank: int, local: int, go: Message, cores: tuple[int, ...]) -> dict[str, str]:
-    """Variables that rank ``local`` of node ``node_rank`` gets in addition to this process's own.
+    """Return the variables of rank ``local`` of node ``node_rank`` in addition to this process's own.
 
     The names of DeepSpeed, the names of torchrun (so that libraries recognise an elastic launch and use the launcher's
     store), the visible devices, and those by which ``crash_report`` is loaded.
@@ -70,7 +70,7 @@ def rank_environment(job: Job, node_rank: int, local: int, go: Message, cores: t
 
 
 def rank_arguments(job: Job, local: int) -> tuple[str, ...]:
-    """The command line of local rank ``local``."""
+    """Return the command line of local rank ``local``."""
     # A program that cannot be started is then the rank's failure, with a shell's words and status.
     head = ("/bin/sh", "-c", 'exec "$0" "$@"')
     if not job.no_python:
@@ -79,7 +79,7 @@ def rank_arguments(job: Job, local: int) -> tuple[str, ...]:
 
 
 def rank_log_files(job: Job, node_rank: int) -> list[str]:
-    """One log file per local rank, "" without a log directory, which is made. Raises UsageError when a file exists."""
+    """Return a log file per local rank ("" without a log directory, which is made). UsageError when one exists."""
     ranks = range(len(job.devices(node_rank)))
     if job.log_dir is None:
         return [""] * len(ranks)
@@ -92,7 +92,7 @@ def rank_log_files(job: Job, node_rank: int) -> list[str]:
 
 
 class Member(EventLoop):
-    """The launcher of one node as a member of the job: runs its ranks from ``go`` to the verdict.
+    """Run the ranks of one node, as its launcher and a member of the job, from ``go`` to the verdict.
 
     Signals, ends of ranks and messages of the hub all arrive as events from handlers and threads. ``orphaned`` is the
     verdict of a node that has lost the hub or its command, and must judge alone. Raises as ``run_node``.
@@ -164,7 +164,7 @@ class Member(EventLoop):
         self._stop(number, 0.0 if immediate else self._job.signal_grace)
 
     def _stop(self, number: int, grace_s: float) -> None:
-        """End the ranks: ``number`` to each, once, and SIGKILL to what is left after ``grace_s``."""
+        """End the ranks: send ``number`` to each, once, and SIGKILL to the rest after ``grace_s``."""
         deadline = time.monotonic() + grace_s
         first, self._stopping = not self._stopping, True
         if self._ranks.all_ended:

@@ -19,7 +19,7 @@ _FROM_ANOTHER = re.compile(
 
 @dataclass(frozen=True)
 class Verdict:
-    """The exit status of a job on every host, and the last words on the terminal (empty after a good end)."""
+    """Exit status of a job on every host, and the last words on the terminal (empty after a good end)."""
 
     status: int
     text: str = ""
@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. Times are seconds on the clock of the reader; ``exitcode`` is -S after signal S."""
+    """End of one rank. Times are seconds on the clock of the reader; ``exitcode`` is -S after signal S."""
 
     rank: int
     pid: int
@@ -40,26 +40,26 @@ class RankEnd:
 
     @property
     def failed_at(self) -> float:
-        """The best estimate of the moment the rank went wrong."""
+        """Return the best estimate of the moment the rank went wrong."""
         return self.ended_at - UNSTAMPED_LEAD_S if self.raised_at is None else self.raised_at
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the launcher itself ended the rank (a SIGTERM counts as ours: that is what survivors are sent)."""
+        """Tell whether the launcher itself ended the rank (a SIGTERM counts as ours: survivors are sent that)."""
         return self.raised_at is None and (self.stopped_by_us or self.exitcode == -signal.SIGTERM)
 
     @property
     def from_another(self) -> bool:
-        """Whether the rank raised because another one had, whose traceback says more."""
+        """Tell whether the rank raised because another one had, whose traceback says more."""
         return _FROM_ANOTHER.search(self.traceback) is not None
 
     @property
     def was_watched(self) -> bool:
-        """Whether the ranks ended the job themselves, as it stood still, and this one has said why."""
+        """Tell whether the ranks ended the job themselves, as it stood still, and this rank has said why."""
         return self.traceback.startswith(f"{JobHungError.__module__}.{JobHungError.__name__}: ")
 
     def verdict(self, *, show_traceback: bool) -> Verdict:
-        """That of a job which this rank ended: one sentence, and the traceback where there is one and it is wanted."""
+        """Return the verdict on a job that this rank ended: a sentence, and the traceback if any and wanted."""
         if self.was_watched:
             return Verdict(JobHungError.exit_status, f"deepspeed: {self.traceback.partition(': ')[2]}")
         # A rank that had raised before the launcher stopped it was about to end with 1.
@@ -73,42 +73,42 @@ class RankEnd:
         return Verdict(shell_status(code), f"{head}; all ranks have been stopped{memory}{trace}")
 
     def on_another_clock(self, ahead_s: float, *, host: str) -> "RankEnd":
-        """The same on ``host``, on a clock that is ``ahead_s`` seconds ahead of that of its times."""
+        """Return this end on ``host`` with times on a clock that is ``ahead_s`` seconds ahead."""
         raised = None if self.raised_at is None else self.raised_at + ahead_s
         return replace(self, ended_at=self.ended_at + ahead_s, raised_at=raised, host=host)
 
 
 def lost(host: str, node: int, how: str) -> Verdict:
-    """The verdict on a job whose ``host`` is lost; ``how`` completes 'host X ...'."""
+    """Return the verdict on a job whose ``host`` is lost; ``how`` completes 'host X ...'."""
     where = f"host {host} (node {node})"
     return Verdict(LOST_HOST_STATUS, f"deepspeed: {where} {how}; the ranks of all other hosts have been stopped\n")
 
 
 def interrupted(number: int) -> Verdict:
-    """The verdict on a job that was sent signal ``number``."""
+    """Return the verdict on a job that was sent signal ``number``."""
     return Verdict(128 + number, f"deepspeed: all ranks have been stopped after {signal_name(number)}\n")
 
 
 def preempted() -> Verdict:
-    """The verdict on a job whose ranks have saved a checkpoint, because one was told to end, and ended."""
+    """Return the verdict on a job whose ranks have saved a checkpoint and ended, because one was told to end."""
     status = PreemptedExit.exit_status
     return Verdict(status, f"deepspeed: a checkpoint was saved and all ranks have ended, as asked (status {status})\n")
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; the number itself when it has no name."""
+    """Return the name of a signal, ``SIGKILL`` for 9; the number itself when it has no name."""
     return next((known.name for known in signal.Signals if known == number), str(number))
 
 
 def shell_status(exitcode: int) -> int:
-    """Exit status as a shell counts it: the status itself, or 128 + S for -S."""
+    """Return the exit status as a shell counts it: the status itself, or 128 + S for -S."""
     return exitcode if exitcode >= 0 else 128 - exitcode
 
 
 def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, show_traceback: bool) -> Verdict:
-    """The verdict on failed ranks and lost hosts: whatever went wrong first is the cause, and its status the job's.
+    """Judge failed ranks and lost hosts: whatever went wrong first is the cause, and its status the job's.
 
-    ``losses``: when each lost host was last heard, and the verdict on it. Ranks failed later because of it.
+    ``losses``: when each lost host was last heard, and the verdict on it. Later failures of ranks count as its effect.
     """
     last_heard, loss = min(losses, key=lambda loss: loss[0], default=(float("inf"), None))
     watched = next((end for end in ends if end.was_watched), None)
