@@ -118,7 +118,7 @@ def initialize(
 
 
 def _from_args(args: Any, name: str) -> Any:
-    """``name`` of the client's arguments, which are a dict or a namespace; None where it is not there."""
+    """Return ``name`` of the client's arguments, which are a dict or a namespace; None where it is not there."""
     return args.get(name) if isinstance(args, dict) else getattr(args, name, None)
 
 
@@ -149,7 +149,7 @@ def _start_distributed(args: Any, port: int, required: bool | None) -> int:
 
 
 def _ways(model: nn.Module, mpu: Any, mesh_param: Any) -> Ways:
-    """How many ways the ranks are cut besides data parallelism."""
+    """Return how many ways the ranks are cut besides data parallelism."""
     if isinstance(model, PipelineModule):
         if mpu is not None or mesh_param is not None:
             raise UsageError("a PipelineModule says how the ranks are cut: pass neither mpu nor mesh_param")
@@ -220,7 +220,7 @@ def _assemble(
 def _optimizer(
     cfg: DeepSpeedConfig, model: nn.Module, optimizer: OptimizerLike | None, parameters: Any
 ) -> torch.optim.Optimizer | None:
-    """That of this rank. Of a pipeline, whose stages have different parameters, all raise where one has none."""
+    """Choose this rank's optimizer. In a pipeline, whose stages have different parameters, all raise if one fails."""
     base, fault = None, None
     try:
         base = choose_optimizer(cfg, model, optimizer, parameters)
@@ -248,7 +248,7 @@ def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mes
 
 
 def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> ZeroPlan:
-    """``plan`` with the share of the update that is the device's, which may have to be measured. Collective."""
+    """Return ``plan`` with the share of the update that is the device's, which may have to be measured. Collective."""
     offload, name = plan.offload, type(base).__name__
     offload.update.check(base, mesh)
     share = offload.update.device_share(offload.device_share, base, mesh, device)
@@ -261,7 +261,7 @@ def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, devi
 
 
 def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:
-    """The modules that ``zero_optimization.leaf_module`` names are gathered whole."""
+    """Mark the modules that ``zero_optimization.leaf_module`` names: they are gathered whole."""
     if "leaf_module" in cfg.zero.model_fields_set:
         leaf = cfg.zero.leaf_module
         set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
@@ -270,7 +270,7 @@ def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:
 
 
 def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
-    """Names of the parameters of each optimizer group, in the caller's order, which files of DeepSpeed go by."""
+    """Return the parameters' names of each optimizer group, in the caller's order, which files of DeepSpeed go by."""
     names = {p: n for n, p in model.named_parameters()}
     return [[names[p] for p in group["params"]] for group in groups]
 
@@ -285,7 +285,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
-    """Why ``param`` cannot belong to a new engine over ``params``."""
+    """Return why ``param`` cannot belong to a new engine over ``params``; None if it can."""
     if isinstance(param, UninitializedParameter):
         return "of a lazy module has no shape yet; run one forward of the model before deepspeed.initialize"
     if is_composed(param) and param.requires_grad:
@@ -322,7 +322,7 @@ def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
 def choose_optimizer(
     cfg: DeepSpeedConfig, model: nn.Module, client: OptimizerLike | None, model_parameters: Any
 ) -> torch.optim.Optimizer | None:
-    """The client's optimizer (an object, or a function of the parameters), else the configured one; None without."""
+    """Return the client's optimizer (an object, or a function of the parameters), else the configured one, if any."""
     given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
     parameters = _trained(given)
     base: torch.optim.Optimizer | None = None
@@ -358,7 +358,7 @@ def choose_optimizer(
 
 
 def _trained(given: Iterable[Any]) -> list[Any]:
-    """``given`` (parameters, or groups of them) without what requires no gradient, nor groups of nothing else."""
+    """Drop from ``given`` (parameters, or groups of them) what requires no gradient, and groups of nothing else."""
     kept: list[Any] = []
     for item in given:
         if isinstance(item, dict):
@@ -398,7 +398,7 @@ def _build_rules(
 
 
 def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Parameter]:
-    """Parameters of modules of the classes in ``lower_precision_safe_modules``: autocast reads them in its dtype."""
+    """Return parameters of the module classes in ``lower_precision_safe_modules``: autocast reads them in its dtype."""
     names = cfg.torch_autocast.lower_precision_safe_modules if cfg.torch_autocast.enabled else None
     classes = []
     for path in names or ():
@@ -417,7 +417,7 @@ def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Param
 
 
 def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
-    """Who divides what: the mean is taken once, split between packing and the step by the predivide factor."""
+    """Return what units share: the mean is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
     total = early = float(mesh.data.size) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:

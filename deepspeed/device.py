@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NullEvent:
-    """Stands in for an event; it is complete as soon as it exists and knows the host time of ``record``."""
+    """Stand in for an event; it is complete as soon as it exists and knows the host time of ``record``."""
 
     def __init__(self, **_kwargs: Any) -> None:
         self._seconds = time.perf_counter()
@@ -41,7 +41,7 @@ class NullEvent:
         self._seconds = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
         return True
@@ -49,12 +49,12 @@ class NullEvent:
     synchronize = wait
 
     def elapsed_time(self, end: "NullEvent") -> float:
-        """Milliseconds from this event to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         return (end._seconds - self._seconds) * 1e3
 
 
 class NullStream:
-    """Stands in for a stream where work is already done when the call returns."""
+    """Stand in for a stream where work is already done when the call returns."""
 
     wait_event = wait_stream = synchronize = NullEvent.wait
     query = NullEvent.query
@@ -67,7 +67,7 @@ class NullStream:
 
 
 def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | None = None, text: str = "") -> Any:
-    """A method that calls ``name`` of the device's module, without the arguments that are None.
+    """Make a method that calls ``name`` of the device's module, without the arguments that are None.
 
     ``absent``, a function or a value, answers where the module has none, and on the CPU unless ``on_cpu`` does.
     """
@@ -91,7 +91,7 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
 
 
 def _tensor_of(dtype: torch.dtype) -> Any:
-    """A property that makes tensors of ``dtype``: of the sizes that it is given, or of one list of values."""
+    """Make a property that makes tensors of ``dtype``: of given sizes, or from one list of values."""
 
     def make(self: "Accelerator", *given: Any) -> torch.Tensor:
         device = self.current_device_name()
@@ -107,9 +107,9 @@ def _process_stats() -> dict[str, int]:
 
 
 class Accelerator:
-    """One kind of device. ``device_index`` arguments take an int, a device, a string or None (the current device).
+    """Kind of device. ``device_index`` arguments take an int, a device, a string or None (the current device).
 
-    Constructing it and asking for names touches no device. What only hands on to ``torch.<device>`` is a row below.
+    Constructing it and asking for names touches no device. Methods that only call ``torch.<device>`` are rows below.
     """
 
     # What ``set_accelerator`` chose: a fact about the process, whose public setter has no handle to hang it on.
@@ -141,16 +141,16 @@ class Accelerator:
     torch_device = answers(lambda self: torch.device(self.current_device_name()))  # the current one
 
     def device_name(self, device_index: int | None = None) -> str:
-        """``"cuda"``, or ``"cuda:1"`` with an index; always ``"cpu"`` on the CPU."""
+        """Return ``"cuda"``, or ``"cuda:1"`` with an index; always ``"cpu"`` on the CPU."""
         return self._name if self._is_cpu or device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: Any = None) -> Any:
-        """Context that makes ``device_index`` current."""
+        """Return a context that makes ``device_index`` current."""
         none = self._is_cpu or device_index is None or not hasattr(self._module, "device")
         return contextlib.nullcontext() if none else self._module.device(device_index)
 
     def device_count(self) -> int:
-        """Devices that this process can use; on the CPU the ranks that the launcher put on this machine, or 1."""
+        """Count devices that this process can use; on the CPU the ranks that the launcher put on this machine, or 1."""
         if self._is_cpu:
             return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return int(self._module.device_count())
@@ -168,7 +168,7 @@ class Accelerator:
     random = answers(lambda self: torch.random)
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
-        """Generator of device ``device_index``."""
+        """Return the generator of device ``device_index``."""
         if hasattr(self._module, "init"):  # the list of generators is empty until the device is initialised
             self._module.init()
         generators = getattr(self._module, "default_generators", None)
@@ -182,14 +182,14 @@ class Accelerator:
 
     # streams and events
     def stream(self, stream: Any) -> Any:
-        """Context in which work goes to ``stream``; None and stand-ins are ignored."""
+        """Return a context in which work goes to ``stream``; None and stand-ins are ignored."""
         ignored = self._is_cpu or stream is None or isinstance(stream, NullStream)
         return contextlib.nullcontext() if ignored else self._module.stream(stream)
 
     Stream = _forwarded("Stream", lambda *_, **__: NullStream())
 
     def urgent_stream(self) -> Any:
-        """A stream whose kernels go before those of ordinary streams, where the device knows such."""
+        """Make a stream whose kernels go before those of ordinary streams, where the device has priorities."""
         with contextlib.suppress(TypeError):  # not every device's streams have priorities
             return self.Stream(priority=-1)
         return self.Stream()
@@ -197,7 +197,7 @@ class Accelerator:
     Event = _forwarded("Event", NullEvent)
 
     def awaited_event(self) -> Any:
-        """An event for which a thread of the host sleeps; where the device has no such, it may spin."""
+        """Make an event for which a thread of the host sleeps; where the device has no such, it may spin."""
         with contextlib.suppress(TypeError):
             return self.Event(blocking=True)
         return self.Event()
@@ -222,20 +222,20 @@ class Accelerator:
     )
 
     def available_memory(self, device_index: Any = None) -> int:
-        """Memory of the device that is still free, or of the machine on the CPU."""
+        """Return the bytes that are still free on the device, or on the machine for the CPU."""
         if self._is_cpu:
             return hostmem.host_available_bytes()
         return int(getattr(self._module, "mem_get_info", lambda _: (0, 0))(device_index)[0])
 
     def product_name(self, device_index: Any = None) -> str:
-        """What its maker calls the device; where nothing is known, and on the CPU, the kind of it."""
+        """Return the maker's name of the device; the kind of device where none is known, and on the CPU."""
         if self._is_cpu or not hasattr(self._module, "get_device_properties"):
             return self._name
         index = self.current_device() if device_index is None else device_index
         return str(self._module.get_device_properties(index).name)
 
     def total_memory(self, device_index: Any = None) -> int:
-        """All of it; asking starts nothing on a device that this process does not use."""
+        """Return all bytes of the device; asking starts nothing on a device that this process does not use."""
         if self._is_cpu:
             return hostmem.host_total_bytes()
         if not hasattr(self._module, "get_device_properties"):
@@ -267,7 +267,7 @@ class Accelerator:
     get_compile_backend = answers("_compile_backend")
 
     def set_compile_backend(self, backend: str) -> None:
-        """What ``get_compile_backend`` answers from now on; ValueError for a name that torch.compile does not know."""
+        """Set the answer of ``get_compile_backend``; raise ValueError for a name that torch.compile does not know."""
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"torch.compile has no backend {backend!r}; it has {', '.join(known)}")
@@ -277,7 +277,7 @@ class Accelerator:
     create_graph = _forwarded("CUDAGraph")  # None where there are none
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        """Context that records the work inside into ``graph``."""
+        """Return a context that records the work inside into ``graph``."""
         return contextlib.nullcontext() if graph is None else torch.cuda.graph(graph, pool, stream)
 
     def replay_graph(self, graph: Any) -> None:
@@ -286,19 +286,19 @@ class Accelerator:
 
     # page-locked memory
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Copy of ``tensor`` in page-locked memory; the tensor itself on the CPU, where pinning buys nothing."""
+        """Copy ``tensor`` to page-locked memory; return it as it is on the CPU, where pinning buys nothing."""
         return tensor if self._is_cpu or not self.is_available() else tensor.pin_memory()
 
     def unpin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy of ``tensor`` in ordinary memory where it is page-locked, else the tensor itself."""
+        """Copy ``tensor`` to ordinary memory where it is page-locked, else return the tensor itself."""
         return tensor.clone() if self.is_pinned(tensor) else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """True when ``tensor`` is page-locked."""
+        """Return whether ``tensor`` is page-locked."""
         return not self._is_cpu and tensor.is_pinned()
 
     def lock_memory(self, address: int, nbytes: int) -> str:
-        """Page-lock ``nbytes`` bytes of host memory that the caller keeps; why it is refused, or "" when it is done."""
+        """Page-lock ``nbytes`` bytes of host memory that the caller keeps; return why not, or "" when it is done."""
         if not hasattr(self._module, "cudart"):
             return f"the {self._name} device of this PyTorch cannot register memory"
         runtime = self._module.cudart()
@@ -310,11 +310,11 @@ class Accelerator:
         return f"cudaHostRegister of {nbytes:,} bytes: {runtime.cudaGetErrorString(status)}"
 
     def unlock_memory(self, address: int) -> None:
-        """End what ``lock_memory`` began; no work of the device may use the memory any more."""
+        """Undo ``lock_memory``; no work of the device may use the memory any more."""
         self._module.cudart().cudaHostUnregister(address)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is on this kind of device."""
+        """Return whether ``tensor`` is on this kind of device."""
         return tensor.device.type == self._name
 
     # kernels; by name, because builders are above the device layer
@@ -322,12 +322,12 @@ class Accelerator:
     build_extension = answers(lambda self: importlib.import_module("torch.utils.cpp_extension").BuildExtension)
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Instance of ``get_op_builder``'s class."""
+        """Make an instance of ``get_op_builder``'s class; None where there is no such class."""
         builder = self.get_op_builder(class_name)
         return builder and builder()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Class of the kernel builder of that name; None where there is no such class."""
+        """Return the class of the kernel builder of that name; None where there is no such class."""
         return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
 
@@ -345,7 +345,7 @@ def _detect(requested: str | None) -> Accelerator:
 
 
 def get_accelerator() -> Accelerator:
-    """The device layer: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds."""
+    """Return the device layer: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds."""
     return Accelerator._chosen or _detect(os.environ.get("DS_ACCELERATOR") or None)
 
 
@@ -355,14 +355,14 @@ def set_accelerator(accel_obj: Accelerator | None) -> None:
 
 
 def device_for(local_rank: int) -> torch.device:
-    """The torch device of a local rank: its accelerator, or the CPU."""
+    """Return the torch device of a local rank: its accelerator, or the CPU."""
     accelerator = get_accelerator()
     # Schedulers that give every task one device show each of them only its own, as number 0.
     return torch.device(accelerator.device_name(local_rank if accelerator.device_count() > 1 else 0))
 
 
 def take_device(local_rank: int) -> torch.device:
-    """Make the device of ``local_rank`` current unless this process has chosen one already; returns the current device.
+    """Make the device of ``local_rank`` current unless this process has chosen one already; return the current one.
 
     A process that has chosen nothing stands on device 0, and several on one device cannot form a group.
     """
@@ -373,7 +373,7 @@ def take_device(local_rank: int) -> torch.device:
 
 
 def map_tensors(item: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``item`` with ``function`` applied to every tensor in its dicts, lists and (named) tuples; anything else is kept.
+    """Apply ``function`` to every tensor in the dicts, lists and (named) tuples of ``item``; anything else is kept.
 
     Mutable mappings (as tokenizers return) keep their type, other mappings become dicts.
     """
@@ -396,7 +396,7 @@ def map_tensors(item: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 def move_to_device(
     item: Any, device: str | torch.device, criterion_func: Callable[[torch.Tensor], bool] | None = None
 ) -> Any:
-    """Copy of the nested ``item`` with its tensors on ``device``; ``criterion_func`` selects which (all by default)."""
+    """Copy the nested ``item`` with its tensors on ``device``; ``criterion_func`` selects which (all by default)."""
     chosen = criterion_func or torch.is_tensor
     return map_tensors(item, lambda tensor: tensor.to(device) if chosen(tensor) else tensor)
 

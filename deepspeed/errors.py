@@ -6,14 +6,14 @@ from typing import Any, NoReturn
 
 
 def nearest_hint(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """``", did you mean 'AdamW'?"``, the candidate that resembles ``name`` most in any case; empty where none does."""
+    """Return ``", did you mean 'AdamW'?"`` with the candidate most like ``name`` in any case; empty where none is."""
     spelt = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(name.lower(), spelt, 1, cutoff)
     return f", did you mean {spelt[close[0]]!r}?" if close else ""
 
 
 def counted(number: int, what: str) -> str:
-    """``1 unit``, ``1,234 units``."""
+    """Format a number of things: ``1 unit``, ``1,234 units``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
@@ -24,109 +24,109 @@ class DeepSpeedError(Exception):
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError):
-    """The configuration is wrong: unknown key, wrong type, contradiction. ``faults`` holds the sentences one by one."""
+    """Raised for a wrong configuration: unknown key, wrong type, contradiction. ``faults`` holds each sentence."""
 
     faults: tuple[str, ...] = ()
 
 
 class BatchConfigError(DeepSpeedConfigError, AssertionError):
-    """The batch triangle train = micro x accumulation x ranks does not close."""
+    """Raised when the batch triangle train = micro x accumulation x ranks does not close."""
 
 
 class ConflictingKeysError(DeepSpeedConfigError, AssertionError):
-    """Keys of the configuration cannot be combined."""
+    """Raised when keys of the configuration cannot be combined."""
 
 
 class OptimizerConfigError(DeepSpeedConfigError, AssertionError):
-    """An optimizer or scheduler is unknown, missing or not usable with this configuration."""
+    """Raised when an optimizer or scheduler is unknown, missing or not usable with this configuration."""
 
 
 class ElasticityError(DeepSpeedConfigError):
-    """Something about training on a changing number of ranks."""
+    """Raised for a fault of training on a changing number of ranks."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The block ``elasticity`` is wrong, or no batch can be kept."""
+    """Raised when the block ``elasticity`` is wrong, or no batch can be kept."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The global batch cannot be kept on this number of ranks."""
+    """Raised when the global batch cannot be kept on this number of ranks."""
 
 
 class PreemptedExit(SystemExit):
     """Raised by ``step()`` when a checkpoint has been saved because the job is to end; the status says so.
 
-    It is that of no signal, and above 127, which Kubernetes' operators count as worth a restart.
+    The status is that of no signal, and above 127, which Kubernetes' operators count as worth a restart.
     """
 
     exit_status = 200
 
 
 class UsageError(DeepSpeedError, RuntimeError, AssertionError):
-    """The engine was called in an order or state that cannot work (step before backward, ...)."""
+    """Raised when a call cannot work in this order or state (step before backward, ...) or with these arguments."""
 
 
 class ReleasedParameterError(DeepSpeedError, RuntimeError):
-    """The values of a sharded parameter were read while they are not on this rank."""
+    """Raised when the values of a sharded parameter are read while they are not on this rank."""
 
 
 class DivergenceError(DeepSpeedError, RuntimeError):
-    """Ranks took different paths, or hold different models, where that was declared an error."""
+    """Raised when ranks take different paths, or hold different models, where that was declared an error."""
 
 
 class RankFailedError(DeepSpeedError, RuntimeError):
-    """Another rank raised in its forward, backward or step, so this one gave up the same batch.
+    """Raised when another rank failed in its forward, backward or step, so that this one gave up the same batch.
 
-    ``window``: what earlier micro-batches have accumulated stays. ``torn``: the others have taken a step without it.
+    ``window``: gradients of earlier micro-batches stay. ``torn``: the others have taken a step without this rank.
     """
 
     window = torn = False
 
 
 class JobHungError(DeepSpeedError, RuntimeError):
-    """No rank of the job has made progress for the time of ``hang_timeout``. Ranks end with ``exit_status`` then."""
+    """Raised when no rank has made progress for the time of ``hang_timeout``. Ranks end with ``exit_status`` then."""
 
     exit_status = 88
 
 
 class NotYetError(DeepSpeedError, NotImplementedError):
-    """A documented part of the interface that this release does not contain yet."""
+    """Raised for a documented part of the interface that this release does not contain yet."""
 
 
 class PipelineError(DeepSpeedError, RuntimeError):
-    """A pipeline engine was used in a way it does not support, or one of its ranks failed in the middle of a batch."""
+    """Raised for a use that a pipeline engine does not support, and when a rank fails in the middle of a batch."""
 
 
 class BuildError(DeepSpeedError, RuntimeError):
-    """A native op cannot be built or loaded here; the message holds the compiler's first error."""
+    """Raised when a native op cannot be built or loaded here; the message holds the compiler's first error."""
 
 
 class MissingCUDAException(BuildError):
-    """There is no CUDA compiler."""
+    """Raised when there is no CUDA compiler."""
 
 
 class CUDAMismatchException(BuildError):
-    """The CUDA compiler is of a newer major version than torch, and so perhaps than the driver."""
+    """Raised when the CUDA compiler is of a newer major version than torch, and so perhaps than the driver."""
 
 
 class InvalidStateError(DeepSpeedError, RuntimeError):
-    """An internal state machine was asked for an illegal move."""
+    """Raised when an internal state machine is asked for an illegal move."""
 
 
 class CheckpointError(DeepSpeedError, RuntimeError):
-    """A checkpoint is incomplete, damaged, of another model, or cannot be written; nothing was loaded or replaced."""
+    """Raised for a checkpoint incomplete, damaged, of another model or unwritable; nothing was loaded or replaced."""
 
 
 class TagsDifferError(CheckpointError, AssertionError):
-    """Ranks save under different tags, and the configuration forbids that."""
+    """Raised when ranks save under different tags, and the configuration forbids that."""
 
 
 class FolderNameError(UsageError, ValueError):
-    """A folder was asked for by an empty name, or by None."""
+    """Raised when a folder is asked for by an empty name, or by None."""
 
 
 class PlainStateError(CheckpointError, TypeError):
-    """State for a checkpoint holds what cannot be stored without pickle; every place is named."""
+    """Raised when state for a checkpoint cannot be stored without pickle; every place is named."""
 
 
 def raise_not_yet(name: str, instead: str = "") -> NoReturn:
@@ -136,7 +136,7 @@ def raise_not_yet(name: str, instead: str = "") -> NoReturn:
 
 
 def pending_function(name: str, instead: str = "") -> Callable[..., Any]:
-    """A function that can be imported and mocked, and that raises ``NotYetError`` when called."""
+    """Make a function that can be imported and mocked, and that raises ``NotYetError`` when called."""
 
     def missing(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise_not_yet(name, instead)
@@ -147,7 +147,7 @@ def pending_function(name: str, instead: str = "") -> Callable[..., Any]:
 
 
 def pending_class(name: str, instead: str = "") -> type:
-    """A class for ``isinstance`` and annotations; nothing is an instance of it, as its construction raises."""
+    """Make a class for ``isinstance`` and annotations; nothing is an instance of it, as its construction raises."""
     doc = f"Not in this release: constructing it raises NotYetError. {instead}".rstrip()
     module, _, short = name.rpartition(".")
     return type(short, (), {"__init__": pending_function(name, instead), "__doc__": doc, "__module__": module})

@@ -27,7 +27,7 @@ scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """A process group and this rank's place in it. ``pg`` is None only for a single rank without torch.distributed."""
+    """Process group and this rank's place in it. ``pg`` is None only for a single rank without torch.distributed."""
 
     pg: dist.ProcessGroup | None
     size: int
@@ -42,11 +42,11 @@ class AxisGroup:
 
     @property
     def alike(self) -> bool:
-        """True where no other member exists: each is taken to say what this one says (torch's backend "fake")."""
+        """Return whether the other members do not exist, and are taken to answer as this rank (backend "fake")."""
         return self.backend == "fake"
 
     def note(self, op: str, tensor: torch.Tensor) -> Callable[[], None]:
-        """Tell the listeners; what is to be called when it has ended."""
+        """Report a collective to the listeners; return the function to call when the collective has ended."""
         next(_odometer)
         if not self.ledger:
             return _nothing
@@ -60,7 +60,7 @@ class AxisGroup:
 
 
 def _nothing() -> None:
-    """Nobody listens."""
+    """Do nothing; end a collective to which nobody listens."""
 
 
 # Collectives of this package in this process, whatever they belong to; reading it counts too.
@@ -68,18 +68,18 @@ _odometer = itertools.count()
 
 
 def require_group(what: str) -> None:
-    """UsageError, which says ``what`` cannot be, where there is no process group."""
+    """Raise UsageError, which names ``what``, where there is no process group."""
     if not dist.is_initialized():
         raise UsageError(f"{what} needs a process group; call deepspeed.initialize() or init_distributed() first.")
 
 
 def noted() -> int:
-    """A number that grows by one from call to call, and by more if this package has issued a collective in between."""
+    """Return a number that grows by one per call, and by more if this package has issued a collective in between."""
     return next(_odometer)
 
 
 def issued() -> int:
-    """A number that grows by one from call to call, and by more if this process has communicated in between. Counted
+    """Return a number that grows by one per call, and by more if this process has communicated in between. Counted
     are the collectives of this package, and those of anybody on a process group; where a group does not count them, it
     counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
     """
@@ -91,7 +91,7 @@ def issued() -> int:
 
 
 def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised flat buffer; on the host it is backed by huge pages where the system offers them."""
+    """Allocate an uninitialised flat buffer; on the host it is backed by huge pages where the system offers them."""
     buffer = torch.empty(numel, dtype=dtype, device=device)
     if device.type == "cpu":
         hostmem.prefer_huge_pages(buffer.data_ptr(), buffer.nbytes)
@@ -102,12 +102,12 @@ _KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64,
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes where a backend may not know the dtype (8-bit floats, ...): it is only moved."""
+    """View ``tensor`` as bytes if a backend, which only moves it, may not know its dtype (8-bit floats, ...)."""
     return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
 class Collective(Transfer):
-    """A collective in flight, over ``buffers``, the largest first; when it has arrived, each of ``then`` is called."""
+    """Collective in flight over ``buffers``, the largest first; ``wait`` calls each of ``then`` when it has arrived."""
 
     def __init__(self, works: list[Any], *buffers: torch.Tensor, then: tuple[Callable[[], None], ...] = ()) -> None:
         self.nbytes = buffers[0].nbytes if buffers else 0
@@ -206,7 +206,7 @@ def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accum
 
 
 def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    """Sum ``values`` over the members, in place and waited for, and return them: norms, flags, sums of cut layers."""
+    """Sum ``values`` over the members in place, wait, and return them: norms, flags, sums of cut layers."""
     if group.size > 1:
         end = group.note("all_reduce", values)
         dist.all_reduce(values, group=group.pg)
@@ -223,14 +223,14 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
 
 
 def start_broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int) -> Collective:
-    """The same, beside others of its kind."""
+    """Start a broadcast of member ``source``'s values into ``tensor`` on every member, without waiting for it."""
     end = group.note("broadcast", tensor)
     work = dist.broadcast(as_bytes(tensor), group_src=source, group=group.pg, async_op=True)
     return Collective([work], tensor, then=(end,))
 
 
 def merge(largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[int], list[int]]:
-    """Of each number in ``largest`` the largest that a member passed, of each in ``union`` all bits that one has set;
+    """Reduce ``largest`` by maximum and ``union`` by bitwise OR over the members, element by element, and return both;
     int64, the same lengths everywhere. ceil(log2(size)) exchanges over doubling distances (the dissemination of
     Hensgen, Finkel and Manber 1988): either may meet the same number twice, also when size is no power of two.
     """
@@ -257,13 +257,13 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
 
 
 def describe(fault: BaseException) -> str:
-    """An error for the other ranks: our sentences as they are, others with their class."""
+    """Format an error for the other ranks: sentences of this package as they are, other errors with their class."""
     return str(fault) if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
 
 
 def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[], int] = lambda: 0) -> dict[int, str]:
-    """Rank -> what went wrong there, of members with a ``fault``. Collective: what one rank raises alone, the others
-    wait for. ``depth``: how deep this rank is in nested calls, of which the outer ones repeat theirs until all are out.
+    """Return rank -> error text of the members with a ``fault``. Collective: if one rank raised alone, the others would
+    wait for it. ``depth``: how deep this rank is in nested calls, of which outer ones repeat theirs until all are out.
     """
     text = None if fault is None else describe(fault)
     while True:
@@ -274,15 +274,15 @@ def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[
 
 
 def is_of_backend(error: BaseException) -> bool:
-    """Whether a collective has raised ``error``: the others are gone, or too late."""
+    """Return whether ``error`` comes from a collective, whose other ranks are gone or too late."""
     text = str(error) if type(error) is RuntimeError else ""
     return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
 
 
 def break_off(group: AxisGroup) -> None:
-    """End all that waits for this rank over ``group``, or for others on it: for good, from any thread. A wait on gloo
-    that runs out of time closes its connections. Of nccl the communicator is aborted: what this rank's device waits in
-    ends, and other machines see the connections go.
+    """End all waits for this rank over ``group``, and this rank's for others: for good, from any thread. A wait on gloo
+    that runs out of time closes its connections. Of nccl the communicator is aborted: the kernel in which this rank's
+    device waits ends, and other machines see the connections go.
     """
     if group.backend != "gloo" and group.pg is not None and group.size > 1:
         with contextlib.suppress(RuntimeError):  # not every backend can
@@ -299,7 +299,7 @@ _NOBODYS_TAG = 1 << 20
 
 
 class SideTransfer(Transfer):
-    """A transfer on a side stream; ``wait`` makes the compute stream wait. ``captured`` lives as long as this."""
+    """Transfer on a side stream; ``wait`` makes the compute stream wait. ``captured`` lives as long as the transfer."""
 
     def __init__(self, inner: Transfer, event: Any, captured: Any) -> None:
         self.nbytes, self._event, self._captured = inner.nbytes, event, captured
@@ -314,7 +314,7 @@ class SideTransfer(Transfer):
 
 
 class SideStream:
-    """A stream of ``device`` on which bytes travel while the compute stream goes on; on the CPU there is none.
+    """Stream of ``device`` for transfers beside the compute stream; on the CPU there is none.
 
     Buffers are allocated and freed on the compute stream only; a side stream first waits for the compute stream, and
     the compute stream waits for the event before anyone touches the result, so the caching allocator never hands out
@@ -326,7 +326,7 @@ class SideStream:
         self._stream = get_accelerator().urgent_stream() if device.type not in ("cpu", "meta") else None
 
     def run(self, start: Callable[[], Transfer]) -> Transfer:
-        """Call ``start`` on this stream."""
+        """Call ``start`` on this stream; return its transfer, whose ``wait`` orders the compute stream behind it."""
         if self._stream is None:
             return start()
         accelerator = get_accelerator()

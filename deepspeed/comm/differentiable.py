@@ -13,18 +13,18 @@ from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, su
 
 
 def bounds(numel: int, ways: int) -> list[int]:
-    """Where ``numel`` things are cut into ``ways`` parts that differ by at most one: ``ways`` + 1 edges."""
+    """Return the ``ways`` + 1 edges that cut ``numel`` elements into ``ways`` parts that differ by at most one."""
     each, more = divmod(numel, ways)
     return [way * each + min(way, more) for way in range(ways + 1)]
 
 
 def widths(edges: Sequence[int]) -> list[int]:
-    """Of the parts between ``edges``."""
+    """Return the sizes of the parts between ``edges``."""
     return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
 
 
 def summed(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    """The sum over ``group``, in new memory: autograd owns what it hands to a function."""
+    """Return the sum over ``group`` in new memory, as autograd owns the tensors that it hands to a function."""
     return sum_in_place(value.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -34,7 +34,7 @@ def _mine(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int])
 
 
 def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
-    """Every rank's part of dimension ``dim``, which may differ in size, in rank order."""
+    """All-gather the ranks' parts along dimension ``dim``, in rank order; the parts may differ in size."""
     sizes = widths(edges)
     front = value.movedim(dim, 0).contiguous()
     padded = front if len(front) == max(sizes) else torch.cat([front, front.new_zeros(1, *front.shape[1:])])
@@ -46,7 +46,7 @@ def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int
 
 
 def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
-    """This rank's part of the sum."""
+    """Reduce-scatter: return this rank's part of the sum (sliced from an all-reduce where parts differ in size)."""
     if len(set(widths(edges))) > 1:
         return _mine(summed(value, group), group, dim, edges)
     front = value.movedim(dim, 0).contiguous()
@@ -56,7 +56,7 @@ def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[
 
 
 class _Paired(torch.autograd.Function):
-    """``run`` of a value, and ``back`` of its gradient."""
+    """Apply ``run`` to a value, and ``back`` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, run: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
@@ -70,19 +70,19 @@ class _Paired(torch.autograd.Function):
 
 
 def enter_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    """A whole ``value`` from which each rank computes another part: the same, and its gradients are summed."""
+    """Return a whole ``value`` as it is, for ranks that compute different parts from it; its gradients are summed."""
     return _Paired.apply(value, lambda v: v.view_as(v), lambda grad: summed(grad, group))
 
 
 def sum_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    """Partial to whole."""
+    """Sum a partial value over the ranks to a whole one; pass its gradient on as it is."""
     return _Paired.apply(value, lambda v: summed(v, group), lambda grad: grad)
 
 
 def join_parts(
     value: torch.Tensor, group: AxisGroup, dim: int, *, edges: Sequence[int], partial_gradient: bool = False
 ) -> torch.Tensor:
-    """Cut along ``dim`` at ``edges`` to whole; ``partial_gradient``: from which each rank computes another part."""
+    """All-gather a value cut along ``dim`` at ``edges``; ``partial_gradient``: ranks compute different parts."""
     how, back = (group, dim, edges), _scattered if partial_gradient else _mine
     return _Paired.apply(value, lambda v: _joined(v, *how), lambda grad: back(grad, *how))
 
@@ -90,6 +90,6 @@ def join_parts(
 def cut_parts(
     value: torch.Tensor, group: AxisGroup, dim: int, *, edges: Sequence[int], partial: bool = False
 ) -> torch.Tensor:
-    """Whole, or ``partial``, to cut along ``dim`` at ``edges``."""
+    """Cut a whole value along ``dim`` at ``edges``; reduce-scatter a ``partial`` one."""
     how, run = (group, dim, edges), _scattered if partial else _mine
     return _Paired.apply(value, lambda v: run(v, *how), lambda grad: _joined(grad, *how))

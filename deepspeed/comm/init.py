@@ -29,18 +29,18 @@ _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it i
 
 
 def available_backends() -> list[str]:
-    """The communication backends that this build of torch has."""
+    """Return the communication backends that this build of torch has."""
     return [name for name in ("gloo", "nccl", "xccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
+    """Return a port of this machine on which nobody listens now."""
     with socket.create_server((LOOPBACK, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def _publish(ranks: Rendezvous) -> None:
-    """Write the identity where ``torch.distributed`` and other libraries look; never over an existing value."""
+    """Write the ranks' identity where ``torch.distributed`` and other libraries look; never over an existing value."""
     port = os.environ.get("MASTER_PORT") or ranks.port
     if port is None:
         port = free_port()
@@ -74,7 +74,7 @@ def _timeout(requested: timedelta) -> timedelta:
 
 
 def _source_address(host: str) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
+    """Return this machine's address on the way to ``host``; nothing is sent."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -82,8 +82,8 @@ def _source_address(host: str) -> str:
 
 
 def _prepare(backend: str, ranks: Rendezvous) -> None:
-    """What must stand before groups are made: the device, and the network for gloo, which carries the control messages
-    of nccl jobs too and, left to itself, listens where this machine's own name points to, often the loopback.
+    """Set up the device and the network before groups are made. gloo carries the control messages of nccl jobs too
+    and, left to itself, listens where this machine's own name points to, often the loopback.
     """
     # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights
     # to inference engines, is a split that all ranks would have to take part in.
@@ -101,7 +101,7 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
 
 @contextlib.contextmanager
 def naming_threads(backend: str) -> Iterator[None]:
-    """Let gloo's threads that start inside have gloo's name: before torch 2.13 they have that of who starts them."""
+    """Name gloo's threads that start inside after gloo: before torch 2.13 they take the name of the starting thread."""
     comm = Path("/proc/thread-self/comm")
     name = comm.read_bytes() if backend == "gloo" and os.access(comm, os.W_OK) else b""
     if name:
@@ -139,9 +139,9 @@ def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str
 
 
 def _leave_at_exit(limit_s: float = 20.0) -> None:
-    """Let gloo's worker threads, which carry nccl's control messages too, end before the interpreter does: one that
-    asks for it during finalization, to drop a tensor, ends the process with SIGABRT. One that waits for ranks that are
-    gone is left after ``limit_s``.
+    """Let gloo's worker threads, which carry nccl's control messages too, end before the interpreter does: a thread
+    that asks for it during finalization, to drop a tensor, ends the process with SIGABRT. A thread that waits for ranks
+    that are gone is left after ``limit_s`` seconds.
     """
     asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
@@ -166,7 +166,7 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
 
 
 def _adopt() -> None:
-    """Take over the process group that is there, and name its ranks in the environment as far as nobody has."""
+    """Take over the existing process group, and write its ranks to the environment variables that are unset."""
     ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
     os.environ["LOCAL_RANK"] = str(ranks.local_rank)
     if dist.get_backend() != "fake":  # whose ranks are no processes
@@ -189,13 +189,13 @@ def init_distributed(
 ) -> None:
     """Make sure that ``torch.distributed`` has a process group; an existing one is adopted, a second call does nothing.
 
-    ``dist_backend`` None means the device's own (nccl, gloo, ...). Who this process is comes from ``rank`` and
+    ``dist_backend`` None means the device's own (nccl, gloo, ...). This process's rank comes from ``rank`` and
     ``world_size``, else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else
-    the process is alone; what was found, or what an existing group says, is written to those variables where they are
-    unset. Without MASTER_PORT and with the default ``distributed_port`` the port follows from the job's id
+    the process is alone. Those of the variables that are unset are set to the values found, or to an existing group's.
+    Without MASTER_PORT and with the default ``distributed_port`` the port follows from the job's id
     (``discovery.job_port``). ``timeout`` defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. The local rank's device
-    becomes the current one, unless another one is already or the backend is gloo. Where ranks are on several machines,
-    GLOO_SOCKET_IFNAME is set, unless it is, to the interface that leads to rank 0. ``config`` may hold
+    becomes the current one, unless another is current already or the backend is gloo. Where ranks are on several
+    machines, GLOO_SOCKET_IFNAME, if unset, is set to the interface that leads to rank 0. ``config`` may hold
     ``comms_logger``.
 
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.

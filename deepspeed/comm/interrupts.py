@@ -36,7 +36,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def _inside(frame: FrameType | None) -> bool:
-    """Whether the innermost frame that tells is the runtime's, a finalizer's, or the client's amid an update."""
+    """Return whether the innermost telling frame is the runtime's, a finalizer's, or the client's amid an update."""
     frames = [*outwards(frame)]
     if any(f.f_code in _DROPPING or f.f_code.co_name == "__del__" for f in frames):
         return True
@@ -61,7 +61,7 @@ def _updating(frames: list[FrameType]) -> bool:
 
 
 class Postponed:
-    """``handler`` of the signal ``number``, called when the main thread is not inside the runtime.
+    """Call ``handler`` of the signal ``number`` when the main thread is not inside the runtime.
 
     A second Ctrl-C, a second later, comes through at once.
     """
@@ -125,7 +125,7 @@ class Postponed:
 
 
 def _raises(number: int, handler: Any) -> bool:
-    """Whether ``handler`` is Python's for Ctrl-C or torch's for workers; any other is its author's affair."""
+    """Return whether ``handler`` is Python's for Ctrl-C or torch's for workers; any other is its author's affair."""
     if number == signal.SIGINT:
         return handler is signal.default_int_handler
     return getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling"
@@ -135,7 +135,7 @@ _PLACED: dict[int, Postponed] = {}  # of this process, whose the handlers are
 
 
 def at_door() -> None:
-    """Raise what has waited, as the client calls the engine; postpone handlers that are new (torch's of a worker)."""
+    """Raise postponed signals as the client calls the engine; postpone handlers that are new (torch's of a worker)."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGCHLD, signal.SIGINT):
@@ -155,7 +155,7 @@ def at_door() -> None:
 
 
 def give_back() -> None:
-    """An engine has ended; what has waited is raised. If another lives, its next call postpones the handlers again."""
+    """Restore the handlers as an engine ends; raise postponed signals. Another engine's next call postpones again."""
     if threading.current_thread() is threading.main_thread():
         ended = [*_PLACED.values()]
         _PLACED.clear()

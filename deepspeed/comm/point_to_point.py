@@ -26,7 +26,7 @@ def send(tensor: torch.Tensor, peer: int, group: AxisGroup) -> Collective:
 
 
 def receive(tensor: torch.Tensor, peer: int, group: AxisGroup) -> Collective:
-    """Start to fill ``tensor`` (contiguous) with what member ``peer`` sends."""
+    """Start to fill ``tensor`` (contiguous) with the tensor that member ``peer`` sends."""
     end = group.note("receive", tensor)
     works: list[Any] = [dist.irecv(as_bytes(tensor), group=group.pg, group_src=peer)] if tensor.numel() else []
     return Collective(works, tensor, then=(end,))
@@ -41,7 +41,7 @@ def send_object(value: object, peer: int, group: AxisGroup) -> Collective:
 
 
 def receive_object(peer: int, group: AxisGroup) -> Any:
-    """Wait for an object of ``send_object``. Between ranks of one job, which run one program."""
+    """Wait for an object of ``send_object`` and unpickle it; only between ranks of one job, which run one program."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     dist.recv(size, group=group.pg, group_src=peer)
     data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -52,7 +52,7 @@ def receive_object(peer: int, group: AxisGroup) -> Any:
 def exchange(
     sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: AxisGroup
 ) -> Transfer:
-    """Start to send, and to fill, tensors, each with the member it goes to or comes from; one at most for each."""
+    """Start to send and to fill tensors, each paired with its member, at most one of either kind for each member."""
     if group.backend == "gloo" or not (sends or receives):
         works = [receive(tensor, peer, group) for tensor, peer in receives]
         return Several(works + [send(tensor, peer, group) for tensor, peer in sends])
@@ -71,32 +71,32 @@ class Wire:
         self._device = "cpu" if group.backend == "gloo" else get_accelerator().current_device_name()
 
     def send_number(self, value: int, rank: int) -> None:
-        """To the member ``rank``."""
+        """Send an int64 number to the member ``rank``."""
         dist.send(torch.tensor([value], dtype=torch.int64, device=self._device), group=self._group.pg, group_dst=rank)
 
     def number(self, rank: int) -> int:
-        """From the member ``rank``."""
+        """Receive an int64 number from the member ``rank``."""
         value = torch.empty(1, dtype=torch.int64, device=self._device)
         dist.recv(value, group=self._group.pg, group_src=rank)
         return int(value)
 
     def send_bytes(self, content: bytes, rank: int) -> None:
-        """To the member ``rank``; at least one."""
+        """Send ``content``, at least one byte, to the member ``rank``."""
         self.send_number(len(content), rank)
         values = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
         dist.send(values, group=self._group.pg, group_dst=rank)
 
     def bytes(self, rank: int) -> bytes:
-        """From the member ``rank``."""
+        """Receive the bytes that the member ``rank`` sends."""
         values = torch.empty(self.number(rank), dtype=torch.uint8, device=self._device)
         dist.recv(values, group=self._group.pg, group_src=rank)
         return values.cpu().numpy().tobytes()
 
 
 def clock_offset(group: AxisGroup) -> tuple[int, int]:
-    """How far this rank's ``perf_counter_ns`` is ahead of the first member's, and when that was measured, by its own
-    clock. Of several round trips the shortest tells most: the answer is taken to come from its middle (Cristian 1989),
-    so it is wrong by less than half of that. Collective.
+    """Return how far this rank's ``perf_counter_ns`` is ahead of the first member's, and when that was measured, by
+    this rank's clock. Of several round trips the shortest counts: the answer is taken to come from its middle (Cristian
+    1989), so the error is less than half of its length. Collective.
     """
     if group.size == 1 or group.alike:
         return 0, time.perf_counter_ns()

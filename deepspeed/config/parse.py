@@ -29,7 +29,7 @@ _TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A configuration as handed over, before any key is judged. ``data``: the caller's own dict, or the parsed one."""
+    """Hold a configuration as handed over, with no key judged. ``data``: the caller's own dict, or the parsed one."""
 
     data: dict[str, Any]
     name: str  # in messages
@@ -74,26 +74,26 @@ def key_lines(text: str) -> dict[str, list[int]]:
 
 
 def enclosing(path: str, names: Container[str]) -> str:
-    """``path``, or the nearest block around it, that is in ``names``; empty when none is."""
+    """Return ``path``, or the nearest block around it, that is in ``names``; empty when none is."""
     while path and path not in names:
         path = path.rpartition(".")[0]
     return path
 
 
 def line_of(lines: Mapping[str, list[int]], path: str) -> int | None:
-    """The line of ``path``, or of the nearest enclosing key that is written in the text, or None."""
+    """Return the line of ``path``, or of the nearest enclosing key that is written in the text, or None."""
     written = enclosing(path, lines)
     return lines[written][-1] if written else None
 
 
 def plain_json(text: str) -> str:
-    """``text`` with comments and trailing commas blanked out; every other character keeps its position."""
+    """Blank out comments and trailing commas of ``text``; every other character keeps its position."""
     blanked = _COMMENT.sub(lambda hit: hit[0] if hit[0][0] == '"' else re.sub(r"[^\n]", " ", hit[0]), text)
     return _TRAILING_COMMA.sub(" ", blanked)
 
 
 def _unique(pairs: list[tuple[str, Any]], text: str, name: str) -> dict[str, Any]:
-    """An object of ``text`` from its ``pairs``; DeepSpeedConfigError when it holds a key twice."""
+    """Build an object of ``text`` from its ``pairs``; raise DeepSpeedConfigError when it holds a key twice."""
     out, names = dict(pairs), [key for key, _ in pairs]
     if len(out) < len(pairs):
         key = next(key for key in out if names.count(key) > 1)
@@ -107,7 +107,7 @@ def _unique(pairs: list[tuple[str, Any]], text: str, name: str) -> dict[str, Any
 def parse_text(text: str, name: str) -> dict[str, Any]:
     """Parse JSON or relaxed JSON (comments, trailing commas, bare keys).
 
-    Raises DeepSpeedConfigError for empty text, repeated keys, broken syntax (with its place) and what is no object.
+    Raises DeepSpeedConfigError for empty text, repeated keys, broken syntax (with its place) and text of no object.
     """
     if not text.strip():
         raise DeepSpeedConfigError(f"{name} is empty. Write at least {{}} with the batch size keys.")
@@ -135,7 +135,7 @@ def parse_text(text: str, name: str) -> dict[str, Any]:
 
 
 def text_source(raw: bytes, name: str) -> ConfigSource:
-    """The source whose text is ``raw``; messages call it ``name``."""
+    """Parse the text in ``raw`` into a source that messages call ``name``; raise DeepSpeedConfigError on failure."""
     position = ""
     try:
         text = raw.decode("utf-8-sig")
@@ -147,7 +147,7 @@ def text_source(raw: bytes, name: str) -> ConfigSource:
 
 
 def _decode_base64(text: str) -> str:
-    """The JSON object text inside ``text``; empty when it is not base64 of one."""
+    """Decode ``text`` from base64 into the text of a JSON object; return "" when it is no such thing."""
     try:
         raw = base64.b64decode(text.strip() + "=" * (-len(text.strip()) % 4), altchars=b"-_", validate=True)
         decoded = raw.decode("utf-8")
@@ -187,5 +187,5 @@ def read_source(source: Any) -> ConfigSource:
 
 
 def read_config_source(source: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """The plain dict of a configuration: the very object for a dict, else the parsed file or base64 text."""
+    """Return the plain dict of a configuration: the very object for a dict, else the parsed file or base64 text."""
     return read_source(source).data

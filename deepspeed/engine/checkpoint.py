@@ -52,14 +52,14 @@ class EngineCheckpoint:
         self._must_load = os.environ.get("DS_ELASTIC_SAVED", "")
 
     def _keep_with(self, keeper: SaveKeeper) -> None:
-        """``keeper`` decides after each update what is saved, until the engine ends (``elasticity.take_part``)."""
+        """Let ``keeper`` decide after each update what is saved, until the engine ends (``elasticity.take_part``)."""
         if self._keeper is not None:
             self._keeper.close()
         self._keeper = keeper
         self._lasting.callback(keeper.close)
 
     def _after_update(self) -> None:
-        """What an update that has ended brings for checkpoints. Collective."""
+        """Settle a background save that has ended, and let the keeper save, after an update. Collective."""
         self._saver.settle(wait=False)  # late, so that whoever catches a failed save has not lost a step
         if self._keeper is not None:
             self._keeper.at_boundary()
@@ -72,7 +72,7 @@ class EngineCheckpoint:
         )
 
     def load_universal_checkpoint(self) -> bool:
-        """The key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
+        """Return the key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
         return self._config.checkpoint.load_universal
 
     def save_checkpoint(
@@ -83,7 +83,7 @@ class EngineCheckpoint:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write all that training needs to go on into ``save_dir/tag``; True. Collective: every rank has to call it.
+        """Write all that training needs to go on into ``save_dir/tag``; return True. Collective over all ranks.
 
         The checkpoint gets its name when every byte is on the disk. With ``checkpoint.async`` the state of this moment
         is written while training goes on, and a later call raises a failure. Raises CheckpointError (nothing was
@@ -93,8 +93,8 @@ class EngineCheckpoint:
             save_dir: A folder that all ranks share.
             tag: The checkpoint's name in it (default ``global_step{N}``).
             client_state: Plain values, tensors and arrays that ``load_checkpoint`` gives back; else PlainStateError.
-            save_latest: Whether the file ``latest`` names it then.
-            exclude_frozen_parameters: Leave out what requires no gradient.
+            save_latest: Whether the file ``latest`` names this checkpoint afterwards.
+            exclude_frozen_parameters: Leave out parameters that require no gradient.
         """
         self._check_alive(alone=False)
         self._check_here()
@@ -133,7 +133,7 @@ class EngineCheckpoint:
         return True
 
     def _follow_data(self) -> None:
-        """See ``optimizer.refresh_fp32_params``."""
+        """Take over edits of parameters that nobody reported: see ``optimizer.refresh_fp32_params``."""
         self._check_alive()
         self._check_between_passes("refresh_fp32_params")
         self._parts.hooks.take_edits(unseen=True)
@@ -153,11 +153,11 @@ class EngineCheckpoint:
         return folders.check_tag(tags[0])
 
     def wait_for_checkpoint(self) -> None:
-        """Until a background save has its name. Collective. Raises CheckpointError when it failed."""
+        """Wait until a background save has its name. Collective. Raise CheckpointError when it failed."""
         self._saver.settle(wait=True)
 
     def _end_save(self, *, together: bool) -> CheckpointError | None:
-        """Wait for a background save at the end of the engine, alone where other ranks do not come; its failure."""
+        """Wait for a background save at the engine's end, alone where other ranks do not come; return its failure."""
         try:
             self._saver.settle(wait=True, alone=not together)
         except CheckpointError as error:
@@ -169,7 +169,7 @@ class EngineCheckpoint:
         return States(self.module, self.mesh, units, self._views, optimizer, self._group_names, self.runtime.update)
 
     def _facts(self, client_state: dict[str, Any], tag: str, tokens: dict[str, float] | None = None) -> dict[str, Any]:
-        """What ``content_of`` is given."""
+        """Return the facts of the engine that ``content_of`` stores."""
         schedule, norm = self.lr_scheduler, self.get_global_grad_norm()
         counters = {name: getattr(self, name) for name in COUNTERS}
         window = {"backwards": self._backwards, "window": self._gas, "window_begin": self._window_begin}
@@ -201,14 +201,14 @@ class EngineCheckpoint:
         """Restore ``load_dir/tag`` under any number of ranks and any configuration. Collective.
 
         Returns (path, client state); (None, None) with a warning when there is no checkpoint. A missing, extra or
-        mis-shaped tensor is a CheckpointError that lists names, before anything has changed. DeepSpeed 0.19's are read.
+        mis-shaped tensor is a CheckpointError that lists names; nothing has changed then. Reads DeepSpeed 0.19's, too.
 
         Args:
-            load_dir: The folder that was saved to; ``tag``: the name in it (default: what ``latest`` names).
-            load_module_strict: False takes what fits, and the log says what was skipped.
-            load_optimizer_states: Whether masters and slots are taken, and random states with them.
-            load_lr_scheduler_states: Whether the schedule is.
-            load_module_only: Weights alone, without counters; refused where an update has failed half way.
+            load_dir: The folder that was saved to; ``tag``: the name in it (default: the one in ``latest``).
+            load_module_strict: False loads the tensors that fit, and logs the names of those skipped.
+            load_optimizer_states: Restore master weights and optimizer state, and the random states with them.
+            load_lr_scheduler_states: Restore the learning-rate schedule.
+            load_module_only: Load weights alone, without counters; refused where an update has failed half way.
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._check_destroyed()
@@ -250,7 +250,7 @@ class EngineCheckpoint:
             source.close()
 
     def _begin_load(self, path: Path, *, optimizer: bool) -> None:
-        """From here on the engine changes, and is of no use until all of it has."""
+        """Mark the engine as torn: from here on it changes, and is of no use until all is loaded."""
         if not optimizer and not self._torn:  # its states stay, also those that are on the device
             self.runtime.update.restart()
         self.runtime.update.forget()
@@ -340,5 +340,5 @@ class EngineCheckpoint:
 
 
 def _state_of(thing: Any) -> Any:
-    """``state_dict()`` of a scheduler or loader that has one."""
+    """Return ``state_dict()`` of a scheduler or loader that has one, else None."""
     return thing.state_dict() if thing is not None and hasattr(thing, "state_dict") else None

@@ -30,7 +30,7 @@ _CLOSED = 0  # the number of no signal, which the interpreter never writes
 
 
 class SavedEngine(Protocol):
-    """What is asked of an engine here."""
+    """Interface of the engine that is saved."""
 
     global_steps: int
     mesh: Mesh
@@ -46,10 +46,10 @@ class SavedEngine(Protocol):
 def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int = 0) -> dict[str, Any]:
     """Go on from the newest complete checkpoint in ``folder``, if there is one, and keep ``engine`` saved there.
 
-    From then on ``engine.step()`` saves every ``every`` updates (0: only when asked), and SIGTERM and SIGUSR1 on any
-    rank make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
-    ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first; what is in it is saved with
-    every checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``.
+    From then on ``engine.step()`` saves every ``every`` updates (0: only when asked). SIGTERM and SIGUSR1 on any rank
+    make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
+    ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first, which is saved with every
+    checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``.
     """
     if not str(folder):
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
@@ -63,7 +63,7 @@ def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int
 
 
 class Alarm:
-    """Hears ``SIGNALS`` in this process, also while its main thread is in native code; ``asked`` from the first on.
+    """Hear ``SIGNALS`` in this process, also while its main thread is in native code; ``asked`` from the first on.
 
     ``late(number)`` is called from a thread when ``deadline_s`` seconds have passed without ``close``.
     """
@@ -112,7 +112,7 @@ class Alarm:
         os.close(self._writer)
 
     def disarm(self) -> None:
-        """The save has ended in time."""
+        """Stop the deadline, as the save has ended in time."""
         self._over.set()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Alarm:
             self._way_back.close()
 
     def forget(self) -> None:
-        """In a child that was forked: signals are its own affair, and not this process's."""
+        """Reset the signals in a child that was forked: they are its own affair, and not this process's."""
         self._way_back.pop_all()
         signal.set_wakeup_fd(-1)
         os.close(self._reader)
@@ -150,7 +150,7 @@ def _forget(alarm: "weakref.ref[Alarm]") -> None:
 
 
 class SaveKeeper:
-    """Saves one engine to one folder: every so many updates, and when a signal says that the job is to end."""
+    """Save one engine to one folder: every so many updates, and when a signal says that the job is to end."""
 
     def __init__(
         self, engine: SavedEngine, folder: str | os.PathLike[str], *, every: int, state: dict[str, Any]
@@ -167,7 +167,7 @@ class SaveKeeper:
         self.deadline_s = deadline_s  # from the signal to the end of the save; None: signals do not save
 
     def at_boundary(self) -> None:
-        """After an update. Collective. Raises PreemptedExit when a checkpoint was saved because a rank was asked."""
+        """Save after an update, if due. Collective. Raise PreemptedExit after a save that a rank was asked for."""
         engine, step = self._engine, int(self._engine.global_steps)
         asked = self._alarm.asked if self._alarm is not None else 0
         if self._alarm is not None and engine.mesh.job.size > 1:

@@ -33,7 +33,7 @@ from deepspeed.zero.sync.failures import serving
 
 
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module):
-    """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
+    """Wrap ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     # set by ``initialize``
     local_rank: int
@@ -51,7 +51,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         monitor: MonitorMaster,
         lasting: contextlib.ExitStack,
     ) -> None:
-        """``lasting`` is closed when the engine ends."""
+        """Put the parts together; ``lasting`` is closed when the engine ends."""
         super().__init__()
         self.module, self.mesh, self.basic_optimizer, self.monitor = module, mesh, optimizer, monitor
         self._config, self._parts, self._views, self._lasting = config, parts, parts.views, lasting
@@ -83,8 +83,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.client = weakref.ref(self)
 
     def _give_way(self, params: set[nn.Parameter]) -> bool:
-        """Another engine wants ``params``: an inference engine over no others is destroyed, unless the new one only
-        adds to what is frozen and whole, which both can have. Whether it was.
+        """Give ``params`` to another engine: an inference engine over no others is destroyed, unless the new one only
+        adds to what is frozen and whole, which both can have. Return whether it was destroyed.
         """
         present = set(self.module.parameters())
         if self.basic_optimizer is not None or not params >= present:
@@ -97,7 +97,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         return True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. After an error inside it, the engine and the window's gradients are as before.
+        """Run the module's forward. After an error inside it, the engine and the window's gradients are as before.
 
         A DivergenceError, or an error that other ranks hear of in their backward, starts the accumulation window anew.
         """
@@ -125,12 +125,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Back-propagate ``loss``; returns it, divided as it was. After an error the accumulation window starts anew.
+        """Back-propagate ``loss``; return it, divided as it was. After an error the accumulation window starts anew.
 
         Args:
             loss: A scalar, the mean of the micro-batch. With ``"normalize": "tokens"`` it is weighed by its tokens.
-            retain_graph: As torch's.
-            scale_wrt_gas: Whether it is divided by the accumulation steps.
+            retain_graph: As in ``torch.Tensor.backward``.
+            scale_wrt_gas: Divide the loss by the accumulation steps.
         """
         self._make_ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -186,7 +186,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._after_update()
 
     def _update(self) -> None:
-        """One optimizer update from the gradients at hand, or none on overflow. Collective."""
+        """Run one optimizer update from the gradients at hand, or none on overflow. Collective."""
         self._check_here()
         if self._backwards == 0 and not self.runtime.gradients.collect():
             raise UsageError("step() was called before backward(): there are no gradients. Call that first")
@@ -227,7 +227,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._watch_memory()
 
     def _before_backward(self) -> None:
-        """A backward has begun, through the engine or not; the latter is scaled here."""
+        """Note that a backward has begun, through the engine or not; the latter is scaled here."""
         self._check_here()
         self._backwards += 1
         if self._managed and self._forced_boundary is None:
@@ -248,7 +248,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             gradients.scale = float(self._tokens.weight())
 
     def set_batch_tokens(self, count: torch.Tensor | int) -> None:
-        """Say how many tokens the next backward's loss is the mean of, for ``"normalize": "tokens"``.
+        """Set the number of tokens that the next backward's loss is the mean of, for ``"normalize": "tokens"``.
 
         For batches whose labels the engine does not see (``labels`` of the model's forward, without -100).
         """
@@ -257,12 +257,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._tokens.tell(count)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for calling ``.backward()`` on it directly."""
+        """Return the loss times the loss scale, for calling ``.backward()`` on it directly."""
         self._scaled_by_user = True
         return loss * self._scaler.loss_scale
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True while the current micro-batch is the last of its window (or as forced)."""
+        """Return True while the current micro-batch is the last of its window (or as forced)."""
         forced = self._forced_boundary if self._managed else True
         return self.micro_steps + 1 - self._window_begin >= self._gas if forced is None else forced
 
@@ -274,7 +274,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on their rank, under every plan; the next backward outside, or the step, reduces.
+        """Keep gradients inside on their rank, under every plan; the next backward outside, or the step, reduces.
 
         Where they are whole (stage 0) ``param.grad`` shows them after each backward, as under torch's DDP.
         """
@@ -288,7 +288,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backward calls inside, one reduction on exit. Collective."""
+        """Run several backward calls inside with one reduction on exit. Collective."""
         self.runtime.gradients.hold = True
         try:
             yield
@@ -297,7 +297,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.flush()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce whatever is still local now. Collective."""
+        """Reduce the gradients that are still local now. Collective."""
         self.runtime.gradients.final = True
         self.runtime.flush()
 
@@ -322,11 +322,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._gas, self._window_begin = self._next_gas, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Let a micro-batch count as so many samples."""
+        """Set the number of samples that a micro-batch counts as."""
         self._micro = micro_batch_size
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
-        """Set the mode of the module. Collective with ``delayed_update``: evaluations see what the last update made."""
+        """Set the mode of the module. Collective with ``delayed_update``: evaluations see the last update's result."""
         if not mode:
             self.runtime.update.publish()
         self.training = mode
@@ -354,7 +354,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over ``dataset`` for this rank, which checkpoints know.
+        """Return a loader over ``dataset`` for this rank, which checkpoints know.
 
         Args:
             dataset: Of torch, sized or iterable.
@@ -384,8 +384,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
     ) -> None:
         """Compile in place at the next forward; a second call replaces the first.
 
-        Where no parameter is sharded that is the module's forward as a whole, else the forward of each block that
-        repeats and of other modules with parameters; gathers stay outside. Raises UsageError inside a forward or
+        Where no parameter is sharded the module's forward is compiled as a whole. Else the forward of each repeated
+        block and of other modules with parameters is, and gathers stay outside. Raises UsageError inside a forward or
         backward, and for CUDA graphs over sharded parameters, whose addresses change.
 
         Args:
@@ -412,7 +412,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.is_compiled = True
 
     def _whole_state(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the client's optimizer may save and load its state, drive or not."""
+        """Let the client's optimizer save and load its state inside, drive or not."""
         return self.runtime.update.whole_state()
 
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
@@ -436,12 +436,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             self._tokens.forget()
 
     def _forget_failed_backward(self) -> None:
-        """Recover from a plain ``loss.backward()`` that raised: nobody else has noticed that it ended."""
+        """Recover from a plain ``loss.backward()`` that raised, of whose end the engine knows nothing."""
         if self.runtime.in_backward and not inside_backward():
             self._recover(UsageError("an earlier loss.backward() has raised"))
 
     def _make_ready(self, training: str = "") -> None:
-        """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
+        """Raise UsageError if a client's call cannot be followed; ``training`` names one that needs an optimizer."""
         self._check_destroyed()
         worker = self.runtime.worker
         if worker is not None and worker.failure is not None and not worker.announced:
@@ -467,8 +467,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
 
     def _check_alive(self, *, alone: bool = True, params: bool = True) -> None:
-        """UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks hear of
-        (``_wait_together``). Without ``params`` parameters may be away.
+        """Raise UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks
+        hear of (``_wait_together``). Without ``params`` parameters may be away.
         """
         self._check_destroyed()
         interrupts.at_door()
@@ -481,7 +481,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.runtime.update.check(alone=alone)
 
     def _wait_together(self) -> None:
-        """Begin a call of the client that is collective: all raise what has become of an update on one of them."""
+        """Begin a collective call of the client: all ranks raise if an update on any of them has failed."""
         try:
             self.runtime.update.wait_together()
         except RuntimeError as error:  # a rank that is gone, or in another call, may have said why
@@ -490,7 +490,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             raise
 
     def _end_update(self) -> Exception | None:
-        """Wait for an update under way where all states are given up, and bring back what is away; its failure."""
+        """Wait for an update under way where all states are given up, bring back what is away; return its failure."""
         self.reload_states()
         try:
             self.runtime.update.wait()

@@ -37,7 +37,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def _heard(name: str, text: str) -> Any:
-    """A property, with the docstring ``text``, for what updates came to, of which all are heard first."""
+    """Make a property, with the docstring ``text``, that takes in the outcome of all updates before it answers."""
     return property(
         lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value), None, text
     )
@@ -65,7 +65,7 @@ class StepCalls:
         weakref.finalize(self, _tell_at_end, vars(self))  # which does not keep this alive
 
     def restart(self, *, stepped: bool = False) -> None:
-        """Forget what has come since the last call."""
+        """Reset the counts of calls since the last ``step``."""
         self.backwards = self.pairs = self.outside = 0
         self.stepped |= stepped
 
@@ -73,7 +73,7 @@ class StepCalls:
         self._forward |= torch.is_grad_enabled()
 
     def backward(self, length: int, *, local: bool) -> None:
-        """A backward has begun, in a window of ``length`` calls of ``step``; ``local``: inside no_sync."""
+        """Note that a backward has begun, in a window of ``length`` calls of ``step``; ``local``: inside no_sync."""
         self.backwards += 1
         self.pairs += self._forward
         self.outside += self._forward and not local
@@ -104,7 +104,7 @@ def _tell_at_end(calls: dict[str, Any]) -> None:
 
 
 class EngineReports(EngineFacts):
-    """Mixin with what updates came to, and the engine's clocks."""
+    """Mixin with the outcomes of updates, and the engine's clocks."""
 
     # -- what updates came to -------------------------------------------------------------------------------------
     def _start_hearing(self) -> None:
@@ -115,7 +115,7 @@ class EngineReports(EngineFacts):
         self._culprit = ""  # of the first in that row, as far as this rank knows
 
     def _hear(self, *, wait: bool = True) -> "EngineReports":
-        """Take note of what updates came to; not ``wait``: as far as that is known."""
+        """Take in the outcome of updates; without ``wait`` only as far as it is known."""
         while self._unheard and (wait or self._unheard[0].known()):
             result = self._unheard.pop(0)
             self._overflowed = result.overflow
@@ -127,9 +127,9 @@ class EngineReports(EngineFacts):
         return self
 
     def _step_schedule(self, settings: dict[str, Any]) -> None:
-        """Step the schedule behind an update that was applied. One that the device may still leave out counts as such
-        until that is heard, before the next update or a save or load: then the schedule is put back, and what it has
-        written into groups, where nobody else has.
+        """Step the schedule after an update that was applied. One that the device may still skip counts as applied
+        until its outcome is known, before the next update, save or load. Then the schedule is put back, and the values
+        that it has written into groups, where nobody else has changed them.
         """
         schedule, optimizer = self.lr_scheduler, self.basic_optimizer
         if not self._hear(wait=False)._unheard:
@@ -148,7 +148,7 @@ class EngineReports(EngineFacts):
         self._unheard[-1].undo = put_back
 
     def _hear_or_end(self, limit: int) -> None:
-        """Take note of what is known; UsageError on all ranks after ``limit`` skipped updates in a row (0: never)."""
+        """Take in known outcomes; raise UsageError, on all ranks, after ``limit`` skips in a row (0: never)."""
         self._hear(wait=0 < limit <= self._bad_row + len(self._unheard))
         if 0 < limit <= self._bad_row:
             name = next(filter(None, gather_objects(self._culprit, self.mesh.job)), "an unknown parameter")
@@ -188,7 +188,7 @@ class EngineReports(EngineFacts):
             self._lasting.callback(self.step_profile.close)
 
     def _watch_memory(self) -> None:
-        """Say once when this rank holds more than ``memory.host_limit``, and that it is not states."""
+        """Warn once when this rank holds more than ``memory.host_limit``, which model states do not explain."""
         limit = self._config.memory.host_limit
         if limit is None or self._over_limit or (resident := hostmem.rss_bytes()) <= limit:
             return
@@ -235,7 +235,7 @@ class EngineReports(EngineFacts):
         return end
 
     def _write_metrics(self) -> None:
-        """The metrics of one update: learning rate, mean loss here, loss scale, times, and more."""
+        """Report the metrics of one update: learning rate, mean loss here, loss scale, times, and more."""
         spent, self._spent_ms = self._spent_ms, {}
         if "backward_inner" in spent:  # so far the negative of the rest
             spent["backward_inner"] += spent.get("backward", 0.0)
@@ -255,7 +255,7 @@ def _numel(units: list[Unit]) -> int:
 
 
 def state_dump(engine: EngineReports) -> str:
-    """Every resolved key with its origin, the units with their rest places, and the optimizer's groups, by lines."""
+    """Format the resolved keys with their origins, the units with their rest places, and the optimizer's groups."""
     secret = {field.path for field in declared_fields(DeepSpeedConfig) if not field.info.repr}
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
@@ -272,7 +272,7 @@ def state_dump(engine: EngineReports) -> str:
 
 
 def report_start(engine: EngineReports) -> None:
-    """Log one line about ``engine``, and what ``dump_state`` and ``memory_breakdown`` ask for."""
+    """Log one line about ``engine``, and the reports of ``dump_state`` and ``memory_breakdown``."""
     units, offload = engine.runtime.units, engine.runtime.plan.offload
     log_dist(
         f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')} "

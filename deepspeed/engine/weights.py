@@ -59,16 +59,16 @@ class EngineWeights:
         merge_adapters: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> WeightFlow:
-        """Whole weights and persistent buffers as buckets: lists of (name, tensor) on the device. Collective.
+        """Stream whole weights and persistent buffers as buckets: lists of (name, tensor) on the device. Collective.
 
-        An iterator and a context manager; nothing of the engine changes meanwhile. A rank may leave early: those that
-        go on raise UsageError with their next bucket, as they do for an error in the loop of another where that stands
-        in a ``with``. Raises UsageError inside a forward or backward, ValueError for ``max_bytes``.
+        The result is an iterator and a context manager; the engine stays as it is. If a rank leaves early, the ranks
+        that go on raise UsageError with their next bucket. So they do after an error in another rank's loop, if that is
+        inside a ``with``. Raises UsageError inside a forward or backward, ValueError for ``max_bytes``.
 
         Args:
-            max_bytes: Of a bucket and what travels for it (a number, or "512MB"), unless one tensor is larger.
-            dst: The one rank that gets them; the buckets of others are empty. None: all ranks.
-            merge_adapters: As the model without adapters, which PEFT merges in, on copies, a layer at a time.
+            max_bytes: Limit of a bucket and its messages (a number, or "512MB"), unless one tensor is larger.
+            dst: The one rank that gets the weights; the buckets of others are empty. None: all ranks.
+            merge_adapters: Stream the model without adapters: PEFT merges these in, on copies, a layer at a time.
             exclude_frozen_parameters: Leave out what requires no gradient. Names are those of ``module.state_dict()``.
         """
         self._check_alive(alone=False)
@@ -89,7 +89,7 @@ class EngineWeights:
     def _settle_weights(self, call: str) -> None:
         """Wait until the weights at rest are those of the last step and nobody writes them; on this rank alone.
 
-        ``call``: what for. Raises UsageError inside a forward or backward, and where an update has failed.
+        ``call`` names the caller. Raises UsageError inside a forward or backward, and where an update has failed.
         """
         self._check_alive()
         self._check_between_passes(call)
@@ -108,21 +108,21 @@ class EngineWeights:
         return flow
 
     def _to_first(self, tensors: dict[str, torch.Tensor], parcels: list[Parcel] | None = None) -> WeightFlow:
-        """``tensors``, whole, to the first rank."""
+        """Send ``tensors``, whole, to the first rank."""
         return self._flow(tensors, byte_count(_BUCKET), target=0, parcels=parcels)
 
     def _end_flow(self) -> None:
-        """Of a stream of weights that was left open."""
+        """End a stream of weights that was left open."""
         if (flow := self._open_flow()) is not None:
             flow.close("it has left the loop and called the engine", cut=True)
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """The module with every parameter gathered, without ZeRO's hooks, for generation. Collective at both ends.
+        """Yield the module, its parameters gathered, without ZeRO's hooks, for generation. Collective at both ends.
 
-        Inside, ranks may run different numbers of forward passes (under tensor parallelism those that share a layer
-        the same). Edits are refused at the end, on all ranks. The log says once how much memory that takes. Raises
-        UsageError on all ranks where one has not so much, inside a forward or backward, and for pipelines.
+        Inside, ranks may run different numbers of forwards (under tensor parallelism those that share a layer the same
+        number). Edits are refused at the end, on all ranks. The log says once how much memory the weights take. Raises
+        UsageError on all ranks where one lacks that memory, inside a forward or backward, and for pipelines.
         """
         self._check_alive(alone=False)
         self._check_between_passes("unsharded")
@@ -161,15 +161,15 @@ class EngineWeights:
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move states to host memory until ``reload_states``; what is there or on a drive stays. Further calls add.
+        """Move states to host memory until ``reload_states``; states there or on a drive stay. Further calls add.
 
-        Until then ``backward``, ``step`` and saves raise UsageError, with parameters forwards and generation, too.
+        Until then ``backward``, ``step`` and saves raise UsageError, and with parameters away forwards and generation.
         Raises UsageError inside a forward or backward, ValueError for another device.
 
         Args:
-            include: Of ``OffloadStateTypeEnum``; None: all. In fp32 ``hp_params`` are ``lp_params``.
-            device: "cpu", or "none": nothing happens.
-            pin_memory: Lock the pages, for faster copies; ``non_blocking`` has no effect.
+            include: Members of ``OffloadStateTypeEnum``; None: all. In fp32 ``hp_params`` are ``lp_params``.
+            device: "cpu", or "none", which moves nothing.
+            pin_memory: Page-lock the memory, for faster copies; ``non_blocking`` has no effect.
         """
         self._check_alive(params=False)
         place = getattr(device, "value", device)
@@ -192,7 +192,7 @@ class EngineWeights:
             get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what ``offload_states`` moved."""
+        """Bring the states back that ``offload_states`` moved."""
         self._way_back.close()
         self._lent = self._params_lent = False
 
@@ -202,7 +202,7 @@ class EngineWeights:
             self.runtime.backward_done(unit)
 
     def collect_python_gc(self) -> int:
-        """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
+        """Run a cyclic garbage collection now, for loops under ``disable_python_gc``; return the objects' number."""
         return gc.collect()
 
     def _check_here(self) -> None:
@@ -210,7 +210,7 @@ class EngineWeights:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
     def save_pretrained(self, save_directory: Path | str, max_shard_size: int | str = "5GB", **options: Any) -> None:
-        """Write ``model.safetensors``, in the module's dtype, and what its own ``save_pretrained`` writes. Collective.
+        """Write ``model.safetensors``, in the module's dtype, and the files of its own ``save_pretrained``. Collective.
 
         Names are those that ``from_pretrained`` expects; of a PEFT model its adapters are written. The first rank
         holds a bucket at a time. Raises CheckpointError on every rank when a file cannot be written.
@@ -218,7 +218,7 @@ class EngineWeights:
         Args:
             save_directory: The folder.
             max_shard_size: Bytes of a file (a number, or "5GB"); beyond it several files with an index.
-            options: With any the module's own method is called instead, on every rank.
+            options: If there are any, the module's own method is called instead, on every rank.
         """
         saver = getattr(self.module, "save_pretrained", None)
         if saver is not None and options:
@@ -247,7 +247,7 @@ class EngineWeights:
     ) -> bool:
         """Write all weights in the compute dtype to ``save_dir/save_filename`` for ``torch.load``, a bucket at a time.
 
-        Collective. False, and nothing written, when parameters are sharded and
+        Collective. Returns False, with nothing written, when parameters are sharded and
         ``stage3_gather_16bit_weights_on_model_save`` is off. Raises CheckpointError on every rank when the file
         cannot be written; an older one is intact then. ``exclude_frozen_parameters``: without what needs no gradient.
         """
@@ -272,7 +272,7 @@ class EngineWeights:
     save_fp16_model = save_16bit_model
 
     def _collected(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str]) -> dict[str, torch.Tensor] | None:
-        """``tensors``, whole, on the host of the first rank, tied names sharing one; None elsewhere."""
+        """Return ``tensors``, whole, on the host of the first rank, tied names sharing one; None elsewhere."""
         with self._to_first(tensors) as flow:
             kept = {name: values.to("cpu") for bucket in flow for name, values in bucket}
         return with_aliases(kept, aliases) if self.mesh.first else None
@@ -280,7 +280,7 @@ class EngineWeights:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
+        """Return all weights by name on the first rank, else None. Collective. ValueError if parameters are whole."""
         if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
             raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
         return self._collected(*state_names(self.module, exclude_frozen=exclude_frozen_parameters))
@@ -294,7 +294,7 @@ class EngineWeights:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
+        """Return ``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = {prefix + name for name, p in self.module.named_parameters() if not p.requires_grad}
         return {n: v for n, v in state.items() if n not in frozen} if exclude_frozen_parameters else state

@@ -23,7 +23,7 @@ def _alone() -> AxisGroup:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of one engine, by what they share.
+    """Process groups of one engine, by what their ranks share.
 
     ``job``: every rank of the engine. ``data``: the ranks that are fed different batches, over which gradients are
     averaged. ``zero``: the ranks that hold the same parameters, whole or in shards (of one pipeline stage and one
@@ -51,31 +51,31 @@ class Mesh:
 
     @property
     def sums(self) -> tuple[AxisGroup, ...]:
-        """The axes, inner first, as gradients are reduced over them."""
+        """Return the axes, inner first, as gradients are reduced over them."""
         return self.groups if self.reducing is None else (self.reducing, *self.groups[1:])
 
     @property
     def talk(self) -> AxisGroup:
-        """Where every rank of the job tells the others something: on the host, if it can."""
+        """Return the group in which every rank of the job tells the others something: on the host, if it can."""
         return self.host or (self.control if self.control and self.control.size == self.job.size else self.job)
 
     @property
     def communicators(self) -> set[Any]:
-        """The groups of several ranks whose collectives run on the device, where each holds memory."""
+        """Return the groups of several ranks whose collectives run on the device, where each holds memory."""
         groups = (self.job, self.data, self.zero, self.tp, self.pp, *self.groups, *self.sums)
         return {group.pg for group in groups if group.size > 1 and group.backend != "gloo"}
 
     @property
     def first(self) -> bool:
-        """True on the one rank of the job that speaks for all: logs, manifests, whole weights."""
+        """Return True on the one rank of the job that speaks for all: logs, manifests, whole weights."""
         return self.job.index == 0
 
     def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share each layer with the global ``rank``, in the order of ``tp``."""
+        """Return the ranks that share each layer with the global ``rank``, in the order of ``tp``."""
         return (rank,) if self.topology is None else self.topology.axis(rank, "tp").ranks
 
     def title(self, rank: int) -> str:
-        """The global ``rank`` for people, with its pipeline stage and tensor-parallel rank where there are several."""
+        """Name the global ``rank`` for people, with pipeline stage and tensor-parallel rank if there are several."""
         names = {"pp": "pipeline stage", "tp": "tensor-parallel rank"} if self.topology is not None else {}
         axes = [(what, self.topology.axis(rank, axis)) for axis, what in names.items() if self.topology is not None]
         places = ", ".join(f"{what} {axis.index}" for what, axis in axes if axis.size > 1)
@@ -83,7 +83,7 @@ class Mesh:
 
 
 def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
-    """One axis over an existing group (default: the whole world), without new process groups."""
+    """Make a mesh of one axis over an existing group (default: the whole world), without new process groups."""
     alone = not dist.is_initialized()
     pg = None if alone else group or dist.group.WORLD
     ranks = (0,) if alone else tuple(dist.get_process_group_ranks(pg))
@@ -92,10 +92,10 @@ def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
 
 
 def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
-    """A group of the ranks of ``axis``, made by them alone: the ranks outside may be making other groups.
+    """Make a group of the ranks of ``axis``, by these alone: the ranks outside may be making other groups.
 
-    ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank
-    has, which may differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
+    ``dist.new_group`` cannot: all ranks of the job must take part, or its name counts the groups of a rank. Counts may
+    differ, and a name may return after its group was destroyed, with addresses where nobody listens any more.
     """
     ranks, kind, label = list(axis.ranks), dist.Backend(backend), c10d.GroupName(f"{name}/{axis.ranks[0]}")
     store, limit, world = c10d._get_default_store(), c10d._get_default_timeout(kind), c10d._get_default_group()
@@ -120,7 +120,7 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
 
 @functools.cache
 def group_over(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The one group of ``ranks`` in the default group ``world``, made by these alone when they first call."""
+    """Return the one group of ``ranks`` in the default group ``world``, made by these alone when they first call."""
     axis = Axis("", len(ranks), ranks.index(dist.get_rank()), ranks)
     made = _new_group(f"deepspeed/axis/{'-'.join(map(str, ranks))}", axis, dist.get_backend(world))
     assert made.pg is not None
@@ -128,7 +128,7 @@ def group_over(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.Process
 
 
 class _Maker:
-    """Makes the groups of one mesh; for one set of ranks there is one group, whichever axes span it."""
+    """Make the groups of one mesh; for one set of ranks there is one group, whichever axes span it."""
 
     def __init__(self, backend: str, job: AxisGroup, known: Sequence[dist.ProcessGroup]) -> None:
         self._backend = backend
@@ -193,17 +193,17 @@ def build_mesh(
 
 
 def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, AxisGroup]:
-    """``mesh`` with one more group to destroy, of some of its ranks, which alone make it; and that group."""
+    """Return ``mesh`` with one more group to destroy, of some of its ranks, which alone make it; and that group."""
     axis = Axis(label, len(ranks), ranks.index(dist.get_rank()), ranks)
     group = _new_group(f"{mesh.name}/{label}", axis, mesh.job.backend)
     return replace(mesh, made=(*mesh.made, group)), group
 
 
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> bool:
-    """Whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
+    """Return whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
     Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would
-    disturb. They meet in the store, where the first decides for all: at once, if it can not (not ``comes``).
+    disturb. Ranks meet in the store, where the first decides for all: at once, if it cannot come (not ``comes``).
     """
     if mesh.job.size == 1 or mesh.job.alike:
         return True
@@ -223,7 +223,7 @@ def leave_note(
     mesh: Mesh, text: str, *, about: str = "failed", wait_s: float = 0.0, among: AxisGroup | None = None
 ) -> dict[int, str]:
     """Leave ``text`` (nothing if empty) in the store under this rank, for ranks that hear of no error but see this one
-    gone; what the ranks ``among`` whom it is (None: all) have left, after ``wait_s`` seconds at most until all have.
+    gone. Return the notes of the ranks ``among`` (None: all), after at most ``wait_s`` seconds until all have left one.
     """
     notes: dict[int, str] = {}
     group = among or mesh.job
@@ -242,7 +242,7 @@ def leave_note(
 
 
 def drop_note(mesh: Mesh) -> None:
-    """Take back what ``leave_note`` left: the others know."""
+    """Take back the note that ``leave_note`` left: the others know."""
     with contextlib.suppress(RuntimeError, ValueError):
         if not mesh.zero.alike:
             store = dist.PrefixStore(f"{mesh.name}/failed", c10d._get_default_store())
@@ -250,7 +250,7 @@ def drop_note(mesh: Mesh) -> None:
 
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
-    """Give back the groups that ``build_mesh`` made, never the caller's own; ``keep_axes``: shards lie on them."""
+    """Destroy the groups that ``build_mesh`` made, never the caller's own; ``keep_axes``: those of shards stay."""
     kept = [group.pg for group in (mesh.zero, *mesh.groups)] if keep_axes else []
     for group in mesh.made if dist.is_initialized() else ():
         if group.pg not in kept:

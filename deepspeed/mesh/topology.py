@@ -15,7 +15,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as seen by one rank: how many ways, which of them is this rank, and who the members are."""
+    """Mesh axis as seen by one rank: its name, its size, the index of this rank, and the members."""
 
     name: str
     size: int
@@ -28,7 +28,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """``ranks`` (global ids) as a row-major grid of named axes: the last axis varies fastest."""
+    """Grid of ``ranks`` (global ids), row-major, with named axes: the last axis varies fastest."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Topology:
         assert len(self.names) == len(self.sizes) and prod(self.sizes) == len(self.ranks) > 0, self
 
     def axis(self, rank: int, *names: str) -> Axis:
-        """The ranks that differ from the global ``rank`` on the named axes only, in grid order, as one axis."""
+        """Return the ranks that differ from the global ``rank`` on the named axes only, in grid order, as one axis."""
         place = np.unravel_index(self.ranks.index(rank), self.sizes)
         cut = tuple(slice(None) if name in names else way for name, way in zip(self.names, place, strict=True))
         members = tuple(np.reshape(self.ranks, self.sizes)[cut].ravel().tolist())
@@ -68,7 +68,7 @@ def dense_topology(
 
 
 def expert_topology(dense: Topology, ep: int) -> Topology:
-    """The same ranks for experts: ``ep`` ranks hold different experts, ``edp`` the same ones.
+    """Arrange the same ranks for experts: ``ep`` ranks hold different experts, ``edp`` the same ones.
 
     Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group.
     """
@@ -82,7 +82,7 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:
-    """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks, of equal weights."""
+    """Return the axes over which ZeRO may shard a dense parameter, inner first: ranks (dp, sp) of equal weights."""
     _, outer, _, sp, _ = topology.sizes
     inner = topology.axis(rank, "dp", "sp") if sp > 1 else topology.axis(rank, "dp")
     return (inner,) if outer == 1 else (inner, topology.axis(rank, "dp_outer"))

@@ -26,8 +26,8 @@ _OUR_NAMES["fp32_optimizer_states"] = "fp32_states"
 def constructor(
     first: str, settings: Group, build: Callable[[Any, Any, Group], None], *, unused: tuple[str, ...] = ()
 ) -> Callable[..., None]:
-    """An ``__init__`` that takes ``first`` and the keys of ``settings``, by place or name, and hands them to ``build``.
-    The values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing.
+    """Make an ``__init__`` that takes ``first`` and the keys of ``settings``, by place or name, for ``build``. The
+    values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing.
     """
     kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
     known = [Parameter(key, kind, default=empty if value is ... else value) for key, value in settings.items()]
@@ -44,10 +44,10 @@ def constructor(
 
 
 class GroupStep(torch.optim.Optimizer):
-    """Updates a group by the kernels of the device it is on, where they fit, else by ``_update_rest``, with torch. A
+    """Update a group by the kernels of the device it is on, where they fit, else by ``_update_rest``, with torch. A
     subclass names its ``keywords`` with their defaults, its state (``slots``) and its kernels, and says how to call
     them: ``_on_cuda`` (False, and nothing changed, where its kernel does not fit after all), ``_on_host`` and
-    ``_update``. Raises OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``.
+    ``_update``. Raise OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``.
     """
 
     keywords: ClassVar[Group]
@@ -96,7 +96,7 @@ class GroupStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; what ``closure`` returned, or None without one. Raises
+        """Update every parameter that has a gradient; return the result of ``closure``, or None without one. Raise
         OptimizerConfigError for a sparse gradient that would move other rows, AssertionError on a wrong device.
         """
         loss = None
@@ -108,7 +108,7 @@ class GroupStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, groups: list[Group]) -> None:
-        """What ``step`` does with its groups, with ``groups``."""
+        """Update ``groups`` as ``step`` updates the optimizer's own groups."""
         # everything is checked before anything changes
         for group, kinds in [(g, self._checked_params(g)) for g in groups if g["params"]]:
             for params in kinds:
@@ -124,7 +124,7 @@ class GroupStep(torch.optim.Optimizer):
             cuda.usable(self.cuda_op, ())
 
     def add_param_group(self, param_group: Group) -> None:
-        """Torch's own without its guard against tracing, which imports a compiler: 90 MiB and seconds of each rank."""
+        """Add a group without torch's guard against tracing, which imports a compiler: 90 MiB and seconds of a rank."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
@@ -132,7 +132,7 @@ class GroupStep(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none and self.defaults.get("set_grad_none", True))
 
     def _checked_params(self, group: Group) -> list[Tensors]:
-        """Parameters with gradients, a list for each kind of device and each scale of gradients: a kernel takes one."""
+        """Group parameters with gradients by kind of device and scale of gradients: a kernel takes one of each."""
         name, kinds = type(self).__name__, dict[tuple[str, int], Tensors]()
         for param in (p for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and not (self.sparse and group["eps"] and not group["weight_decay"]):
@@ -194,7 +194,7 @@ class GroupStep(torch.optim.Optimizer):
         return True
 
     def _scale_of(self, param: torch.Tensor) -> Any:
-        """What the gradient of ``param`` is still to be multiplied by."""
+        """Return the factor by which the gradient of ``param`` is still to be multiplied."""
         return 1.0 if self._outputs is None else self._outputs[2].get(param, 1.0)
 
     def _scaled(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -205,16 +205,16 @@ class GroupStep(torch.optim.Optimizer):
         return grad if isinstance(scale, float) and scale == 1.0 else grad.mul_(scale)
 
     def undisturbed(self) -> bool:
-        """Whether no code of the user's runs in a step, or can tell whether it is one call or several."""
+        """Return whether no code of the user's runs in a step, or can tell one call from several."""
         hooks = vars(self).get("_optimizer_step_pre_hooks") or _global_optimizer_pre_hooks
         return not hooks and self._ends_with_the_kernels()
 
     def scales_on_host(self) -> bool:
-        """Whether host kernels multiply gradients, in any of their dtypes, by ``scales`` of ``writing_outputs``."""
+        """Return whether host kernels multiply gradients of any of their dtypes by ``writing_outputs``'s ``scales``."""
         return self.host_op is not None and host.usable(self.host_op) and self.undisturbed()
 
     def skips_alone(self) -> bool:
-        """Whether a step can be left out by the device (``skip`` of ``writing_outputs``), and nobody notices."""
+        """Return whether the device can skip a step (``skip`` of ``writing_outputs``) without anybody's notice."""
         return self.heeds_skip and self._ends_with_the_kernels()
 
     @contextlib.contextmanager
@@ -226,12 +226,12 @@ class GroupStep(torch.optim.Optimizer):
         scales: Mapping[torch.Tensor, Scalar] | None = None,
         undisturbed: bool = False,
     ) -> Iterator[Collection[torch.Tensor]]:
-        """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
+        """Let ``step`` inside also round parameters into their ``outputs``, in the pass of the update by a kernel. An
         output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
-        Gives the parameters whose output has the new value after the step: none where the user's code may run behind
+        Yield the parameters whose output has the new value after the step: none where the user's code may run behind
         the kernels. ``skip``, one fp32 number on the device: where it is not 0 the step changes nothing, and
-        outputs, which must have held the old values, still do. ``scales``: what the gradients of some parameters, which
-        may be of 16 bits then, are multiplied by: a number, or for all parameters on a device the same tensor there.
+        outputs, which must have held the old values, still do. ``scales``: factors of the gradients of some parameters,
+        which may be of 16 bits then: a number, or for all parameters on a device the same tensor there.
         ``undisturbed``: nothing of the user's runs, as the caller knows.
         """
         written: set[torch.Tensor] = set()
@@ -246,7 +246,7 @@ class GroupStep(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def behind_kernels(self, call: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``step`` makes that ``call`` behind its kernels, before the hooks of others."""
+        """Let ``step`` inside make that ``call`` behind its kernels, before the hooks of others."""
         handle = self.register_step_post_hook(lambda *_: call())
         vars(self)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
         try:
@@ -255,7 +255,7 @@ class GroupStep(torch.optim.Optimizer):
             handle.remove()
 
     def _ends_with_the_kernels(self) -> bool:
-        """Whether no subclass, patch or hook of the user's can change a parameter between its kernel and the end."""
+        """Return whether no subclass, patch or hook of the user's can change a parameter after its kernel in a step."""
         cls, hooks = type(self), vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks
         patched = any(name != "step" and callable(getattr(cls, name, None)) for name in vars(self))
         if hooks or patched or not cls.__module__.startswith(f"{__package__}."):
@@ -271,7 +271,7 @@ class GroupStep(torch.optim.Optimizer):
         return True
 
     def _output_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Where the kernel that is called next puts the rounded ``param``, which counts as written from here on."""
+        """Return the output for the rounded ``param`` of the next kernel call, from here on counted as written."""
         wanted, written, _ = self._outputs or ({}, set(), {})
         if (out := wanted.get(param)) is not None:
             written.add(param)
@@ -279,7 +279,7 @@ class GroupStep(torch.optim.Optimizer):
 
 
 def _moment(param: torch.Tensor, group: Group) -> torch.Tensor:
-    """State like ``param``, in fp32 for half-precision parameters when the group says ``fp32_states``."""
+    """Make state like ``param``, in fp32 for half-precision parameters when the group says ``fp32_states``."""
     low = param.dtype in (torch.bfloat16, torch.float16)
     moment = torch.empty_like(param, dtype=torch.float32 if low and group.get("fp32_states") else param.dtype)
     if type(moment) is torch.Tensor and moment.device.type == "cpu":  # a subclass may have no memory of its own
@@ -290,7 +290,7 @@ def _moment(param: torch.Tensor, group: Group) -> torch.Tensor:
 def checked(
     optimizer: torch.optim.Optimizer, *, betas: tuple[float, float] | None = None, **at_least_zero: float
 ) -> Group:
-    """The settings as group defaults; OptimizerConfigError unless numbers are >= 0 and both ``betas`` lie in [0, 1)."""
+    """Return the settings as group defaults; raise OptimizerConfigError unless all are >= 0 and ``betas`` in [0, 1)."""
     name = type(optimizer).__name__
     for key, value in at_least_zero.items():
         if not value >= 0:
@@ -307,7 +307,7 @@ _SLOTS = {"SGD": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "RMSprop": 1, "Muon
 
 
 def slot_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state for each fp32 element beside the weight: known for common classes, else two fp32 numbers."""
+    """Return bytes of state per fp32 element beside the weight: known for common classes, else two fp32 numbers."""
     if isinstance(optimizer, torch.optim.SGD):
         return 4 if any(group.get("momentum") for group in optimizer.param_groups) else 0
     names = [cls.__name__ for cls in type(optimizer).__mro__]

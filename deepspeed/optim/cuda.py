@@ -27,7 +27,7 @@ _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_doubl
 
 
 class _Call(ctypes.Structure):
-    """``ds::Call`` of csrc/cuda/multi_tensor.cuh; the kernel side refuses another size."""
+    """Mirror ``ds::Call`` of csrc/cuda/multi_tensor.cuh; the kernel side refuses another size."""
 
     _fields_ = (
         *(("bytes", _L), ("stream", _P), ("sizes", _P), ("columns", _P * 5)),
@@ -42,7 +42,7 @@ class _Call(ctypes.Structure):
 
 @functools.cache
 def _kernel(op: OpSpec) -> Callable[[_Call], None] | None:
-    """The native update, built on first use; None (after one line in the log) where that is not possible."""
+    """Return the native update, built on first use; None (after one line in the log) where that is not possible."""
     library = try_load(op)
     if library is None:
         return None
@@ -60,26 +60,26 @@ def _kernel(op: OpSpec) -> Callable[[_Call], None] | None:
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on a CUDA device; the cheap first question to :func:`usable`."""
+    """Return whether ``tensor`` is on a CUDA device; the cheap first question to :func:`usable`."""
     return tensor.is_cuda
 
 
 @contextlib.contextmanager
 def _stream(device: torch.device) -> Iterator[int]:
-    """Make ``device`` the current one; gives the handle of its current stream."""
+    """Make ``device`` the current one; yield the handle of its current stream."""
     with torch.accelerator.device_index(device.index):
         yield get_accelerator().current_stream(device).cuda_stream
 
 
 def _compiled(param: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor) -> bool:
-    """Whether there is a kernel for their dtypes together: ``by_all`` of multi_tensor.cuh."""
+    """Return whether there is a kernel for these dtypes together: ``by_all`` of multi_tensor.cuh."""
     beside = (torch.float32, param.dtype)
     return all(m.dtype in beside for m in moments) and (param.dtype is torch.float32 or grad.dtype in beside)
 
 
 def usable(op: OpSpec, columns: Sequence[Tensors]) -> bool:
-    """Whether the kernel of ``op`` exists and fits ``columns`` of parameters, gradients and moments: contiguous CUDA
-    tensors of fp32, bf16 or fp16, moments in fp32 or the parameter's dtype, and gradients of 16-bit ones too.
+    """Return whether the kernel of ``op`` exists and fits ``columns`` of parameters, gradients and moments: contiguous
+    CUDA tensors of fp32, bf16 or fp16, moments in fp32 or the parameter's dtype, and gradients of 16-bit ones too.
     """
     # the order keeps a machine without CUDA from looking for a compiler; ROCm calls its devices cuda too
     fit = all(on_cuda(t) and host.fits(t) for column in columns for t in column)
@@ -93,7 +93,7 @@ def _array(tensors: Iterable[torch.Tensor | None]) -> "ctypes.Array[ctypes.c_voi
 
 
 def _split(value: Scalar, device: torch.device) -> tuple[float, torch.Tensor | None]:
-    """A number that the host knows and None, or (unread) 0 and the number as fp32 on ``device``."""
+    """Return a number that the host knows and None, or (unread) 0 and the number as fp32 on ``device``."""
     if isinstance(value, torch.Tensor) and on_cuda(value):
         return 0.0, value.to(device, torch.float32)
     return float(value), None
@@ -102,8 +102,8 @@ def _split(value: Scalar, device: torch.device) -> tuple[float, torch.Tensor | N
 def _submit(
     op: OpSpec, rows: Sequence[_Row], steps: Tensors, scalars: Sequence[Any], fields: dict[str, float]
 ) -> torch.Tensor | None:
-    """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB. ``scalars``: rate,
-    gradients' scale, overflow flag; ``fields``: those of ``_Call`` that the host knows.
+    """Make one native call for tensors of one device and the same dtypes; return LAMB's trust ratios. ``scalars``:
+    rate, gradients' scale, overflow flag; ``fields``: those of ``_Call`` that the host knows.
     """
     if (run := _kernel(op)) is None:
         raise RuntimeError(f"the native op {op.name} is not available (the log says why); use {op.instead}")
@@ -183,7 +183,7 @@ def _update(
     outs: Sequence[torch.Tensor | None] | None = None,
     **fields: float,
 ) -> list[torch.Tensor]:
-    """One update in place of every parameter, in fp32 arithmetic; the trust ratios of LAMB, 1 where nothing changed.
+    """Update every parameter in place, in fp32 arithmetic; return the trust ratios of LAMB, 1 where nothing changed.
 
     Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as
     many elements; which go together :func:`usable` says. ``step`` is the number of this update, from 1: an int, or one

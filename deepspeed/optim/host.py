@@ -39,7 +39,7 @@ _SIGNATURES = {
 
 @functools.cache
 def _kernel(op: OpSpec, *, beside: bool = False) -> Callable[..., int] | None:
-    """The native function, built on first use, or None; ``beside``: that of Adam which leaves weights and moments."""
+    """Return the native function, built on first use, or None; ``beside``: Adam's that leaves weights and moments."""
     library = try_load(op)
     if library is None:
         return None
@@ -51,17 +51,17 @@ def _kernel(op: OpSpec, *, beside: bool = False) -> Callable[..., int] | None:
 
 @functools.cache
 def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """Threads of this process (a forked child gets its own); a ctypes call leaves the interpreter to the others."""
+    """Return threads of this process (a forked child gets its own); a ctypes call leaves the interpreter to others."""
     return ThreadPoolExecutor(count, thread_name_prefix=f"deepspeed-{count}-threads-of-{process}")
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether kernels know its dtype and layout; where it is they do not see."""
+    """Return whether kernels know the tensor's dtype and layout; its device is not looked at."""
     return tensor.is_contiguous() and tensor.dtype in CODES
 
 
 def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
-    """Whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
+    """Return whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
     for tensor in tensors:
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in CODES:
             return False
@@ -131,7 +131,7 @@ def adam_step(
     beside: Tensors = (),
     cores: float = 1.0,
 ) -> None:
-    """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019). ``step`` counts from 1.
+    """Run an Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019). ``step`` counts from 1.
 
     ``tensors`` are weights, gradient and both moments (of one dtype). They and ``out`` are fp32, bf16 or fp16 of as
     many elements, contiguous, on the host. The gradient is multiplied by ``grad_scale`` first; the update is computed
@@ -150,13 +150,13 @@ def adam_step(
 def adagrad_step(
     *tensors: torch.Tensor, rate: float, eps: float, weight_decay: float, grad_scale: float = 1.0, out: Output = None
 ) -> None:
-    """One Adagrad update in place (Duchi et al. 2011) at the decayed ``rate``; otherwise as :func:`adam_step`."""
+    """Run an Adagrad update in place (Duchi et al. 2011) at the decayed ``rate``; otherwise as :func:`adam_step`."""
     _run(CPU_ADAGRAD, tensors, out, [rate, eps, weight_decay, grad_scale])
 
 
 def lion_step(
     *tensors: torch.Tensor, lr: Scalar, betas: Betas, weight_decay: float, grad_scale: float = 1.0, out: Output = None
 ) -> None:
-    """One Lion update in place (Chen et al. 2023); otherwise as :func:`adam_step`."""
+    """Run a Lion update in place (Chen et al. 2023); otherwise as :func:`adam_step`."""
     lr = float(lr)
     _run(CPU_LION, tensors, out, [lr, *betas, 1 - lr * weight_decay, grad_scale])

@@ -15,7 +15,7 @@ GRAM_RESTART = 2  # iterations after which the Gram form starts from the iterate
 
 
 def is_muon_parameter(name: str, param: torch.Tensor) -> bool:
-    """Whether Muon updates this: two or more dimensions, and neither an embedding nor the output head by name."""
+    """Return whether Muon updates a parameter: two or more dimensions; by name neither embedding nor output head."""
     return param.ndim >= 2 and "embed" not in name and "lm_head" not in name
 
 
@@ -35,7 +35,7 @@ def _iterate_standard(x: torch.Tensor) -> torch.Tensor:
 
 
 def _iterate_gram(x: torch.Tensor) -> torch.Tensor:
-    """The same polynomial, but only rows x rows matrices are multiplied between restarts."""
+    """Evaluate the same polynomial, but multiply only rows x rows matrices between restarts."""
     a, b, c = NS_COEFFICIENTS
     eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
     for count in (GRAM_RESTART, NS_STEPS - GRAM_RESTART):
@@ -52,7 +52,7 @@ _METHODS = {"gram": (torch.float16, _iterate_gram), "standard": (torch.bfloat16,
 
 
 def orthogonalize(matrix: torch.Tensor, method: str = "gram") -> torch.Tensor:
-    """Nearest semi-orthogonal matrix, approximately: five quintic Newton-Schulz iterations.
+    """Return the nearest semi-orthogonal matrix, approximately: five quintic Newton-Schulz iterations.
 
     ``matrix`` is (..., rows, cols), a batch of them; so is the result, in the same dtype, with singular values around 1
     (roughly 0.7 to 1.2). ``standard`` iterates in bf16, ``gram`` in fp16; both in fp32 on the CPU, where half-precision

@@ -71,7 +71,7 @@ def build_optimizer(
 
 
 def construct(part: str, name: str, factory: Callable[..., Any], first: Any, settings: Mapping[str, Any]) -> Any:
-    """``factory(first, **settings)`` for the ``optimizer`` or ``scheduler`` block of the config. Raises
+    """Call ``factory(first, **settings)`` for the ``optimizer`` or ``scheduler`` block of the config. Raise
     OptimizerConfigError for an unknown or missing key, a value of the wrong type, with its path and what is valid.
     """
     accepted = dict(list(inspect.signature(factory).parameters.items())[1:])
@@ -92,7 +92,7 @@ def construct(part: str, name: str, factory: Callable[..., Any], first: Any, set
 
 
 def granularity(optimizer: torch.optim.Optimizer) -> Literal["element", "parameter"]:
-    """How finely a parameter may be cut for this optimizer without changing its result.
+    """Return how finely a parameter may be cut for this optimizer without changing its result.
 
     ``element``: each element is updated from its own gradient and state alone. ``parameter``: the update looks at a
     whole tensor (norms, matrix products, factored or block-wise state), also the answer for a class nobody knows.
@@ -118,7 +118,7 @@ def granularity(optimizer: torch.optim.Optimizer) -> Literal["element", "paramet
 
 
 def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
-    """OptimizerConfigError for numbers that are written as text, and "auto" that nobody filled in, under ``where``."""
+    """Raise OptimizerConfigError for numbers written as text, and "auto" that nobody filled in, under ``where``."""
     for key, value in settings.items():
         for item in value if isinstance(value, list | tuple) else (value,):
             if not isinstance(item, str):
@@ -158,7 +158,7 @@ def _named_tensors(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:
 def _choose_adam(
     name: str, settings: dict[str, Any], groups: list[Any], *, offload: bool
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Torch's class when asked for by ``torch_adam`` or by a setting that only torch has, else the named class."""
+    """Choose torch's class if asked for by ``torch_adam`` or by a setting that only torch has, else the named class."""
     torch_adam = settings.pop("torch_adam", False)
     # plain "Adam" decays decoupled too unless told otherwise; that is what existing configs rely on
     adam_w_mode = settings.pop("adam_w_mode", True)
@@ -184,7 +184,7 @@ def _choose_adam(
 
 
 def _foreign_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
-    """A class of torch, or of the package mup."""
+    """Return a class of torch, or of the package mup."""
     name = _MUP_CLASSES.get(type_name.lower())
     if name is None:
         if type_name.lower() in ("onebitadam", "onebitlamb", "zerooneadam"):
@@ -201,7 +201,7 @@ def _foreign_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def class_of_torch(part: str, name: str, module: Any, base: type, ours: Iterable[str]) -> Any:
-    """The subclass of ``base`` that ``module`` has by that exact name; OptimizerConfigError with the nearest one."""
+    """Return the subclass of ``base`` in ``module`` by that exact name; raise OptimizerConfigError with the nearest."""
     theirs = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
     theirs.pop(base.__name__)
     if name not in theirs:

@@ -14,13 +14,13 @@ from deepspeed.optim.base import Group, GroupStep, Tensors
 
 
 def can_fuse(tensors: Tensors) -> bool:
-    """Whether torch's fused Adam accepts all ``tensors``: floating point, on a device that has it in every torch."""
+    """Return whether torch's fused Adam takes ``tensors``: floating point, on a device that has it in every torch."""
     known = ("cpu", "cuda", "xpu", "mps")
     return bool(tensors) and all(t.is_floating_point() and t.device.type in known for t in tensors)
 
 
 def moments_(grad: torch.Tensor, state: Group, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count a step and take ``grad`` into both moments; copies, corrected if the group says so (Kingma and Ba 2015)."""
+    """Count a step, take ``grad`` into both moments; return copies, bias-corrected if asked (Kingma and Ba 2015)."""
     exp_avg, exp_avg_sq, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
     state["step"] += 1
     steps = float(state["step"])
@@ -32,7 +32,7 @@ def moments_(grad: torch.Tensor, state: Group, group: Group) -> tuple[torch.Tens
 
 @torch.no_grad()
 def adam_update_(param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
-    """One Adam step in the dtype of the moments, also for what torch's kernels lack (no bias correction, wide moments).
+    """Make an Adam step in the moments' dtype, also for what torch's kernels lack (no bias correction, wide moments).
     ``param`` (any shape) and ``state`` are updated in place: ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq``
     (shape of ``param``). ``grad`` has any floating dtype; ``group`` gives ``lr, betas, eps, weight_decay,
     bias_correction, decoupled_weight_decay``. Source: Loshchilov and Hutter 2019 (decoupled decay).
@@ -108,8 +108,8 @@ class AdamBase(GroupStep, torch.optim.Adam):
     def update_beside(
         self, tensors: Tensors, state: Group, group: Group, *, scale: float, out: torch.Tensor | None, new: Tensors
     ) -> None:
-        """What the host's kernel would make of ``tensors``, weights and gradient, by the latter times ``scale`` goes to
-        ``new``, weights and moments, and rounded to ``out``: all else, ``state`` too, stays as it is. All are fp32 but
+        """Compute the host kernel's update of ``tensors``, weights and gradient (times ``scale``), into ``new``,
+        weights and moments, and rounded into ``out``: all else, ``state`` too, stays as it is. All are fp32 but
         gradient and ``out``.
         """
         settings = _numbers(group) | {"grad_scale": scale, "cores": self.host_cores}
@@ -222,7 +222,7 @@ class Lamb(GroupStep):
         super()._build(params, settings)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Trust ratios of the last step, one per updated parameter in group order; empty before the first step."""
+        """Return the last step's trust ratios, one per updated parameter in group order; empty before any step."""
         ratios = vars(self).get("_ratios", {})
         return [float(ratios[p]) for group in self.param_groups for p in group["params"] if p in ratios]
 
@@ -261,7 +261,7 @@ _LAMB = {"eps_inside_sqrt": False, "weight_decay": 0.0, "max_grad_norm": 0.0, "m
 
 
 def _client(name: str, base: type[_Kind], keywords: Group, *, unused: tuple[str, ...] = ()) -> type[_Kind]:
-    """A class of the client interface; ``unused`` are keywords that clients pass and that mean nothing here."""
+    """Make a class of the client interface; ``unused`` are keywords that clients pass and that mean nothing here."""
     on_host = name.startswith("DeepSpeedCPU")
     place = "on host tensors" if on_host else "for the device the parameters are on"
     text = f"{base.__name__.removesuffix('Base')} {place}, with the signature that clients know."

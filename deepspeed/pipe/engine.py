@@ -26,7 +26,7 @@ from deepspeed.zero.sync.failures import break_off_all
 
 
 class _Read(NamedTuple):
-    """What one rank has read for a batch: of each micro-batch the inputs' shapes and checksums of inputs and labels."""
+    """Data that one rank has read for a batch: by micro-batch the inputs' shapes, checksums of inputs and of labels."""
 
     kinds: list[str]
     inputs: list[int]
@@ -72,7 +72,7 @@ def follow_config(module: PipelineModule, config: DeepSpeedConfig, *, fixed: boo
 
 
 def check_micros(stages: int, micros: int) -> None:
-    """UsageError (an AssertionError) where a DualPipeVModule's batch has too few micro-batches for its schedule."""
+    """Raise UsageError (an AssertionError) if a DualPipeVModule's batch has too few micro-batches for its schedule."""
     if micros < 2 * stages:
         raise UsageError(
             f"a DualPipeVModule of {stages} stages needs gradient_accumulation_steps of {2 * stages} or more, not "
@@ -81,7 +81,7 @@ def check_micros(stages: int, micros: int) -> None:
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Made by ``deepspeed.initialize`` for a PipelineModule; ``train_batch`` and ``eval_batch`` are its only steps."""
+    """Engine of a PipelineModule, made by ``deepspeed.initialize``; its only steps: ``train_batch``, ``eval_batch``."""
 
     module: PipelineModule
 
@@ -103,10 +103,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- batches --------------------------------------------------------------------------------------------------
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One update from ``gradient_accumulation_steps`` micro-batches; their mean loss over all ranks, on all.
+        """Run an update of ``gradient_accumulation_steps`` micro-batches; return the mean loss over all ranks, on all.
 
         ``data_iter`` (or what ``set_dataiterator`` or ``training_data`` gave) yields (inputs, labels); it is read on
-        the first and the last stage. Raises StopIteration where it has nothing left, PipelineError on every rank, with
+        the first and the last stage. Raise StopIteration where it has nothing left, PipelineError on every rank, with
         the stage and layer, where a rank fails; the batch then counts as not run. Collective.
         """
         if not torch.is_grad_enabled():
@@ -137,8 +137,8 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forwards only: the mean loss (without ``bcast_loss`` on the last stage), or, with ``reduce_output`` None,
-        the outputs by micro-batch there; None elsewhere. ``return_logits``: a pair of that and the outputs. Collective.
+        """Run forwards; return the mean loss (without ``bcast_loss`` on the last stage), or, with ``reduce_output``
+        None, the outputs by micro-batch there; None elsewhere. ``return_logits``: a pair, with the outputs. Collective.
         """
         if reduce_output not in ("avg", None):
             raise NotYetError(f"eval_batch(reduce_output={reduce_output!r}); use 'avg' or None")
@@ -188,7 +188,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._in_engine_backward = False
 
     def _give_up(self, error: BaseException, *, known: bool = False) -> None:
-        """The batch has not happened. ``known``: all ranks raise; else all that waits for this one is ended."""
+        """Count the batch as not run. ``known``: all ranks raise; else end every wait for this rank."""
         self._links.forget()
         failed = self.runtime.failures
         if known:
@@ -201,7 +201,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._recover(error)
 
     def _agree(self, outcome: PassResult) -> torch.Tensor:
-        """The mean loss over all ranks, if none has failed."""
+        """Return the mean loss over all ranks; raise PipelineError on all of them if one has failed."""
         mean = float(torch.stack([x.double() for x in outcome.losses.values()]).mean()) if outcome.losses else 0.0
         fault, facts = outcome.fault, (bool(self.runtime.failures.broken), bool(outcome.losses), mean)
         try:
@@ -229,7 +229,7 @@ class PipelineEngine(DeepSpeedEngine):
         return PipelineError("; ".join(texts[:3]) or "a rank has ended in the middle of the batch")
 
     def _lose(self, outcome: PassResult) -> None:
-        """This rank has lost the batch: see to those that share its layers, which may wait for it."""
+        """Note that this rank has lost the batch, also for the ranks that share its layers and may wait for it."""
         fault, tp = outcome.fault, self.mesh.tp
         if tp.size > 1 and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
             others = " or ".join(self.mesh.title(rank) for rank in tp.ranks if rank != tp.ranks[tp.index])
@@ -248,7 +248,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- data -----------------------------------------------------------------------------------------------------
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Micro], list[str]]:
-        """``count`` micro-batches on this rank's device (empty ones where it reads none), and the kinds of all."""
+        """Read ``count`` micro-batches to the device (empty ones where this rank reads none), and the kinds of all."""
         batch: list[Micro] = []
         read = None
         if self.stage_id in self.module.readers:
@@ -280,7 +280,7 @@ class PipelineEngine(DeepSpeedEngine):
         return batch or [Micro(None, None)] * count, kinds
 
     def _as_before(self, read: _Read | None, count: int) -> bool:
-        """Whether all have inputs of the last kinds, the same labels, the same inputs where layers are shared."""
+        """Return whether all have inputs of the last kinds, equal labels, and equal inputs where layers are shared."""
         known = self._kinds is not None and len(self._kinds) == count
         odd = not known or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.
@@ -293,13 +293,13 @@ class PipelineEngine(DeepSpeedEngine):
         return not any(self._sum([int(odd), labels, inputs if ways > 1 else 0], torch.int64))
 
     def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
-        """Over all ranks."""
+        """Sum ``numbers`` over all ranks."""
         device = "cpu" if self.mesh.talk.backend in ("gloo", "none") else self.device
         values: list[Any] = sum_in_place(torch.tensor(numbers, dtype=dtype, device=device), self.mesh.talk).tolist()
         return values
 
     def _compare(self, everyone: list[tuple[int, _Read | None]], count: int) -> list[str]:
-        """The kinds of this rank's micro-batches. Raises on all ranks where some read less, or other data."""
+        """Return the kinds of this rank's micro-batches. Raise on all ranks where some read less, or other data."""
         ranks = self.mesh.job.ranks
         for rank, (other, _) in zip(ranks, everyone, strict=True):
             if other != everyone[0][0]:
@@ -341,14 +341,14 @@ class PipelineEngine(DeepSpeedEngine):
         self.training_dataloader, self._iterator = None, iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """``fn`` makes (inputs, labels) of what the iterator yields."""
+        """Convert items of the iterator to (inputs, labels) with ``fn``."""
         self._batch_fn = fn
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Accepted: masks travel as any other part of an activation."""
+        """Do nothing: masks travel as any other part of an activation."""
 
     def reset_activation_shape(self) -> None:
-        """Accepted: shapes follow the inputs of each micro-batch."""
+        """Do nothing: shapes follow the inputs of each micro-batch."""
 
     # -- place ----------------------------------------------------------------------------------------------------
     is_first_stage = answers(lambda self: self.module.homes[0] == self.stage_id, "Whether this rank reads the inputs.")
@@ -360,17 +360,17 @@ class PipelineEngine(DeepSpeedEngine):
     is_gradient_accumulation_boundary = answers(lambda self: True, "A call of ``train_batch`` is a whole window.")
 
     def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Raises PipelineError, like ``backward`` and ``step``: only whole batches pass a pipeline."""
+        """Raise PipelineError, like ``backward`` and ``step``: only whole batches pass a pipeline."""
         raise PipelineError("a pipeline engine runs whole batches: use train_batch() and eval_batch()")
 
     backward = step = forward
 
 
 class DualPipeVEngine(PipelineEngine):
-    """Made by ``deepspeed.initialize`` for a DualPipeVModule, whose batches have two micro-batches a stage or more."""
+    """Engine of a DualPipeVModule, made by ``deepspeed.initialize``; a batch has two micro-batches a stage or more."""
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """As of a PipelineEngine; UsageError where ``set_train_batch_size`` has left too few micro-batches."""
+        """Train as a PipelineEngine; raise UsageError if ``set_train_batch_size`` has left too few micro-batches."""
         check_micros(self.num_stages, self._gas)
         return super().train_batch(data_iter)
 
@@ -380,7 +380,7 @@ def _digest(*what: Any) -> int:
 
 
 def _checksum(value: Any) -> int:
-    """Of the tensors in ``value`` that are in host memory."""
+    """Return the CRC-32 of the tensors in ``value`` that are in host memory."""
     total = 0
     for tensor in tensors_in(value):
         if tensor.device.type == "cpu" and tensor.numel():

@@ -26,7 +26,7 @@ from deepspeed.tier.transfer import Several, Transfer
 
 
 class Part(NamedTuple):
-    """One tensor of an activation; ``grad``: it needs a gradient."""
+    """Describe one tensor of an activation; ``grad``: it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,14 +34,14 @@ class Part(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """``parts``: of a tuple, None where it holds None; ``single``: it is one tensor, not a tuple of one."""
+    """Shape of an activation. ``parts``: None where a tuple has None; ``single``: a tensor, not a tuple of one."""
 
     parts: tuple[Part | None, ...]
     single: bool
 
 
 class BrokenLinkError(PipelineError):
-    """A neighbour does not answer any more: its process has ended."""
+    """Raised when a neighbour does not answer any more: its process has ended."""
 
 
 class _Incoming(NamedTuple):
@@ -51,7 +51,7 @@ class _Incoming(NamedTuple):
 
 
 def unpack(value: Any) -> tuple[Signature, list[torch.Tensor | None]]:
-    """The shape of an activation, and its tensors. UsageError for what cannot travel."""
+    """Return the signature of an activation, and its tensors. Raise UsageError for a value that cannot travel."""
     single = isinstance(value, torch.Tensor)
     items = [value] if single else list(value) if isinstance(value, (tuple, list)) else None
     odd = [type(i) for i in items if not (i is None or isinstance(i, torch.Tensor))] if items is not None else []
@@ -65,12 +65,12 @@ def unpack(value: Any) -> tuple[Signature, list[torch.Tensor | None]]:
 
 
 class Links:
-    """The messages of one pipeline rank. ``groups``: for messages to a higher and to a lower rank, and on the host."""
+    """Messages of one pipeline rank, over the groups ``rising`` (to higher ranks), ``falling`` and ``host``."""
 
     def __init__(
         self, rising: AxisGroup, falling: AxisGroup, host: AxisGroup, device: torch.device, name: Callable[[int], str]
     ) -> None:
-        """``name(rank)`` says for people who the pipeline rank is."""
+        """Keep the groups; ``name(rank)`` returns the name of a pipeline rank for people."""
         self._rising, self._falling, self._host, self._device, self._name = rising, falling, host, device, name
         self.rank = rising.index
         self.dynamic = False
@@ -79,7 +79,7 @@ class Links:
         self.begin(None, ())
 
     def begin(self, order: Program | None, keys: Sequence[Hashable]) -> None:
-        """A batch begins, whose micro-batches are of the kinds ``keys``."""
+        """Begin a batch whose micro-batches are of the kinds ``keys``."""
         self._order, self._keys = order, keys
         self._shapes: dict[tuple[int, int], Signature | None] = {}
         self._outgoing: dict[Message, list[Transfer]] = {}
@@ -91,7 +91,7 @@ class Links:
         self._queues = {r: deque(order.messages(r, self.rank)) for r in others} if order is not None else {}
 
     def forget(self) -> None:
-        """After a failure: ends may know different shapes."""
+        """Forget all known shapes after a failure: the ends of a link may know different ones."""
         self._known.clear()
         self.begin(None, ())
 
@@ -110,7 +110,7 @@ class Links:
         )
 
     def send(self, message: Message, target: int, shape: Signature, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Send an activation, of ``shape``. UsageError if its kind had another one before."""
+        """Send an activation, of ``shape``. Raise UsageError if its kind had another shape before."""
         place = (message.chunk, self._keys[message.micro])
         known = None if self.dynamic else self._known.get(place)
         if known is not None and known != shape:
@@ -122,7 +122,7 @@ class Links:
         self.put(message, target, [t for t in tensors if t is not None])
 
     def send_lost(self, message: Message, target: int) -> None:
-        """Send what stands for something that was not made; nothing, where it was sent already."""
+        """Send zeros, or no shape, in place of a message that was not made; nothing, where it was sent already."""
         if message in self._sent:
             return
         if message.op == "B":
@@ -171,7 +171,7 @@ class Links:
             raise self._trouble("sends" if sending else "waits for", message, peer, error) from error
 
     def get_ready(self) -> None:
-        """Post the first receive from each rank: what a posted receive gets travels while this rank computes."""
+        """Post the first receive from each rank, so that its message travels while this rank computes."""
         for source, queue in self._queues.items():
             self._post_early(queue, source)
 
@@ -181,7 +181,7 @@ class Links:
             self._incoming[first] = self._post(first, source)
 
     def receive(self, message: Message, source: int) -> tuple[Signature, list[torch.Tensor | None]] | None:
-        """Wait for a message; None for one that was lost. Gradients come for the parts that need one."""
+        """Wait for a message and return it; None for a lost one. Gradients come for the parts that need one."""
         self._taken.add(message)
         queue = self._queues[source]
         while message not in self._incoming:
@@ -196,7 +196,7 @@ class Links:
         return incoming.shape, incoming.tensors
 
     def _let_go(self, message: Message, source: int) -> None:
-        """Whoever made ``message`` has received all that its program wanted before: that need not be kept any more."""
+        """Release the sends that the maker of ``message`` had to receive before: they have arrived."""
         assert self._order is not None
         if source not in self._places:
             self._places[source] = self._order.places(source)
@@ -207,12 +207,12 @@ class Links:
                 self._wait(self._outgoing.pop(sent), sent, sending=True)
 
     def skip(self, message: Message, source: int) -> None:
-        """Receive a message that nobody needs any more, unless it was received."""
+        """Receive and discard a message, unless it was received before."""
         if message not in self._taken:
             self.receive(message, source)
 
     def predicted(self, message: Message) -> bool:
-        """Whether the shape is known without asking."""
+        """Return whether the shape of ``message`` is known without asking."""
         if message.op == "B":
             return (message.chunk - 1, message.micro) in self._shapes
         return not self.dynamic and (message.chunk, self._keys[message.micro]) in self._known

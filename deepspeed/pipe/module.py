@@ -30,7 +30,7 @@ from deepspeed.zero.partition import UnitFacts
 
 
 class LayerSpec:
-    """A layer that is built where it is needed: ``typename(*args, **kwargs)``."""
+    """Describe a layer that is built where it is needed: ``typename(*args, **kwargs)``."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
@@ -41,14 +41,14 @@ class LayerSpec:
         return f"{type(self).__name__}({self.typename.__name__})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """A new layer."""
+        """Build a new layer; ``log`` writes that to the log."""
         if log:
             log_dist(f"building {self!r}", [-1])
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its parameters with all others of the same ``key``, on whatever stages these are.
+    """Describe a layer that shares its parameters with all layers of the same ``key``, on whatever stages these are.
 
     ``forward_fn(module, value)`` replaces the call. ``tied_weight_attr``: (dotted) attributes that must exist.
     """
@@ -68,7 +68,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """``layers`` (modules, LayerSpecs, plain callables, or an nn.Sequential) cut into ``num_stages`` pipeline stages.
+    """Model of ``layers`` (modules, LayerSpecs, plain callables, or an nn.Sequential), cut into ``num_stages`` stages.
 
     Each layer takes what the one before returns: a tensor, or a tuple of tensors and None, as one argument. Parameters
     are named by the layer's position in the whole list (``3.weight``), tied ones ``tied_modules.KEY.weight``, so that
@@ -78,7 +78,7 @@ class PipelineModule(nn.Module):
     n > 0 recomputes blocks of n layers in the backward, only those whose classes are in ``checkpointable_layers`` where
     that is given. ``dynamic_shape``: activations may differ in shape though inputs do not. ``chunks_per_stage`` and
     ``chunk_style`` ("loop" or "v"): what a schedule of the configuration needs; ``initialize`` cuts anew where it needs
-    something else. Raises UsageError where the ranks or layers do not divide.
+    something else. Raise UsageError where the ranks or layers do not divide.
     """
 
     repeats_blocks = True  # for ZeRO: layers of one class are blocks, as in an nn.Sequential
@@ -130,7 +130,7 @@ class PipelineModule(nn.Module):
         self.recut(chunks_per_stage, chunk_style)
 
     def recut(self, chunks_per_stage: int, chunk_style: str, *, method: str | None = None, seeds: bool = False) -> None:
-        """Deal the layers out anew by ``method``, build this rank's; built ones keep values, but with ``seeds``."""
+        """Deal the layers out anew by ``method``, and build this rank's; built ones keep values, but with ``seeds``."""
         parts = self.num_stages * chunks_per_stage
         if seeds:
             if any(gather_objects(_samples(self) != self._as_built, self._world)):
@@ -200,7 +200,7 @@ class PipelineModule(nn.Module):
         return self._built[name] if name in self._built else spec.build()
 
     def _carry(self, holders: dict[str, tuple[int, ...]]) -> str | None:
-        """Give layers that come to another rank what they have on the first of ``holders``; why not, if they differ."""
+        """Send layers that move to another rank their values on the first of ``holders``; return a fault if any."""
         fault = None
         for name, ranks in self._holders().items():
             source = holders.get(name, ranks)[0]
@@ -241,7 +241,7 @@ class PipelineModule(nn.Module):
                 )
 
     def _check_sharing(self) -> None:
-        """Refuse a parameter that layers of several ranks hold without a word: each would train its own copy."""
+        """Raise UsageError for an untied parameter in layers of several ranks: each would train its own copy."""
         homes: dict[nn.Parameter, tuple[int, int]] = {}
         for index, home in self._layer_homes():
             layer = self._specs[index]
@@ -254,14 +254,14 @@ class PipelineModule(nn.Module):
                     )
 
     def _measure(self) -> list[float]:
-        """Seconds of each layer's forward and backward, measured on the first rank, for all."""
+        """Measure the seconds of each layer's forward and backward on the first rank, for all ranks."""
         if self._sample is None:
             raise UsageError("partition_method 'profile' needs sample_input, an input of the first layer")
         times = measure_layers(self._specs, self._sample) if self.global_rank == 0 else None
         return list(gather_objects(times, self._world)[0])
 
     def forward(self, value: Any, chunk: int = 0) -> Any:
-        """``value`` through the layers of ``chunk``, which is on this rank."""
+        """Run ``value`` through the layers of ``chunk``, which is on this rank."""
         start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
         step = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
         for index in range(start, stop, step or stop - start):
@@ -288,17 +288,17 @@ class PipelineModule(nn.Module):
         return any(isinstance(layer, (nn.Module, partial)) for layer in layers)
 
     def place(self, chunk: int, *, backward: bool) -> str:
-        """Where an error comes from, for people: the layer that runs; of a backward, the layers of the chunk."""
+        """Return the place of an error for people: the layer that runs; in a backward, the layers of the chunk."""
         if backward:
             return f"layers {self.boundaries[chunk]}-{self.boundaries[chunk + 1] - 1}"
         return f"layer {self._now} ({_class_name(self._specs[self._now])})"
 
     def run_chunk(self, chunk: int, value: Any, batch: Any) -> Any:
-        """What the engine calls for one chunk and micro-batch; the hooks of ZeRO see this module's call."""
+        """Run one chunk on one micro-batch, for the engine; the hooks of ZeRO see this module's call."""
         return self(value, chunk)
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        """The scalar loss of the last layer's output. UsageError if it is none."""
+        """Return the scalar loss of the last layer's output. Raise UsageError if it is no scalar."""
         loss = self.loss_fn(output, batch.labels) if self.loss_fn is not None else output
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -307,18 +307,18 @@ class PipelineModule(nn.Module):
         return loss.reshape(())
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
-        """Trained or not, the parameters that the layers of ``chunk`` use."""
+        """Return the parameters, trained or not, that the layers of ``chunk`` use."""
         layers = (self._calls[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1]))
         owners = (layer.args[0] if isinstance(layer, partial) else layer for layer in layers)
         return list(dict.fromkeys(p for m in owners if isinstance(m, nn.Module) for p in m.parameters()))
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """The pipeline ranks that need batches: for the inputs, for the labels."""
+        """Return the pipeline ranks that need batches: for the inputs, for the labels."""
         return tuple(dict.fromkeys((self.homes[0], self.homes[-1])))
 
     def micro_batch(self, item: Any) -> Micro:
-        """What the data iterator yields, as inputs and labels. UsageError if it is no pair."""
+        """Return the inputs and labels of an item of the data iterator. Raise UsageError if it is no pair."""
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             what = f"{len(item)} items" if isinstance(item, (tuple, list)) else f"a {type(item).__name__}"
             raise UsageError(
@@ -327,7 +327,7 @@ class PipelineModule(nn.Module):
         return Micro(*item)
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """Name of each module -> the pipeline ranks that hold it."""
+        """Return, by name of each module, the pipeline ranks that hold it."""
         holders: dict[str, set[int]] = {}
         for index, home in self._layer_homes():
             spec = self._specs[index]
@@ -337,16 +337,16 @@ class PipelineModule(nn.Module):
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
-        """Prefix of the parameters' names -> the pipeline ranks that hold them, of what several hold."""
+        """Return prefix of parameter names -> pipeline ranks, for the layers that several ranks hold."""
         return {f"{name}.": ranks for name, ranks in self._holders().items() if len(ranks) > 1}
 
     def describe(self, rank: int) -> str:
-        """The layers of a pipeline rank, for people."""
+        """Name the layers of a pipeline rank, for people."""
         chunks = [c for c, home in enumerate(self.homes) if home == rank]
         return "layers " + ", ".join(f"{self.boundaries[c]}-{self.boundaries[c + 1] - 1}" for c in chunks)
 
     def title(self, rank: int) -> str:
-        """A rank of the job, for people."""
+        """Name a rank of the job, for people."""
         home = self._topo.get_coord(rank).pipe
         return f"rank {rank} (pipeline stage {home}, {self.describe(home)})"
 
@@ -356,7 +356,7 @@ class PipelineModule(nn.Module):
     mpu = answers("_grid", "What Megatron-style code asks about the place of this rank.")
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The pipeline stage that holds a layer."""
+        """Return the pipeline stage that holds a layer."""
         return dict(self._layer_homes())[layer_idx]
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -364,18 +364,18 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> None:
-        """Further losses to report; a subclass may have some."""
+        """Return further losses to report: None, unless a subclass has some."""
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """What several stages hold, this one among them, each with the process group of these; after ``initialize``."""
+        """Return parameters that this stage shares with others, and their process groups; after ``initialize``."""
         return list(self._on_stages)
 
     def allreduce_tied_weight_gradients(self) -> NoReturn:
-        """Raises PipelineError: the engine sums them, and twice would be wrong."""
+        """Raise PipelineError: the engine sums these gradients, and a second sum would be wrong."""
         raise PipelineError("the engine sums the gradients of tied layers over their stages; delete this call")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> NoReturn:
-        """Raises PipelineError: there is no such file."""
+        """Raise PipelineError: checkpoints have no file for each layer."""
         raise PipelineError(
             f"layer {local_layer_idx}: checkpoints have no file for each layer; engine.save_checkpoint and "
             f"load_checkpoint write and read all of {ckpt_dir}, at any number of stages, and ds_checkpoint export "
@@ -383,9 +383,9 @@ class PipelineModule(nn.Module):
         )
 
     def join(self, mesh: Mesh, facts: UnitFacts) -> tuple[Mesh, Callable[[str, nn.Parameter], UnitFacts]]:
-        """Make the groups of what several stages share, give its parameters equal values, and say what they are.
+        """Make the process groups of tied layers, and broadcast their parameters so that all stages have equal values.
 
-        The mesh with these groups, and the facts of every parameter. Collective over the stages.
+        Return the mesh with these groups, and a function of the facts of a parameter. Collective over the stages.
         """
         if mesh.pp.backend not in ("gloo", "none"):  # messages of both directions would wait for each other
             mesh, self.falling = with_group(mesh, "falling", mesh.pp.ranks)
@@ -410,7 +410,7 @@ class PipelineModule(nn.Module):
 
 
 class DualPipeVModule(PipelineModule):
-    """A PipelineModule cut for the schedules "dualpipev" (its default) and "zbv": stage r holds parts r and 2N-1-r."""
+    """PipelineModule cut for the schedules "dualpipev" (its default) and "zbv": stage r holds parts r and 2N-1-r."""
 
     __signature__ = inspect.signature(PipelineModule)
 
@@ -419,19 +419,19 @@ class DualPipeVModule(PipelineModule):
 
 
 def _values(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, tensor and part on this rank of parameters and buffers with values here; composed tensors are left out."""
+    """Yield name, tensor and this rank's part of parameters and buffers with values here; composed tensors left out."""
     for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
         if not (tensor.is_meta or is_composed(tensor) or hasattr(tensor, "_ds_unit")):
             yield name, tensor, local_of(tensor).detach()
 
 
 def _samples(layer: nn.Module) -> dict[str, tuple[int, str]]:
-    """What shows, for each tensor, whether it has been written to; of writes through ``.data`` some elements show."""
+    """Return each tensor's version and some elements, to detect writes; those through ``.data`` change no version."""
     return {n: (t._version, repr(v.flatten()[:: v.numel() // 64 + 1].tolist())) for n, t, v in _values(layer)}
 
 
 def measure_layers(layers: Sequence[Any], sample: Any, *, repeats: int = 3) -> list[float]:
-    """Seconds that a forward and a backward of each layer take, the best of ``repeats``; built one by one."""
+    """Measure the seconds of a forward and a backward of each layer, the best of ``repeats``; built one by one."""
     times, value, built = [], sample, dict[str, nn.Module]()
     for spec in layers:
         layer = spec
@@ -464,7 +464,7 @@ def _class_name(spec: Any) -> str:
 
 
 def _trained(spec: Any) -> int:
-    """Number of trained parameters; those of a spec are counted without memory, if its constructor can do with that."""
+    """Count trained parameters; a spec is built on the meta device for that, if its constructor allows it."""
     if not isinstance(spec, LayerSpec):
         params = list(spec.parameters()) if isinstance(spec, nn.Module) else []
         return sum(p.numel() for p in params if p.requires_grad)

@@ -14,7 +14,7 @@ from deepspeed.errors import PipelineError
 
 
 class Action(NamedTuple):
-    """``op`` is one of F, B, I, W."""
+    """Run of one chunk on one micro-batch; ``op`` is one of F, B, I, W."""
 
     op: str
     chunk: int
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends another: activations (F) or gradients (B) that ``chunk`` made of micro-batch ``micro``."""
+    """Message between two ranks: activations (F) or gradients (B) that ``chunk`` made of micro-batch ``micro``."""
 
     op: str
     chunk: int
@@ -33,14 +33,14 @@ class Message(NamedTuple):
 
 
 class Micro(NamedTuple):
-    """What one micro-batch brings: ``inputs`` of the first chunk, ``labels`` for the loss after the last."""
+    """Data of one micro-batch: ``inputs`` of the first chunk, ``labels`` for the loss after the last."""
 
     inputs: Any
     labels: Any
 
 
 class Timed(NamedTuple):
-    """When an action runs on its rank."""
+    """Time span in which an action runs on its rank."""
 
     action: Action
     start: float
@@ -49,7 +49,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """``homes``: the rank of each chunk; ``actions``: the program of each rank."""
+    """Schedule of a batch. ``homes``: the rank of each chunk; ``actions``: the program of each rank."""
 
     name: str
     micros: int
@@ -58,16 +58,16 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return len(self.actions)
 
     @property
     def chunks(self) -> int:
-        """Number of chunks, over all ranks."""
+        """Return the number of chunks, over all ranks."""
         return len(self.homes)
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """What has to be done before ``action``; of a backward both spellings, of which an order has one."""
+        """Yield the actions that must precede ``action``; of a backward both spellings, of which an order has one."""
         op, chunk, micro = action
         if op == "W":
             yield Action("I", chunk, micro)
@@ -81,35 +81,35 @@ class Program:
                 yield Action("I", chunk + 1, micro)
 
     def sends(self, action: Action) -> int | None:
-        """The other rank that waits for what ``action`` makes, if there is one."""
+        """Return the other rank that waits for the result of ``action``, or None."""
         step = {"F": 1, "B": -1, "I": -1}.get(action.op, 0)
         chunk = action.chunk + step
         away = step and 0 <= chunk < self.chunks and self.homes[chunk] != self.homes[action.chunk]
         return self.homes[chunk] if away else None
 
     def messages(self, source: int, target: int) -> list[Message]:
-        """What ``source`` sends to ``target``, in the order in which it is made."""
+        """Return the messages from ``source`` to ``target``, in the order in which they are made."""
         made = (action for action in self.actions[source] if self.sends(action) == target)
         return [Message("F" if op == "F" else "B", chunk, micro) for op, chunk, micro in made]
 
     def places(self, rank: int) -> dict[Message, int]:
-        """The how many-th action of ``rank`` makes what it makes, whoever needs it."""
+        """Return, for each message that ``rank`` makes, the position of the action that makes it."""
         made = enumerate(self.actions[rank])
         return {Message("F" if op == "F" else "B", chunk, micro): at for at, (op, chunk, micro) in made if op != "W"}
 
 
 def homes_of(ranks: int, chunks_per_rank: int, *, style: str) -> tuple[int, ...]:
-    """The rank of each chunk: "loop" goes round and round, "v" comes back on the way it went."""
+    """Return the rank of each chunk: "loop" goes round and round, "v" comes back on the way it went."""
     forth = tuple(range(ranks))
     rounds = [forth if style == "loop" or turn % 2 == 0 else forth[::-1] for turn in range(chunks_per_rank)]
     return tuple(rank for one in rounds for rank in one)
 
 
 def one_f_one_b(ranks: int, micros: int, *, eager: bool = False) -> Program:
-    """One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2019, PipeDream-Flush).
+    """Plan one forward, one backward in turn, once the pipeline is full (Narayanan et al. 2019, PipeDream-Flush).
 
-    There two neighbours wait for each other's messages once a micro-batch. ``eager``: with twice as many forwards ahead
-    these have the time of an action to arrive (Zhuang et al. 2022, eager-1F1B).
+    Two neighbours then wait for each other's messages once a micro-batch. ``eager``: twice as many forwards ahead give
+    these messages the time of an action to arrive (Zhuang et al. 2022, eager-1F1B).
     """
     programs = []
     for rank in range(ranks):
@@ -123,7 +123,7 @@ def one_f_one_b(ranks: int, micros: int, *, eager: bool = False) -> Program:
 
 
 def forward_only(homes: tuple[int, ...], micros: int) -> Program:
-    """The forwards of an evaluation."""
+    """Plan the forwards of an evaluation."""
     ranks = max(homes) + 1
     programs = [
         tuple(Action("F", chunk, m) for chunk, home in enumerate(homes) if home == rank for m in range(micros))
@@ -133,7 +133,7 @@ def forward_only(homes: tuple[int, ...], micros: int) -> Program:
 
 
 def by_chunks(homes: tuple[int, ...], micros: int) -> Program:
-    """All forwards chunk by chunk, then all backwards (Huang et al. 2019): legal for all ``micros`` and ``homes``."""
+    """Plan all forwards by chunk, then all backwards (Huang et al. 2019): legal for all ``micros`` and ``homes``."""
     order = forward_only(homes, micros)
     back = [
         [Action("B", a.chunk, a.micro) for a in sorted(p, key=lambda a: (-a.chunk, a.micro))] for p in order.actions
@@ -157,7 +157,7 @@ SCHEDULES: dict[str, tuple[str | None, str]] = {
 
 
 def chunks_and_style(name: str, chunks_per_rank: int) -> tuple[int, str]:
-    """How many chunks a rank holds under that schedule, and how they are dealt out. Raises PipelineError."""
+    """Return the chunks per rank under that schedule, and how they are dealt out. Raise PipelineError for a misfit."""
     if name not in SCHEDULES:
         raise PipelineError(f"pipeline.schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}")
     torch_name, style = SCHEDULES[name]
@@ -178,9 +178,9 @@ COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def timeline(order: Program, costs: Mapping[str, float] = COSTS, *, hop: float = 0.0) -> list[list[Timed]]:
-    """When each rank runs what, if a chunk's forward takes ``costs["F"]`` and so on, a message ``hop``.
+    """Return when each rank runs what, if a chunk's forward takes ``costs["F"]`` and so on, a message ``hop``.
 
-    Raises PipelineError for an order in which ranks would wait for each other for ever, or for what nobody does.
+    Raise PipelineError for an order in which ranks would wait for ever, for each other or for an action of no rank.
     """
     done: dict[Action, float] = {}
     clocks, positions = [0.0] * order.ranks, [0] * order.ranks
@@ -210,7 +210,7 @@ def timeline(order: Program, costs: Mapping[str, float] = COSTS, *, hop: float =
 
 
 def check(order: Program) -> None:
-    """PipelineError unless every chunk does everything once, on its rank, in an order that can be executed."""
+    """Raise PipelineError unless every chunk does everything once, on its rank, in an order that can be executed."""
     counts = Counter(action for program in order.actions for action in program)
     for chunk in range(order.chunks):
         for micro in range(order.micros):
@@ -224,13 +224,13 @@ def check(order: Program) -> None:
 
 
 def bubble(spans: list[list[Timed]]) -> float:
-    """Share of the ranks' time in which they wait."""
+    """Return the share of the ranks' time in which they wait."""
     total = max(span.end for row in spans for span in row) * len(spans)
     return 1.0 - sum(span.end - span.start for row in spans for span in row) / total
 
 
 def most_alive(program: tuple[Action, ...]) -> int:
-    """The largest number of (chunk, micro-batch) pairs whose forward is kept at one time."""
+    """Return the largest number of (chunk, micro-batch) pairs whose forward is kept at one time."""
     alive = peak = 0
     for action in program:
         alive += {"F": 1, "B": -1, "W": -1}.get(action.op, 0)

@@ -14,18 +14,18 @@ from deepspeed.errors import UsageError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Boundaries of parts of equal length; of lengths that differ by one the longer ones come first."""
+    """Return boundaries of parts of equal length; of lengths that differ by one the longer ones come first."""
     share, longer = divmod(num_items, num_parts)
     return [part * share + min(part, longer) for part in range(num_parts + 1)]
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """The sum of ``weights`` up to and with each of them."""
+    """Return the inclusive prefix sums of ``weights``."""
     return list(itertools.accumulate(weights))
 
 
 def _heaviest(weight: np.ndarray, parts: int) -> float:
-    """The least possible weight of the heaviest of ``parts`` non-empty parts, by dynamic programming over the cuts.
+    """Return the least possible weight of the heaviest of ``parts`` non-empty parts, by dynamic programming.
 
     ``weight[j, i]``: of items i to j, infinite where there is none.
     """
@@ -37,7 +37,7 @@ def _heaviest(weight: np.ndarray, parts: int) -> float:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Boundaries of non-empty parts with the lightest possible heaviest part. UsageError for fewer items than parts."""
+    """Return boundaries of non-empty parts with the lightest heaviest part. Raise UsageError for too few items."""
     items = len(weights)
     if not 1 <= num_parts <= items:
         raise UsageError(f"{items} layers cannot be cut into {num_parts} parts with at least one layer each")
@@ -59,9 +59,9 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 def boundaries_of(
     method: str | Sequence[float], parts: int, *, names: Sequence[str], numels: Sequence[int]
 ) -> list[int]:
-    """Boundaries by ``method``: "uniform" (equal numbers of layers), "parameters" (trained parameters, ``numels``),
+    """Return boundaries by ``method``: "uniform" (equal numbers of layers), "parameters" (trained ones, ``numels``),
     "type:REGEX" (layers whose class name, in ``names``, matches in any case), or a weight for each layer, such as its
-    measured time. Raises UsageError for another method and for more parts than layers.
+    measured time. Raise UsageError for another method and for more parts than layers.
     """
     layers = len(names)
     if layers < parts:

@@ -21,20 +21,20 @@ from deepspeed.zero.partition import find_blocks
 
 
 class _LeaveError(Exception):
-    """Carries what the next stage gets out of the model's forward."""
+    """Carry the input of the next stage out of the model's forward."""
 
 
 class _Exit(nn.Module):
-    """Behind the last block of a stage."""
+    """Leave the model's forward, behind the last block of a stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _LeaveError(args[0] if args else next(iter(kwargs.values())))
 
 
 class _Entry(nn.Module):
-    """In the place of ``block``, the first of a chunk: it is given ``value``, whatever the model computed before it.
+    """Stand in the place of ``block``, the first of a chunk: give it ``value``, whatever the model computed before.
 
-    Also when its activations are recomputed in the backward: what it is given belongs to the forward, not to the time.
+    A recomputation in the backward gets ``value``, too: it belongs to the forward, not to the time.
     """
 
     def __init__(self, block: nn.Module, value: Any) -> None:
@@ -51,7 +51,7 @@ class _Entry(nn.Module):
 
 
 class _Absent(nn.Module):
-    """A module of the last stage, on another one."""
+    """Stand for a module of the last stage, on another stage."""
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
@@ -60,7 +60,7 @@ class _Absent(nn.Module):
 
 
 class PlainPipeline(PipelineModule):
-    """``model``, of which this rank keeps its part, for good. Made by ``cut_model``; parameters keep their names."""
+    """Pipeline of ``model``, of which this rank keeps its part, for good. Made by ``cut_model``; names are kept."""
 
     repeats_blocks = False
     _whole: dict[int, Any]  # the blocks of this rank, by their place
@@ -78,7 +78,7 @@ class PlainPipeline(PipelineModule):
         super().__init__(blocks, num_stages, **options)
 
     def recut(self, *how: Any, **more: Any) -> None:
-        """The first cut; UsageError at a second, which would want what the first has dropped."""
+        """Make the first cut; raise UsageError at a second, which would want blocks that the first has dropped."""
         if self._list is not None:
             raise UsageError(
                 "a model that is cut by its blocks is cut once: pass chunks_per_stage and chunk_style to cut_model"
@@ -117,11 +117,11 @@ class PlainPipeline(PipelineModule):
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """All: every stage computes masks and positions from the inputs."""
+        """Return all stages, as each computes masks and positions from the inputs."""
         return tuple(range(self.num_stages))
 
     def micro_batch(self, item: Any) -> Micro:
-        """A dict of the model's arguments, or (inputs, labels)."""
+        """Return the micro-batch of a dict of the model's arguments, or of (inputs, labels)."""
         if isinstance(item, Mapping):
             return Micro(dict(item), item.get("labels"))
         return super().micro_batch(item)
@@ -130,7 +130,7 @@ class PlainPipeline(PipelineModule):
         return self(value if chunk else None, chunk, batch.inputs)
 
     def forward(self, value: Any, chunk: int = 0, inputs: Any = None) -> Any:
-        """The model's output behind the last chunk; before it, what the next block is given."""
+        """Return the model's output behind the last chunk; before it, the input of the next block."""
         try:
             with self._only(chunk, value):
                 if isinstance(inputs, Mapping):
@@ -141,7 +141,7 @@ class PlainPipeline(PipelineModule):
 
     @contextmanager
     def _only(self, chunk: int, value: Any) -> Any:
-        """Inside, the list has the blocks of ``chunk``, of which the first is given ``value``."""
+        """Limit the list to the blocks of ``chunk``, of which the first is given ``value``."""
         start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
         everything = self._list._modules
         self._now = start
@@ -156,7 +156,7 @@ class PlainPipeline(PipelineModule):
             self._list._modules = everything
 
     def loss(self, output: Any, batch: Micro) -> torch.Tensor:
-        """That of ``loss_fn``, or the model's own: ``output.loss``, ``output["loss"]`` or the first of a tuple."""
+        """Return the loss of ``loss_fn``, or the model's: ``output.loss``, ``output["loss"]`` or a tuple's first."""
         if self.loss_fn is None:
             head = output[0] if isinstance(output, tuple) and output else output
             named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -164,7 +164,7 @@ class PlainPipeline(PipelineModule):
         return super().loss(output, batch)
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
-        """Those of the blocks, and of what runs before the first and behind the last."""
+        """Return the parameters of the blocks, and of what runs before the first and behind the last."""
         before, behind = self._ends
         modules = [self._whole[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1])]
         modules += before if chunk == 0 else []
@@ -183,9 +183,9 @@ class PlainPipeline(PipelineModule):
 
 
 def _shape_of(module: nn.Module, param: nn.Parameter) -> Callable[..., torch.Tensor]:
-    """Instead of what runs before the blocks: an embedding adds a dimension, others keep the input's shape.
+    """Make the forward that replaces what runs before the blocks: an embedding adds a dimension, others keep the shape.
 
-    In the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
+    Its zeros have the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
     """
     width = getattr(module, "embedding_dim", None)
 
@@ -207,7 +207,7 @@ def cut_model(
     chunks_per_stage: int = 1,
     chunk_style: str = "loop",
 ) -> PlainPipeline:
-    """A PipelineModule of ``model`` as it is, cut by the list of ``blocks`` (dotted path; by default the longest one).
+    """Make a PipelineModule of ``model`` as it is, cut by the list of ``blocks`` (dotted path; default: the longest).
 
     Embeddings run before the blocks, and so do the modules named in ``first``; all others with parameters behind them.
     Batches are dicts of the model's arguments, or (inputs, labels); every stage reads them. The loss is the model's own

@@ -23,7 +23,7 @@ from deepspeed.pipe.torch_pipelining import split_backward
 
 @dataclass
 class _Kept:
-    """What the backward of one chunk and micro-batch needs: leaves of the graph, and its roots."""
+    """State for the backward of one chunk and micro-batch: leaves of the graph, and its roots."""
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -31,7 +31,7 @@ class _Kept:
 
 
 class _LostError(Exception):
-    """An input was lost on another rank, which reports why."""
+    """Raised when an input was lost on another rank, which reports why."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class PassResult:
 
 
 class Pass:
-    """A batch on one rank. ``compute`` gives the output of a chunk for what the chunk before has made, or the batch's
-    inputs. ``scale``: what each loss is multiplied by for the backward; None: there is none.
+    """Run of a batch on one rank. ``compute`` returns a chunk's output, given that of the chunk before, or the batch's
+    inputs. ``scale``: factor of each loss for the backward; None: there is no backward.
 
     ``alarm`` is called where the batch is lost.
     """
@@ -71,7 +71,7 @@ class Pass:
         self.outcome = PassResult()
 
     def run(self) -> PassResult:
-        """Execute this rank's program. Raises BrokenLinkError where a neighbour has died."""
+        """Execute this rank's program. Raise BrokenLinkError where a neighbour has died."""
         lost = self.outcome.fault is not None
         self._links.get_ready()
         steps = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
@@ -108,7 +108,7 @@ class Pass:
             self._links.send_lost(Message("F" if action.op == "F" else "B", action.chunk, action.micro), target)
 
     def _awaits(self, action: Action) -> list[tuple[Message, int]]:
-        """The message from another rank that ``action`` needs, if any."""
+        """Return the message from another rank that ``action`` needs, with that rank, if any."""
         op, chunk, micro = action
         before = chunk - 1 if op == "F" else chunk + 1
         if op == "W" or not 0 <= before < self._order.chunks or self._order.homes[before] == self._links.rank:
@@ -116,7 +116,7 @@ class Pass:
         return [(Message("F" if op == "F" else "B", before, micro), self._order.homes[before])]
 
     def _take(self, action: Action) -> tuple[Signature, list[torch.Tensor | None]]:
-        """What the chunk before (in a backward: after) has made for ``action``."""
+        """Return the output of the chunk before (in a backward: after) for ``action``; raise if it is lost."""
         for message, source in self._awaits(action):
             arrived = self._links.receive(message, source)
             if arrived is None:
@@ -126,7 +126,7 @@ class Pass:
         return self._local.pop(Message("F" if forward else "B", action.chunk + (-1 if forward else 1), action.micro))
 
     def _give(self, action: Action, shape: Signature, tensors: list[torch.Tensor | None]) -> None:
-        """Hand over what ``action`` has made."""
+        """Hand the result of ``action`` to the chunk that needs it."""
         message = Message("F" if action.op == "F" else "B", action.chunk, action.micro)
         target = self._order.sends(action)
         if target is None:
@@ -164,7 +164,7 @@ class Pass:
                 self._kept[chunk, micro] = _Kept(leaves, [loss * self._scale] if loss.requires_grad else [])
 
     def _arriving(self, action: Action) -> list[torch.Tensor] | None:
-        """Gradients of the chunk's outputs that need one; None after the last, whose output is the loss."""
+        """Return gradients of the chunk's outputs that need one; None after the last, whose output is the loss."""
         if action.chunk + 1 == self._order.chunks:
             return None
         _, tensors = self._take(action)

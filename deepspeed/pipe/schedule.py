@@ -13,7 +13,7 @@ _Base = TypeVar("_Base", bound="PipeInstruction")
 
 
 class PipeInstruction:
-    """What one stage does; ``kwargs`` are its attributes too."""
+    """Instruction of one stage; ``kwargs`` are its attributes too."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name, self.kwargs = type(self).__name__, kwargs
@@ -24,7 +24,7 @@ class PipeInstruction:
 
 
 class BufferOpInstruction(PipeInstruction):
-    """What concerns the buffers ``buffer_id``, which hold one micro-batch."""
+    """Instruction about the buffers ``buffer_id``, which hold one micro-batch."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
@@ -47,7 +47,7 @@ RecvGrad = _kind("RecvGrad", BufferOpInstruction)
 
 
 class PipeSchedule:
-    """What stage ``stage_id`` of ``stages`` does in each step of a batch of ``micro_batches``: 1F1B by default."""
+    """Plan of stage ``stage_id`` of ``stages`` by steps, for a batch of ``micro_batches``: 1F1B by default."""
 
     ending: tuple[type[PipeInstruction], ...] = ()  # of the batch
 
@@ -57,11 +57,11 @@ class PipeSchedule:
         self.order = one_f_one_b(stages, micro_batches)
 
     def num_pipe_buffers(self) -> int:
-        """The number of micro-batches that the stage keeps at a time; they take the buffers in turn."""
+        """Return the number of buffers, at least 2: one for each micro-batch that the stage keeps; used in turn."""
         return max(2, most_alive(self.order.actions[self.stage]))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each step, of which all stages have as many."""
+        """Yield the instructions of each step; all stages have equally many steps."""
         spans = [one for spans in timeline(self.order, {"F": 1.0, "B": 1.0}) for one in spans]
         micros = {(one.action.op, one.action.chunk, int(one.start)): one.action.micro for one in spans}
         stage, buffers = self.stage, self.num_pipe_buffers()
@@ -101,7 +101,7 @@ class InferenceSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """No pipeline: each step computes the gradients of a micro-batch."""
+    """Plan without a pipeline: each step computes the gradients of a micro-batch."""
 
     def num_pipe_buffers(self) -> int:
         return 1

@@ -11,7 +11,7 @@ from deepspeed.mesh.groups import group_over, plain_mesh
 
 
 class ProcessTopology:
-    """``axes`` with their sizes ``dims``, row-major: ranks that differ on the last axis only are neighbours."""
+    """Grid of ``axes`` with sizes ``dims``, row-major: ranks that differ on the last axis only are neighbours."""
 
     world_size = answers(lambda self: len(self.mapping), "Number of ranks.")
     get_axis_names = answers("axes", "The axes, outermost first.")
@@ -27,7 +27,7 @@ class ProcessTopology:
         self.mapping: dict[Any, int] = {coord(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at ``coords``, which name every axis; UsageError otherwise."""
+        """Return the rank at ``coords``; raise UsageError unless these name every axis and a place in the grid."""
         try:
             return self.mapping[self.ProcessCoord(**coords)]
         except (KeyError, TypeError):
@@ -36,34 +36,34 @@ class ProcessTopology:
             ) from None
 
     def get_coord(self, rank: int) -> Any:
-        """The place of ``rank``, a tuple with the axes' names."""
+        """Return the place of ``rank``, a tuple with the axes' names."""
         for place, other in self.mapping.items():
             if other == rank:
                 return place
         raise UsageError(f"rank {rank} is not in a grid of {self.world_size()} ranks")
 
     def get_dim(self, axis: str) -> int:
-        """Size of ``axis``; 0 if there is none of that name."""
+        """Return the size of ``axis``; 0 if there is none of that name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Text for file names, such as ``model_00``, with the axes that are not omitted."""
+        """Return a text for file names, such as ``model_00``, with the axes that are not omitted."""
         place = self.get_coord(rank)._asdict()
         return outer_sep.join(f"{axis}{inner_sep}{way:02d}" for axis, way in place.items() if axis not in omit_axes)
 
     def filter_match(self, **coords: int) -> list[int]:
-        """Ranks whose place agrees with ``coords``, ascending."""
+        """Return the ranks whose place agrees with ``coords``, ascending."""
         wanted = coords.items()
         return [rank for place, rank in self.mapping.items() if all(getattr(place, a) == way for a, way in wanted)]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Ranks at position ``idx`` of ``axis``, ascending."""
+        """Return the ranks at position ``idx`` of ``axis``, ascending."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Groups of ranks that differ on ``axis`` only; empty if there is no such axis."""
+        """Return the groups of ranks that differ on ``axis`` only; empty if there is no such axis."""
         if axis not in self.axes:
             return []
         others = [other for other in self.axes if other != axis]
@@ -89,9 +89,9 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """What Megatron-style code asks its ``mpu``, for one rank of a topology with the axes pipe, data and model.
+    """Answer Megatron-style calls of an ``mpu``, for one rank of a topology with the axes pipe, data and model.
 
-    By default of this rank, and one stage of data-parallel ranks. Process groups are those of ``process_group`` (by
+    By default it is this rank's, of one stage of data-parallel ranks. Process groups are those of ``process_group`` (by
     default of the world), or of the ``mesh`` of an engine; made by their ranks alone, when these first ask.
     """
 
@@ -133,6 +133,6 @@ class PipelineParallelGrid:
     get_model_parallel_group = get_slice_parallel_group = answers(lambda self: self._group("model", "tp"))
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
-        """The rank of another stage at this rank's place on the other axes, of which ``others`` changes some."""
+        """Return the rank of another stage at this rank's place on the other axes; ``others`` changes some of these."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**(place | others | {"pipe": stage_id}))

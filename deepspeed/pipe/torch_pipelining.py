@@ -27,8 +27,8 @@ _Tensors = Sequence[torch.Tensor]
 
 @cache
 def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) -> Program:
-    """The programs of all ranks. Where a schedule cannot do with so few or such a number of micro-batches, those of
-    GPipe, chunk by chunk, which always can; the log says so. Raises PipelineError for an unknown schedule.
+    """Return the programs of all ranks. A schedule that cannot run so few, or such a number of, micro-batches gives way
+    to GPipe, chunk by chunk, which always can; the log says so. Raise PipelineError for an unknown schedule.
     """
     chunks, style = chunks_and_style(name, chunks_per_rank)
     homes = homes_of(ranks, chunks, style=style)
@@ -51,7 +51,7 @@ def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) 
 
 
 def _programs(torch_name: str, homes: tuple[int, ...], ranks: int, micros: int) -> tuple[tuple[Action, ...], ...]:
-    """What torch's class plans, from stages that exist only as far as its constructor asks."""
+    """Return the programs that torch's class plans, for stages with only the attributes that its constructor reads."""
     plain = {"num_stages": len(homes), "group_size": ranks, "group_rank": 0, "submod": nn.Identity()}
     mine = [i for i, home in enumerate(homes) if home == 0]
     parts: list[Any] = [SimpleNamespace(stage_index=i, is_first=i == 0, is_last=False, **plain) for i in mine]
@@ -71,7 +71,7 @@ def _programs(torch_name: str, homes: tuple[int, ...], ranks: int, micros: int) 
 
 
 def _flat(planned: Sequence[Any]) -> list[Action]:
-    """Plain actions: pauses left out, and what torch calls overlapped one after the other."""
+    """Return plain actions: pauses are left out, overlapped actions come one after the other."""
     flat: list[Action] = []
     for action in planned:
         if action is None:
@@ -84,13 +84,13 @@ def _flat(planned: Sequence[Any]) -> list[Action]:
 def split_backward(
     outputs: _Tensors, grads: _Tensors | None, inputs: _Tensors, params: list[nn.Parameter]
 ) -> Callable[[], None]:
-    """The first half: gradients of ``inputs`` (into their ``.grad``) now; the second, when the result is called.
+    """Run the first half: gradients of ``inputs`` (into their ``.grad``); the result, when called, runs the second.
 
-    The first half notes the gradients that arrive at *boundary* nodes: those between outputs and inputs that a weight's
-    way to the outputs meets first. The second half goes from there to the weights (Qi et al. 2023, section 4). Weights
-    with boundary nodes in common are one group. A group whose nodes lie above each other passes what is between them
-    again; each node replaces what arrives then by what it noted, which has that in it. An output that depends on no
-    input has no such nodes: its whole backward belongs to the second half.
+    The first half notes the gradients that arrive at *boundary* nodes: the nodes between outputs and inputs that a
+    weight's path to the outputs meets first. The second half goes from there to the weights (Qi et al. 2023, section
+    4). Weights with boundary nodes in common are one group. Where nodes of a group lie above each other, the nodes
+    between them run again; each boundary node then replaces arriving gradients by the noted ones, which include them.
+    An output that depends on no input has no such nodes: its whole backward belongs to the second half.
     """
     grads = [torch.ones_like(out) for out in outputs] if grads is None else grads
     roots = [get_gradient_edge(out).node for out in outputs]
@@ -118,7 +118,7 @@ def split_backward(
 def _run(
     starts: Sequence[tuple[Any, torch.Tensor]], inputs: _Tensors | None = None, *, hooks: Sequence[Any] = ()
 ) -> None:
-    """A backward from ``starts`` (tensors or edges, with gradients) to ``inputs``, or all; then ``hooks`` go."""
+    """Run a backward from ``starts`` (tensors or edges, with gradients) to ``inputs``, or all; remove ``hooks``."""
     try:
         if starts:
             places, grads = zip(*starts, strict=True)
@@ -129,7 +129,7 @@ def _run(
 
 
 def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Every node below ``roots``, with the nodes that hand it gradients."""
+    """Return every node below ``roots``, with the nodes that hand it gradients."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     todo = list(users)
     while todo:
@@ -142,7 +142,7 @@ def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _above(starts: Sequence[Node], users: dict[Node, list[Node]], stop: Container[Node] = ()) -> dict[Node, None]:
-    """``starts`` and all nodes above them, but none above one in ``stop``."""
+    """Return ``starts`` and all nodes above them, but none above one in ``stop``."""
     seen: dict[Node, None] = {}
     todo = [node for node in starts if node in users]
     while todo:
@@ -156,7 +156,7 @@ def _above(starts: Sequence[Node], users: dict[Node, list[Node]], stop: Containe
 def _groups(
     weights: list[nn.Parameter], users: dict[Node, list[Node]], between: dict[Node, None]
 ) -> list[tuple[list[nn.Parameter], dict[Node, None]]]:
-    """Weights that have boundary nodes in common, and these."""
+    """Group weights that have boundary nodes in common; return each group with its nodes."""
     groups: list[tuple[list[nn.Parameter], dict[Node, None]]] = []
     for weight in weights:
         above = _above([get_gradient_edge(weight).node], users, between)

@@ -7,7 +7,7 @@ from deepspeed.errors import UsageError
 
 
 class LossScaler:
-    """A scale (positive, else ValueError) that never changes; with scale 1 also what fp32 and bf16 training uses."""
+    """Scale (positive, else ValueError) that never changes; with scale 1 fp32 and bf16 training use it, too."""
 
     dynamic = False
 
@@ -19,7 +19,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied and the gradients are divided."""
+        """Return the factor by which the loss is multiplied and the gradients are divided."""
         return self.cur_scale
 
     def update(self, overflow: bool) -> None:  # noqa: FBT001
@@ -27,7 +27,7 @@ class LossScaler:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the state as plain numbers."""
         return {"dynamic": self.dynamic, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class DynamicLossScaler(LossScaler):
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; ``load_state_dict`` continues the trace exactly."""
+        """Return the state as plain numbers; ``load_state_dict`` continues the trace exactly."""
         last = {"last_overflow_iter": self.last_overflow_iter, "cur_hysteresis": self.cur_hysteresis}
         return super().state_dict() | last
 
@@ -106,7 +106,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
-    """The scaler for a config: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
+    """Build a config's scaler: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
     fp16 = cfg.fp16
     if cfg.compute_dtype != "fp16" or fp16.loss_scale:
         return LossScaler(fp16.loss_scale if cfg.compute_dtype == "fp16" else 1.0)

@@ -22,7 +22,7 @@ _ADVICE = "call engine.set_batch_tokens(count) between the forward and backward(
 
 
 class TokenWeights:
-    """The counts of one window on one rank. Nothing is read from the device."""
+    """Token counts of one window on one rank. Nothing is read from the device."""
 
     def __init__(self, config: DeepSpeedConfig, device: torch.device) -> None:
         self._shift, self._narrow = config.normalize == "next_tokens", config.fp16.enabled
@@ -40,7 +40,7 @@ class TokenWeights:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def listen(self, model: nn.Module, recomputes: Callable[[], bool]) -> Callable[[], None]:
-        """Note every forward of ``model`` that trains, through an engine or not; returns what ends that."""
+        """Note every forward of ``model`` that trains, through an engine or not; return the function that ends that."""
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trains = called.training and torch.is_grad_enabled() and not recomputes()
@@ -52,11 +52,11 @@ class TokenWeights:
         return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
 
     def mean(self, job: AxisGroup) -> float:
-        """Over the ranks, of what their micro-batches of the window weigh so far. Collective; waits for the device."""
+        """Return the mean over the ranks of the window's weight so far. Collective; waits for the device."""
         return float(sum_in_place(self.total.clone(), job)) / job.size
 
     def note(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward sets out: count its labels, given by name or in a mapping."""
+        """Note a forward that sets out: count its labels, given by name or in a mapping."""
         given = [kwargs, *(value for value in inputs if hasattr(value, "keys"))]
         labels = next((g["labels"] for g in given if isinstance(g.get("labels"), torch.Tensor)), None)
         self._twice = any(g.get("num_items_in_batch") is not None for g in given)
@@ -66,16 +66,16 @@ class TokenWeights:
             self._count = (labels[..., 1:] if self._shift else labels).ne(IGNORED).sum()
 
     def withdraw(self, noted: int) -> None:
-        """A forward has failed, which may not have come to be noted; ``noted``: how many were when it began."""
+        """Withdraw a failed forward, if it was noted; ``noted``: how many forwards were when it began."""
         if self.noted > noted:
             self._forwards, self._count, self._twice = self._forwards - 1, None, False
 
     def tell(self, count: torch.Tensor | int) -> None:
-        """What the caller has counted for the next backward counts."""
+        """Set the number of tokens of the next backward, as the caller has counted them."""
         self._count, self._forwards, self._twice, self._anew = count, 1, False, False
 
     def weight(self) -> torch.Tensor:
-        """Of a loss that is about to be back-propagated, 0-dim float64. UsageError where its tokens are not known."""
+        """Return the weight (0-dim float64) of the loss of the next backward. UsageError if its tokens are unknown."""
         if self._forwards == 0 and self._weight is not None:  # another loss of the same forward
             return self._weight
         if self._twice or self._by_caller:
@@ -93,7 +93,7 @@ class TokenWeights:
         return self._weight
 
     def weighed(self, loss: torch.Tensor, *, by_caller: bool) -> torch.Tensor:
-        """``loss``, which is about to be back-propagated, times its weight, unless the caller has weighed it."""
+        """Return ``loss``, before its backward, times its weight, unless the caller has weighed it."""
         if not by_caller:
             return loss * self.weight().to(loss)
         if self._weight is not None:
@@ -102,7 +102,7 @@ class TokenWeights:
         return loss
 
     def end_window(self, mean: float) -> None:
-        """The update is over; ``mean``: of the weights of a rank's micro-batches, the same number on all ranks."""
+        """End the window; ``mean``: mean weight of a rank's micro-batches, the same number on all ranks."""
         self.forget()
         if self._narrow and mean > 0:
             self.unit *= 2.0 ** round(math.log2(mean))
@@ -112,10 +112,10 @@ class TokenWeights:
         self.total, self._weight, self._by_caller, self._anew = self._nothing(), None, False, True
 
     def state(self, job: AxisGroup) -> dict[str, float]:
-        """For a checkpoint: the window's mean over the ranks. Collective."""
+        """Return the state for a checkpoint: the unit and the window's mean over the ranks. Collective."""
         return {"unit": self.unit, "total": self.mean(job)}
 
     def restore(self, state: dict[str, float], *, window: bool) -> None:
-        """The inverse, on as many ranks as there are now; ``window``: with its gradients."""
+        """Restore the result of ``state``, on as many ranks as there are now; ``window``: with its gradients."""
         self.unit = state["unit"]
         self.total = self._nothing() + (state["total"] if window else 0.0)

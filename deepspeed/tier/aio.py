@@ -51,7 +51,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class TransferError(DeepSpeedError, OSError):
-    """A file could not be read or written; ``errno`` and ``filename`` say why and which."""
+    """Raised when a file could not be read or written; ``errno`` and ``filename`` say why and which."""
 
 
 def _failure(code: int, what: str, path: str) -> TransferError:
@@ -60,7 +60,7 @@ def _failure(code: int, what: str, path: str) -> TransferError:
 
 
 class _Native:
-    """csrc/aio: C functions, which leave the interpreter to other threads. ``submit`` gives a ticket or a negative
+    """Call csrc/aio: C functions, which leave the interpreter to other threads. ``submit`` gives a ticket or a negative
     errno, ``wait`` 0 or the first failure of a ticket, once.
     """
 
@@ -81,9 +81,9 @@ class _Native:
 
 
 class _PythonThreads:
-    """The same calls without native code: Python threads, through the page cache, each with a block at a time.
+    """Make the same calls without native code: Python threads, through the page cache, each with a block at a time.
 
-    What moves a block holds the tensor: where the engine is collected on one of these threads, nobody waits for it.
+    A thread that moves a block holds the tensor: where the engine is collected on such a thread, nobody waits for it.
     """
 
     name, holds = "python", 1
@@ -140,9 +140,9 @@ def _move(_: torch.Tensor, write: int, fd: int, offset: int, address: int, size:
 
 
 class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
-    """A file open twice: with O_DIRECT where the filesystem has it (``direct``), and through the page cache.
+    """File opened twice: with O_DIRECT where the filesystem has it (``direct``), and through the page cache.
 
-    With ``create`` it is made if need be. Raises OSError as ``open`` does.
+    With ``create`` it is made if need be. Raise OSError as ``open`` does.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
@@ -164,7 +164,7 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
     size = property(lambda self: os.fstat(self._plain).st_size, doc="Bytes of the file now.")
 
     def allocate(self, nbytes: int) -> None:
-        """Reserve disk space for the first ``nbytes`` bytes (the file never shrinks); TransferError without room."""
+        """Reserve disk space for the first ``nbytes`` bytes (the file never shrinks). Raise TransferError if full."""
         before = self.size
         if nbytes == 0:
             return
@@ -178,11 +178,11 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
             raise _failure(error.errno or errno.EIO, f"reserving {nbytes} bytes", self.path) from error
 
     def clear(self) -> None:
-        """Give all of its disk space back; what it held is gone."""
+        """Give all disk space of the file back; its content is gone."""
         os.ftruncate(self._plain, 0)
 
     def close(self) -> None:
-        """Close it, when the transfers under way are done."""
+        """Close the file, when the transfers under way are done."""
         fds, self._plain, self._direct = (self._plain, self._direct), -1, -1  # no new ones from here on
         for transfer in list(self._under_way):
             transfer.settle()
@@ -195,7 +195,7 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them. Not by
+    """Reserve disk space for the first ``nbytes`` bytes of a file. Raise OSError, EOPNOTSUPP among them. Not by
     ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -205,7 +205,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 class FileTransfer(Transfer):
-    """A read or write of a file under way. It keeps the tensor alive and, while its engine is open, ends unwaited."""
+    """Read or write of a file under way. It keeps the tensor alive and, while its engine is open, ends unwaited."""
 
     def __init__(
         self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor
@@ -236,7 +236,7 @@ class FileTransfer(Transfer):
             raise self.failure(self._code[0])
 
     def wait(self) -> None:
-        """Until it is done. Raises TransferError, with the file and the offset, when it failed; may be called again."""
+        """Wait for the end. Raise TransferError, with the file and the offset, if it failed; may be called again."""
         self.asked = True
         if code := self.settle():
             raise self.failure(code)
@@ -252,15 +252,15 @@ class FileTransfer(Transfer):
             self._lock.release()
 
     def waits_for(self) -> str:
-        """For a watch, while ``wait`` has not returned."""
+        """Name the transfer for a watch, while ``wait`` has not returned."""
         return f"{self._what} of {self._file.path}"
 
     def failure(self, code: int) -> TransferError:
-        """What ``wait`` raises for such a ``code`` of :meth:`settle`."""
+        """Return the error that ``wait`` raises for a ``code`` of :meth:`settle`."""
         return _failure(-code, self._what, self._file.path)
 
     def settle(self) -> int:
-        """Wait, and let go of the tensor; 0 or a negative errno."""
+        """Wait, and let go of the tensor; return 0 or a negative errno."""
         if not self._code and self._engine._foreign():
             return -errno.ECHILD  # before the lock, which another thread may have held when this process was forked
         with self._lock:
@@ -276,14 +276,14 @@ class FileTransfer(Transfer):
 
 
 class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
-    """Transfers between host tensors and files; several threads may use it.
+    """Move bytes between host tensors and files; several threads may use one engine.
 
     At most ``queue_depth`` pieces of ``block_bytes`` (made a multiple of 4096) are under way on O_DIRECT descriptors,
     and ``threads`` through the page cache. ``backend`` is "auto", "io_uring", "libaio" or "threads"; DS_AIO_BACKEND in
-    the environment decides for "auto". ``backend`` of the engine is the one it uses, "python" where the native code
+    the environment decides for "auto". ``backend`` of the engine is the one in use, "python" where the native code
     cannot be compiled.
 
-    Raises ValueError for an argument, TransferError or BuildError when the named backend is not to be had.
+    Raise ValueError for an argument, TransferError or BuildError when the named backend is not to be had.
     """
 
     begun: ClassVar[int] = 0  # transfers in this process, by which a watch sees that it comes further
@@ -335,7 +335,7 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """End it when everything under way is done; failures nobody asked for are logged. May be called again."""
+        """End the engine when everything under way is done; log failures nobody asked for. May be called again."""
         if self._foreign() or self._closed:
             return
         self._closed = True

@@ -31,9 +31,9 @@ def _paged(nbytes: int) -> int:
 
 
 class Pages(mmap.mmap):
-    """``nbytes`` bytes of pages that nobody else has; zeros, resident from the first touch on. With ``pin`` page-locked
+    """Memory of ``nbytes`` bytes in pages of its own; zeros, resident from the first touch on. With ``pin`` page-locked
     if the device layer can do that (``pinned`` says so), else ordinary memory and a line in the log. They go back to
-    the system with the last tensor in them. Raises OSError when there is no more memory.
+    the system with the last tensor in them. Raise OSError when there is no more memory.
     """
 
     pinned = False
@@ -62,8 +62,8 @@ class Pages(mmap.mmap):
             warning_once(f"page-locked memory is refused ({refused}): ordinary memory serves, copies are slower")
 
     def cut(self, start: int, nbytes: int, gone: Callable[[Any], None]) -> tuple[torch.Tensor, Any]:
-        """Bytes from ``start`` on as a tensor with a storage of its own, and a reference that calls ``gone`` when
-        nobody has that any more, for as long as somebody has the reference.
+        """Return bytes from ``start`` on as a tensor with a storage of its own, and a reference that calls ``gone``
+        when nobody has that storage any more, for as long as somebody has the reference.
         """
         view = memoryview(self)[start : start + nbytes]
         return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view, gone)
@@ -90,11 +90,11 @@ class _Slab:
         self._parts: dict[int, Any] = {}  # by where they begin: references that notice their end
 
     def room_for(self, nbytes: int) -> tuple[int, int] | None:
-        """The smallest free range of so many bytes."""
+        """Return the smallest free range of so many bytes, or None."""
         return min((r for r in self.free if r[1] - r[0] >= nbytes), key=lambda r: r[1] - r[0], default=None)
 
     def cut(self, nbytes: int, returned: deque[tuple[int, int, int]]) -> torch.Tensor:
-        """So many bytes of the smallest free range, in whole pages; who is done leaves its range in ``returned``."""
+        """Cut so many bytes, in whole pages, from the smallest free range; their end puts it into ``returned``."""
         size = _paged(nbytes)
         room = self.room_for(size)
         assert room is not None, "looked at before"
@@ -112,7 +112,7 @@ class _Slab:
         return part
 
     def join(self) -> None:
-        """Free ranges that are neighbours are one."""
+        """Join free ranges that are neighbours."""
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(self.free):
             if joined and joined[-1][1] == start:
@@ -123,7 +123,7 @@ class _Slab:
 
 
 class Arena:
-    """Tensors in host memory, each of exactly its pages. The memory of one that has ended serves the next ones, when no
+    """Allocate host tensors, each of exactly its pages. The memory of a tensor that has ended serves later ones when no
     copy of the device uses it any more, until ``close``; without ``keep`` it goes to the system at once. ``pins``:
     there is an accelerator, for which ``pin`` has a meaning.
     """
@@ -138,12 +138,12 @@ class Arena:
 
     @property
     def held_bytes(self) -> int:
-        """What is taken from the system and known here, in use or not."""
+        """Return the bytes that are taken from the system and known here, in use or not."""
         return sum(slab.nbytes for slab in self._slabs.values())
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8, pin: bool = False) -> torch.Tensor:
-        """A contiguous host tensor whose memory begins at a multiple of 4096 bytes, page-locked with ``pin`` where that
-        is possible. ``shape`` is a number of elements or a shape. Raises OSError when there is no more memory.
+        """Allocate a contiguous host tensor that begins at a multiple of 4096 bytes, page-locked with ``pin`` where
+        possible. ``shape`` is a number of elements or a shape. Raise OSError when there is no more memory.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(sizes) * dtype.itemsize
@@ -157,7 +157,7 @@ class Arena:
         return part.view(dtype).view(sizes)
 
     def _slab(self, nbytes: int, *, pin: bool) -> _Slab:
-        """One with so many bytes free."""
+        """Return a slab with so many bytes free, a new one if need be."""
         for settled in (False, True):
             if settled and self._returned:
                 self._reclaim()
@@ -173,7 +173,7 @@ class Arena:
         return slab
 
     def _reclaim(self) -> None:
-        """What has been returned is free."""
+        """Free the ranges that have been returned, once the device's copies have ended."""
         ended = [self._returned.popleft() for _ in range(len(self._returned))]  # what ends during the wait waits itself
         if self.pins:
             get_accelerator().synchronize()  # the last owner's copies may be under way
@@ -184,7 +184,7 @@ class Arena:
             self._slabs[number].join()
 
     def close(self) -> None:
-        """Memory that nobody uses goes back to the system now, all other with its last user."""
+        """Give unused memory back to the system now, and all other memory with its last user."""
         with self._mutex:
             self._keep, self._returned = False, deque()
             self._slabs.clear()
@@ -192,5 +192,5 @@ class Arena:
 
 
 def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """As ``Arena.empty``, in pages that go back to the system with the tensor: no fragments of them are kept."""
+    """Allocate as ``Arena.empty``, in pages that go back to the system with the tensor: no fragments are kept."""
     return Arena(keep=False).empty(shape, dtype=dtype)

@@ -22,8 +22,8 @@ from deepspeed.tier.transfer import ARRIVED, Transfer
 
 
 class Turn(Transfer):
-    """One call on its way, for data that come with ``after``. ``wait`` raises UsageError where it, or one taken before,
-    has failed, and in a forked process, where nobody takes it.
+    """Call handed to the worker, for data that come with ``after``. ``wait`` raises UsageError if this call, or one
+    made before, has failed, and in a forked process, where nobody makes it.
     """
 
     _event: Any = None
@@ -36,7 +36,7 @@ class Turn(Transfer):
         self._ended = threading.Event()
 
     def take(self) -> None:
-        """Make the call, in the worker's thread, on its stream: behind what was launched before it was handed over."""
+        """Make the call in the worker's thread, on its stream, behind the work launched before it was handed over."""
         accelerator, worker = get_accelerator(), self._worker
         try:
             if worker.failure is None:
@@ -74,8 +74,8 @@ class Turn(Transfer):
 
 
 class Worker:
-    """Takes turns for a program whose tensors are on ``device``, in a thread that begins with the first of them and
-    ends with this object. After one has failed (``failure``) none is taken, until ``forget``.
+    """Make the calls of a program whose tensors are on ``device``, in a thread that begins with the first of them and
+    ends with this object. After one has failed (``failure``) none is made, until ``forget``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Worker:
 
     @property
     def stream(self) -> Any:
-        """What its calls launch goes there."""
+        """Return the stream on which the calls launch their work."""
         self._stream = self._stream or get_accelerator().urgent_stream()
         return self._stream
 
@@ -99,7 +99,7 @@ class Worker:
         return threading.get_ident() == self._ident
 
     def hand_over(self, call: Callable[[], Transfer], *, place: int = 0, after: Transfer = ARRIVED) -> Turn:
-        """Have ``call`` made, whose transfer is waited for by ``stream``: see [Note: behind]."""
+        """Queue ``call``, whose transfer ``stream`` waits for, and return its turn: see [Note: behind]."""
         self._last = turn = Turn(self, call, place, after)
         self._pass(turn)
         return turn
@@ -114,7 +114,7 @@ class Worker:
         self._turns.put(turn)
 
     def check(self) -> None:
-        """UsageError where a call has failed."""
+        """Raise UsageError where a call has failed, unless the worker still ``serves`` other ranks."""
         if self.failure is not None and not self.serves:
             what = f"{type(self.failure).__name__}: {self.failure}"
             raise UsageError(
@@ -123,7 +123,7 @@ class Worker:
             ) from self.failure
 
     def fail_everywhere(self, error: Exception) -> None:
-        """All ranks know that a call has failed on one of them, by ``error``: raise that, as ``check`` does."""
+        """Note that all ranks know of a failed call on one of them, by ``error``; raise as ``check`` does."""
         self.announced, self.failure = True, self.failure or error
         self.check()
 
@@ -138,7 +138,7 @@ class Worker:
 
 
 class _Waiting:
-    """Those that wait to be taken."""
+    """Queue of the turns that wait to be taken."""
 
     def __init__(self) -> None:
         self._waiting: list[Turn] = []
@@ -151,13 +151,13 @@ class _Waiting:
             self._changed.notify()
 
     def end(self) -> None:
-        """There will be no others."""
+        """End the queue: no other turns will come."""
         with self._changed:
             self._ends = True
             self._changed.notify()
 
     def take(self) -> Turn | None:
-        """The next; None when all have been taken and the end has come."""
+        """Wait for the next turn and return it; None when all have been taken and the end has come."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ends)
             if self._waiting:
@@ -167,7 +167,7 @@ class _Waiting:
 
 
 def next_of(turns: Sequence[Turn]) -> Turn:
-    """Of those whose data are there the one in the first place, else that in the last, whose data come next."""
+    """Return the ready turn with the lowest ``place``; if none is ready that with the highest, whose data come next."""
     ready = [turn for turn in turns if turn.after.done()]
     return min(ready, key=lambda turn: turn.place) if ready else max(turns, key=lambda turn: turn.place)
 

@@ -27,17 +27,17 @@ _GLANCE_S = 0.2  # between looks whether a reader still exists
 
 
 class Extent(NamedTuple):
-    """``nbytes`` bytes from ``offset`` of the arena, both multiples of 4096."""
+    """Range of the arena: ``nbytes`` bytes from ``offset``, both multiples of 4096."""
 
     offset: int
     nbytes: int
 
 
 class Drive:
-    """An arena in ``folder``, ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests
+    """Arena in ``folder`` with ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests
     there any more. ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a
     drive that is not mounted. The buffers are of ``arena``, page-locked with ``pin``. ``engine``: ``queue_depth``,
-    ``block_bytes`` and ``threads`` of the AioEngine. Raises UsageError for such a path, TransferError (an OSError) when
+    ``block_bytes`` and ``threads`` of the AioEngine. Raise UsageError for such a path, TransferError (an OSError) when
     the drive fails or is full.
     """
 
@@ -67,7 +67,7 @@ class Drive:
         self._last = weakref.finalize(self, _end, self._engine, self._file)
 
     def reserve(self, nbytes: int) -> Extent:
-        """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated now."""
+        """Reserve ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated now."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if not self._free.get(size):
             self.expect(max(0, size - self._expected))
@@ -86,7 +86,7 @@ class Drive:
         self._expected += nbytes
 
     def free(self, extent: Extent) -> None:
-        """``extent`` may be reserved again; with the last one in use all the space goes back to the drive."""
+        """Free ``extent`` for another reservation; with the last one in use all the space goes back to the drive."""
         self._free.setdefault(extent.nbytes, []).append(extent)
         self._in_use -= 1
         if self._in_use == 0 and self._file.size:
@@ -107,7 +107,7 @@ class Drive:
         return self._engine.write(self._file, extent.offset + start, values)
 
     def close(self) -> None:
-        """Wait for what is under way and give space and memory back. May be called again."""
+        """Wait for transfers under way, and give space and memory back. May be called again."""
         with contextlib.suppress(OSError):  # nobody will read what a failed write should have left
             self.staging.clear()
         self._last()
@@ -141,7 +141,7 @@ def _open_arena(folder: str, label: str) -> DirectFile:
 
 
 class Held:
-    """An extent that keeps its bytes until ``release``."""
+    """Extent that keeps its bytes until ``release``."""
 
     def __init__(self, drive: Drive, extent: Extent, hurry: Callable[[], None]) -> None:
         self._drive, self._extent, self._hurry = drive, extent, hurry
@@ -154,18 +154,18 @@ class Held:
             raise InvalidStateError("a state on a drive was read for a save that had let go of it; save again")
 
     def release(self) -> None:
-        """It has been read; may be called again."""
+        """Let the bytes go, as they have been read; may be called again."""
         self._released.set()
 
     def wait(self, seconds: float) -> bool:
-        """Until it is released, or so long; whether it is."""
+        """Wait until the extent is released, at most so many seconds; return whether it is."""
         if not self._released.is_set():
             self._hurry()
         return self._released.wait(seconds)
 
 
 class _Ahead(NamedTuple):
-    """Elements ``lo`` to ``hi`` on their way to ``inside`` of a staging buffer."""
+    """Elements ``lo`` to ``hi`` on their way to ``inside``, a part of a staging buffer."""
 
     transfer: Transfer
     buffer: torch.Tensor
@@ -175,8 +175,8 @@ class _Ahead(NamedTuple):
 
 
 class Stored(TierStore):
-    """``numel`` elements of ``dtype`` in an extent of ``drive``, through staging buffers. A write goes on in the
-    background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``.
+    """State of ``numel`` elements of ``dtype`` in an extent of ``drive``, through staging buffers. A write goes on
+    in the background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``.
     """
 
     on_drive = True
@@ -205,8 +205,8 @@ class Stored(TierStore):
         return ARRIVED
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
-        """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead: of a device behind
-        the stream that asks. Host memory that lies in pages as the elements do is read into in the background.
+        """Fill ``out`` (any device) with the elements from ``start`` on, using data read ahead; devices in order of
+        the current stream. Host memory that lies in pages as the elements do is filled in the background.
         """
         if not self._ahead and self._straight(out, start):
             self._wait_for_writes(start, start + out.numel())
@@ -255,7 +255,7 @@ class Stored(TierStore):
             self.put(values)
 
     def _straight(self, memory: torch.Tensor, start: int) -> bool:
-        """Whether bytes can travel between ``memory`` and the drive without a stop, past the page cache."""
+        """Return whether bytes can travel between ``memory`` and the drive without a copy, past the page cache."""
         same = memory.device.type == "cpu" and memory.dtype == self.dtype and memory.is_contiguous()
         return same and (memory.data_ptr() - start * self.dtype.itemsize) % ALIGN == 0
 
@@ -274,11 +274,11 @@ class Stored(TierStore):
         return Stored(self.drive, nbytes, torch.uint8)
 
     def settle(self) -> None:
-        """Wait for the writes under way. Raises TransferError when one failed."""
+        """Wait for the writes under way. Raise TransferError when one failed."""
         self._wait_for_writes(0, self.numel)
 
     def hold(self, hurry: Callable[[], None]) -> Held:
-        """What is here now, for any thread: the next write calls ``hurry`` and waits. Raises TransferError."""
+        """Hold the present bytes for any thread: the next write calls ``hurry`` and waits. Raise TransferError."""
         self.settle()
         reader = Held(self.drive, self._extent, hurry)
         left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]

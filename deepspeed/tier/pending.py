@@ -16,19 +16,19 @@ class _Work(NamedTuple):
     copy: bool
 
     def concerns(self, kind: Enum, *, write: bool) -> bool:
-        """Whether who reads, or writes, ``kind`` has to wait for it."""
+        """Return whether a reader, or a writer, of ``kind`` has to wait for this work."""
         return kind in self.writes or (write and kind in self.reads)
 
 
 class PendingWork:
-    """Of one unit. The program and the thread of an update both note what they begin, so entries are replaced whole."""
+    """Work on a unit's states. The program and the thread of an update both note it, so entries are replaced whole."""
 
     def __init__(self) -> None:
         self._entries: tuple[_Work, ...] = ()
         self._lock = Lock()
 
     def wait(self, kind: Enum, *, write: bool = False, copies: bool = True) -> None:
-        """Wait for what writes ``kind`` and, with ``write``, for what reads it; without ``copies`` for updates only."""
+        """Wait for work that writes ``kind`` and, with ``write``, reads it; without ``copies`` for updates only."""
         seen: tuple[_Work, ...] = ()
         while (entries := self._entries) is not seen:  # an update that ends may have begun a copy
             for entry in entries:
@@ -37,7 +37,7 @@ class PendingWork:
             seen = entries
 
     def until(self, kind: Enum, *, write: bool = False) -> Transfer:
-        """What ``wait`` would wait for now, as one transfer."""
+        """Return the work that ``wait`` would wait for now, as one transfer."""
         works = [entry.work for entry in self._entries if entry.concerns(kind, write=write)]
         return works[0] if len(works) == 1 else Several(works) if works else ARRIVED
 
@@ -49,6 +49,6 @@ class PendingWork:
             self._entries = (*kept, _Work(work, reads, writes, copy))
 
     def forget_ended(self) -> None:
-        """Forget what has ended, it does not matter how."""
+        """Forget work that has ended, with or without a failure."""
         with self._lock:
             self._entries = tuple(entry for entry in self._entries if not entry.work.done())

@@ -10,8 +10,8 @@ from deepspeed.tier.transfer import Transfer
 
 
 class Staging:
-    """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
-    Who takes while all are out gets one more, freed afterwards: memory beyond the promise is better than a hang. Memory
+    """Hand out byte buffers, normally ``count`` at most; one given back with a transfer is free when that has ended.
+    ``take`` adds one while all are out, freed afterwards: memory beyond the promise is better than a hang. Memory
     is the ``arena``'s, which locks its pages with ``pin`` where it can. Several threads may use it.
     """
 
@@ -23,17 +23,17 @@ class Staging:
 
     @property
     def room(self) -> bool:
-        """Whether a buffer could be taken without waiting for anything and without exceeding the count."""
+        """Return whether a buffer could be taken without waiting for anything and without exceeding the count."""
         return self.has_room(1)
 
     def has_room(self, buffers: int) -> bool:
-        """Whether so many could."""
+        """Return whether so many ``buffers`` could be taken without waiting and without exceeding the count."""
         with self._lock:
             self._reap()
             return self._out + len(self._busy) + buffers <= self._count
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
+        """Return a uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
         with self._lock:
             self._reap()
             while not self._free and self._busy and self._total() >= self._count:
@@ -58,7 +58,7 @@ class Staging:
                 self._free.append(buffer)
 
     def settle(self) -> None:
-        """Wait for every transfer; raises the first failure when all have ended."""
+        """Wait for every transfer; raise the first OSError when all have ended."""
         failure: OSError | None = None
         with self._lock:
             while self._busy:

@@ -36,38 +36,38 @@ class TierStore:
 
     @contextlib.contextmanager
     def open(self, *, write: bool) -> Iterator[torch.Tensor]:
-        """All elements in memory for a while; what is written to them counts only with ``write``."""
+        """Yield all elements in memory; changes to them are kept only with ``write``."""
         yield self.tensor
 
     def beside(self, nbytes: int) -> "TierStore":
-        """Room for so many bytes in the same place."""
+        """Make a store of ``nbytes`` bytes in the same place."""
         return TierStore(torch.empty(nbytes, dtype=torch.uint8, device=self.tensor.device))
 
     def drop(self) -> None:
-        """The values are not needed any more; the space is."""
+        """Drop the values, which nobody needs any more, and free their space."""
         self.tensor = self._memory = self.tensor[:0].clone()
 
     def hold_as(self, dtype: torch.dtype) -> None:
-        """Hold so many elements of ``dtype``, in the first bytes of memory made for wider ones. Values are lost."""
+        """Hold as many elements of ``dtype``, in the first bytes of memory made for wider ones. Values are lost."""
         if self.tensor.dtype is not dtype:
             self.tensor = self._memory.view(dtype)[: self._memory.numel()]
 
     def spare(self, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
-        """Room for as many elements of ``dtype`` behind what ``hold_as`` left (without ``keep``: in all), or None."""
+        """Return room for as many elements of ``dtype`` behind those of ``hold_as`` (not ``keep``: in all), or None."""
         whole, nbytes = self._memory.view(torch.uint8), self.tensor.numel() * dtype.itemsize
         fits = nbytes + (self.tensor.nbytes if keep else 0) <= whole.numel()
         return whole[whole.numel() - nbytes :].view(dtype) if fits else None
 
     def read_ahead(self) -> bool:
-        """Start fetching for a later ``get`` of everything; False when there is nothing to start, or no room."""
+        """Start fetching for a later ``get`` of everything; return False if there is nothing to start, or no room."""
         return False
 
     def forget_ahead(self) -> None:
-        """What was fetched ahead is not wanted."""
+        """Forget the elements that were fetched ahead."""
 
 
 class Landing(Transfer):
-    """The copies of the current stream so far, into or out of page-locked memory: the program waits for them."""
+    """Copies of the current stream so far, into or out of page-locked memory: the program waits for them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._event = nbytes, get_accelerator().awaited_event()
@@ -83,8 +83,8 @@ class Landing(Transfer):
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
-    """``out.copy_(values)``, but rounded on the device: torch rounds on the host what travels either way, so that fp32
-    would cross the bus. Into page-locked memory it is under way; ``values`` may change at once.
+    """Copy ``values`` into ``out``, but round on the device: torch rounds on the host what travels either way, so
+    that fp32 would cross the bus. Into page-locked memory it is under way on return; ``values`` may change at once.
     """
     down = out.device.type == "cpu" != values.device.type
     # what grows on its way down travels as it is
@@ -100,12 +100,12 @@ def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
 
 
 def nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Stands for values that are elsewhere: reads as not-a-number and refuses to be written."""
+    """Return a stand-in for values that are elsewhere: it reads as not-a-number and refuses to be written."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(shape)
 
 
 def settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) -> TierStore:
-    """``place`` with ``values`` in it; None: a copy of them where they are."""
+    """Return ``place`` with ``values`` in it; for None a store with a copy of them where they are."""
     if place is None:
         return TierStore(values.to(dtype, copy=True))
     place.put(values).wait()

@@ -4,23 +4,23 @@ from collections.abc import Iterable
 
 
 class Transfer:
-    """Bytes on their way. This one has arrived.
+    """Bytes on their way; in this base class they have arrived.
 
-    ``wait`` may be called any number of times and raises what went wrong; ``done`` says whether it would return at
-    once; ``nbytes`` is the price. What the transfer reads or writes stays alive and untouched by others until then.
+    ``wait`` may be called any number of times and raises the failure; ``done`` says whether it would return at once;
+    ``nbytes`` is the amount moved. The memory of a transfer stays alive and untouched by others until its end.
     """
 
     nbytes = 0
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the transfer has ended."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return True
 
     def failed(self) -> bool:
-        """Whether it has ended, and ``wait`` raises."""
+        """Return whether the transfer has ended, and ``wait`` raises."""
         return False
 
 
@@ -32,7 +32,7 @@ class Several(Transfer):
         self.nbytes = sum(t.nbytes for t in self._transfers)
 
     def wait(self) -> None:
-        """Until all have ended, also when one fails; raises the first failure."""
+        """Wait until all have ended, also when one fails with OSError; raise the first such failure."""
         failure: BaseException | None = None
         for transfer in self._transfers:
             try:

@@ -21,11 +21,11 @@ _OF_ALL |= {"stream_weights", "load_module_state_dict", "wait_for_checkpoint", "
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of itself, or, of a silent one, what another knows of it.
+    """Report of a rank about itself, or of another rank about a silent one.
 
-    ``state``: RAISED, SILENT, LEFT, RUNS, or the kind of its wait. ``numbers``: collectives that it has issued on each
-    process group, by torch's name of it. ``call``: of this package, by the user's line. ``calls``: its last
-    collectives, the newest last. ``still_s``: how long it has not come further.
+    ``state``: RAISED, SILENT, LEFT, RUNS, or the kind of its wait. ``numbers``: collectives issued on each process
+    group, by torch's name of the group. ``call``: this package's function that the user's line calls. ``calls``: the
+    last collectives, the newest last. ``still_s``: seconds without progress.
     """
 
     rank: int
@@ -47,18 +47,18 @@ class RankReport:
     calls: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """For the store."""
+        """Serialise the report for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> "RankReport":
-        """Inverse of ``to_text``."""
+        """Parse a report from the text that ``to_text`` made."""
         value: dict[str, Any] = json.loads(text)
         return cls(**{**value, "stack": tuple(value["stack"]), "calls": tuple(value["calls"])})
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
+    """Format ranks as ``rank 3`` or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -71,7 +71,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _words(report: RankReport, many: bool) -> str:  # noqa: FBT001 - grammar
-    """The predicate of one line."""
+    """Return the predicate of one line."""
     s = "" if many else "s"
     what = {
         RAISED: f"raised {report.error}",
@@ -90,7 +90,7 @@ def _words(report: RankReport, many: bool) -> str:  # noqa: FBT001 - grammar
 
 
 def _behind(report: RankReport, others: Sequence[RankReport]) -> str:
-    """Of which collectives others wait that this rank has not issued."""
+    """Return a clause about the collectives that another rank waits in and this rank has not issued; else ""."""
     for other in others:
         if other.state != COLLECTIVE or other.group is None:
             continue
@@ -104,7 +104,7 @@ def _behind(report: RankReport, others: Sequence[RankReport]) -> str:
 
 
 def _different(reports: Sequence[RankReport]) -> str:
-    """A sentence where ranks that all wait are at different calls, counts or steps."""
+    """Return a sentence if waiting ranks are at different calls, counts or steps; else ""."""
     waiting = [r for r in reports if r.state == COLLECTIVE]
     steps = {r.step for r in waiting} - {None}
     places: dict[tuple[str | None, int | None], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -130,7 +130,7 @@ def _different(reports: Sequence[RankReport]) -> str:
 
 
 def _alone(reports: Sequence[RankReport]) -> Iterator[str]:
-    """A sentence for each call of this package that all ranks have to make and only some have."""
+    """Yield a sentence for each call of this package that all ranks have to make and only some have made."""
     for call in sorted({r.call for r in reports if r.state == COLLECTIVE} & _OF_ALL):
         inside = [r.rank for r in reports if r.call == call]
         outside = [r.rank for r in reports if r.call != call and r.state in (COLLECTIVE, LEFT, RUNS)]
@@ -139,9 +139,9 @@ def _alone(reports: Sequence[RankReport]) -> Iterator[str]:
 
 
 def explain(reports: Sequence[RankReport], limit_s: float, *, ends: bool = True) -> str:
-    """Why the job stands still: a sentence, a line for each rank or several that are alike, the first error last.
+    """Explain why the job stands still: a sentence, a line for each rank or several alike, the first error last.
 
-    ``ends``: the job ends with it; else it goes on, and what the first rank did before is left out.
+    ``ends``: the job ends with it; else it goes on, and the last calls and the stack of the first rank are left out.
     """
     ordered = sorted(reports, key=lambda r: (_ORDER.index(r.state), r.rank))
     alike: dict[tuple[str, str], list[RankReport]] = defaultdict(list)

@@ -21,7 +21,7 @@ _KEPT = 64
 
 
 class LedgerEntry(NamedTuple):
-    """One collective: its number in this process, the group's name, what travels, and who asked for it."""
+    """Record of one collective: its number in this process, its group, its tensor, the unit, and the user's line."""
 
     number: int
     group: str
@@ -32,20 +32,20 @@ class LedgerEntry(NamedTuple):
     place: tuple[CodeType, int] | None  # and the index of the instruction there
 
     def text(self) -> str:
-        """``all_gather of 4096 float32 (layers.3) on zero, train.py:41``."""
+        """Format the entry as ``all_gather of 4096 float32 (layers.3) on zero, train.py:41``."""
         unit = f" ({self.unit})" if self.unit else ""
         line = f", {line_of(self.place[0], _number(*self.place))}" if self.place else ""
         return f"{self.op} of {self.numel} {str(self.dtype).removeprefix('torch.')}{unit} on {self.group}{line}"
 
 
 def _number(code: CodeType, instruction: int) -> int:
-    """The line of the instruction at that byte."""
+    """Return the line of the instruction at that byte."""
     lines = (line for start, stop, line in code.co_lines() if line is not None and start <= instruction < stop)
     return next(lines, code.co_firstlineno)
 
 
 class Ledger:
-    """A ring of the last collectives, and which of them are under way. One per process, written by its engines."""
+    """Ring of the last collectives, with those under way. One per process, written by its engines."""
 
     def __init__(self) -> None:
         self.entries: deque[LedgerEntry] = deque(maxlen=_KEPT)
@@ -56,7 +56,7 @@ class Ledger:
         self._whose: dict[CodeType, tuple[bool, bool]] = {}  # whether it is a user's; whether it may know a unit
 
     def listener(self, group: str) -> Callable[[str, int, torch.dtype, int], Callable[[], None] | None]:
-        """What ``AxisGroup.ledger`` calls for the collectives of one group."""
+        """Return the function that ``AxisGroup.ledger`` calls for the collectives of one group."""
 
         def begin(op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None] | None:
             if size == 1:
@@ -73,7 +73,7 @@ class Ledger:
         return begin
 
     def _end(self, entry: LedgerEntry) -> None:
-        """The host has waited: the device may come to it much later, of which nothing tells but an event."""
+        """Note that the host has waited; the device may finish much later, which only an event can tell."""
         self.events += 1
         if entry.number in self._under_way and not get_accelerator().is_synchronized_device():
             self._device, event = get_accelerator().current_device(), get_accelerator().Event()
@@ -83,7 +83,7 @@ class Ledger:
             self._under_way.pop(entry.number, None)
 
     def _origin(self, op: str) -> tuple[str, tuple[CodeType, int] | None]:
-        """The unit of the collective that begins, and the user's place in the code."""
+        """Return the unit of the collective that begins, and the user's place in the code."""
         frame: Any = sys._getframe(2)
         unit, known = "", self._whose
         while frame is not None:
@@ -102,7 +102,7 @@ class Ledger:
 
     @property
     def waiting(self) -> LedgerEntry | None:
-        """The oldest collective that has not ended; asked in any thread, whatever device that is on."""
+        """Return the oldest collective that has not ended; callable from any thread, whatever its device."""
         with contextlib.suppress(RuntimeError), get_accelerator().device(self._device):  # of a device that has failed
             for entry, event in list(self._under_way.values()):
                 if event is None or not event.query():
@@ -112,7 +112,7 @@ class Ledger:
 
 
 def torch_numbers() -> dict[str, int] | None:
-    """How many collectives this process has issued on each process group, by torch's count; None while that changes.
+    """Return the number of collectives issued on each process group, by torch's count; None while that changes.
 
     (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
     """

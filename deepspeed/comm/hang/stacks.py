@@ -37,11 +37,11 @@ _MOST_CHARACTERS = 8000  # of a traceback, from its end
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a thread is. ``kind``: COLLECTIVE, DRIVE, LOADER or nothing, where it runs; ``waits``: for what, in words.
+    """Place of a thread. ``kind``: COLLECTIVE, DRIVE, LOADER, or "" while it runs; ``waits``: for what, in words.
 
-    ``unit``: whose memory moves; ``group``: torch's name of the group that is waited on, None where it is not known;
-    ``call``: of this package, by the user. ``line``: of the innermost frame that is neither torch's, Python's nor this
-    package's. ``ends``: the script has ended. ``mark`` differs between two waits of the same words.
+    ``unit``: the unit whose memory moves; ``group``: torch's name of the group that is waited on, None if unknown;
+    ``call``: this package's function that the user called. ``line``: of the innermost frame that is neither torch's,
+    Python's nor this package's. ``ends``: the script has ended. ``mark`` differs between two waits of the same words.
     """
 
     kind: str = ""
@@ -57,7 +57,7 @@ class Spot:
 
 
 class Failure(NamedTuple):
-    """An error: in one line, the module and the line that raised it, and its traceback."""
+    """Error of a thread: its line of text, the module and the line that raised it, and its traceback."""
 
     text: str = ""
     module: str = ""
@@ -67,7 +67,7 @@ class Failure(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def origin(file: str) -> str:
-    """Whose code a file is: "deepspeed", "torch", "python" or "user"."""
+    """Return whose code a file is: "deepspeed", "torch", "python" or "user"."""
     if file.startswith(_OURS):
         return "deepspeed"
     if file.startswith(_TORCH):
@@ -76,24 +76,24 @@ def origin(file: str) -> str:
 
 
 def number_of(frame: FrameType) -> int:
-    """The line where ``frame`` is; a frame that moves meanwhile may have none."""
+    """Return the line of ``frame``, or the first of its function: a frame that moves meanwhile may have none."""
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def line_of(code: CodeType, number: int) -> str:
-    """``train.py:41 in evaluate``; of installed packages with the folder."""
+    """Format a line as ``train.py:41 in evaluate``; for installed packages with the folder."""
     parts = code.co_filename.split(_SITE)
     name = parts[-1] if len(parts) > 1 else os.path.basename(parts[-1])
     return f"{name}:{number}" + ("" if code.co_name == "<module>" else f" in {code.co_name}")
 
 
 def group_title(group: Any) -> str:
-    """torch's name of a process group, which is the same on all ranks; "default" for that of all."""
+    """Return torch's name of a process group, which is the same on all ranks; "default" for the group of all."""
     return "default" if group is dist.group.WORLD else str(getattr(group, "group_name", ""))
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame`` and those that called it."""
+    """Yield ``frame`` and the frames that called it, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -108,7 +108,7 @@ def _described(tensor: Any) -> str:
 
 
 def _torch_call(frames: list[FrameType]) -> tuple[str, str | None] | None:
-    """The function of torch.distributed that the innermost frames are in, with what it moves, and its group."""
+    """Return the torch.distributed function of the innermost frames with its tensor, and its group; or None."""
     call: FrameType | None = None
     for frame in frames:
         if not frame.f_code.co_filename.startswith(os.path.join(_TORCH, "distributed") + os.sep):
@@ -124,7 +124,7 @@ def _torch_call(frames: list[FrameType]) -> tuple[str, str | None] | None:
 
 
 def _waiting_text(frame: FrameType) -> str:
-    """What the instruction at which ``frame`` is spells in the source."""
+    """Return the source text of the instruction at which ``frame`` is."""
     positions: Any = getattr(frame.f_code, "co_positions", tuple)()  # from Python 3.11 on
     start, end, left, right = next(itertools.islice(positions, max(0, frame.f_lasti) // 2, None), (None,) * 4)
     if start is None or start != end:
@@ -133,14 +133,14 @@ def _waiting_text(frame: FrameType) -> str:
 
 
 def _work_waited_for(frame: FrameType) -> bool:
-    """Whether a client's frame waits for a torch Work."""
+    """Return whether a client's frame waits for a torch Work."""
     receiver, call, _ = _waiting_text(frame).rpartition(".wait(")
     value = frame.f_locals.get(receiver, frame.f_globals.get(receiver)) if receiver.isidentifier() else None
     return bool(call) and (isinstance(value, dist.Work) or (value is None and "work" in receiver.lower()))
 
 
 def _device_waited_for(frames: list[FrameType], *, busy: bool) -> str:
-    """The call by which a client's frame waits for a device, on which collectives may be, or ours where some are."""
+    """Return the call by which a client's frame, or with ``busy`` one of ours, waits for the device; else ""."""
     files = ((frame, frame.f_code.co_filename) for frame in frames)
     caller = next((frame for frame, file in files if origin(file) != "torch" and file != f"{_OURS}device.py"), None)
     text = "" if caller is None else _waiting_text(caller)
@@ -151,7 +151,7 @@ def _device_waited_for(frames: list[FrameType], *, busy: bool) -> str:
 
 
 def _loader(frames: list[FrameType]) -> tuple[str, str] | None:
-    """What a loader of torch's waits for, and a mark of how far it is."""
+    """Return the wait for workers of a torch data loader, in words, and a mark of its progress; or None."""
     for frame in frames:
         if not frame.f_code.co_filename.endswith(os.path.join("utils", "data", "dataloader.py")):
             continue
@@ -165,7 +165,7 @@ def _loader(frames: list[FrameType]) -> tuple[str, str] | None:
 
 
 def process_state(pid: int) -> str:
-    """What /proc says of a process: "is stopped", "has ended", "waits in the kernel", "runs or sleeps"."""
+    """Return what /proc says of a process: "is stopped", "has ended", "waits in the kernel", "runs or sleeps"."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             letter = file.read().rpartition(")")[2].split()[0]
@@ -176,7 +176,7 @@ def process_state(pid: int) -> str:
 
 
 def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | None:
-    """Of frames of this package: kind of the wait, what for, torch's name of the group, and a mark."""
+    """Return the wait of this package's frames (kind, what for, torch's name of the group, a mark), or None."""
     for frame in frames:
         file = frame.f_code.co_filename
         whose = origin(file)
@@ -215,12 +215,12 @@ def _wait(frames: list[FrameType], *, busy: bool) -> tuple[str, str, str | None,
 
 
 def _asks(frame: FrameType) -> bool:
-    """Whether ``frame`` is in a message between the ranks about what comes next."""
+    """Return whether ``frame`` is in a message between the ranks about what comes next."""
     return frame.f_code.co_name == "_message" and hasattr(frame.f_locals.get("self"), "waits_for")
 
 
 def unit_of(frame: FrameType) -> str:
-    """The unit that a frame of this package is about, by its title."""
+    """Return the title of the unit that a frame of this package works on; "" for any other frame."""
     names = frame.f_code.co_varnames
     name = "unit" if "unit" in names else "self" if "self" in names[:1] else ""
     if not name or origin(frame.f_code.co_filename) != "deepspeed":
@@ -235,7 +235,7 @@ def _module_of(frame: FrameType, modules: Mapping[int, str]) -> str:
 
 
 def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool = False, busy: bool = False) -> Spot:
-    """Where the thread is whose ``frames`` these are, the innermost first; ``whole``: with its stack, as text.
+    """Return the place of the thread with these ``frames``, the innermost first; ``whole`` adds its stack, as text.
 
     ``modules``: names by the ids of modules. ``busy``: a device may have a collective of ours that has not ended.
     """
@@ -265,7 +265,7 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
 
 
 def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, busy: bool = False) -> Spot:
-    """Where ``thread`` is, or a thread on which autograd works for it and waits."""
+    """Return the place of ``thread``, or of a thread on which autograd works for it and waits."""
     current, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
     mine = list(outwards(current.get(thread)))
     spot = spot_of(mine, modules, whole=whole, busy=busy)
@@ -282,7 +282,7 @@ def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, busy:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, and what it follows from, to the first; as a traceback shows them, so not what ``from None`` hides."""
+    """Yield ``error`` and its causes up to the first, as a traceback shows them, so not what ``from None`` hides."""
     following: BaseException | None = error
     seen = set[int]()  # ``raise error.__cause__ from error`` makes a ring
     while following is not None and id(following) not in seen:
@@ -293,7 +293,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _message(error: BaseException) -> str:
-    """The words of an error; none where its own ``__str__`` fails, as code of the user's may."""
+    """Return the words of an error; none where its own ``__str__`` fails, as code of the user's may."""
     try:
         return str(error).strip()
     except Exception:  # whatever it raises, the watch goes on
@@ -301,7 +301,7 @@ def _message(error: BaseException) -> str:
 
 
 def failure_of(thread: int, modules: Mapping[int, str], *, ends: bool) -> Failure:
-    """What ``thread`` has raised and still handles, or what ended its script, when that ``ends``."""
+    """Return the error that ``thread`` has raised and still handles, or that ended its script when that ``ends``."""
     active: Any = sys._current_exceptions().get(thread)
     error = active[1] if isinstance(active, tuple) else active
     if error is None and ends:

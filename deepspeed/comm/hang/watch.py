@@ -49,7 +49,7 @@ _BLIND_LOOKS = 20  # more than while a group is made
 
 
 def seconds_of(variable: str, otherwise: float | None, least: float = 1e-9) -> float | None:
-    """The seconds that a variable names, or ``otherwise`` without it. Raises DeepSpeedConfigError below ``least``."""
+    """Return the seconds that a variable names, or ``otherwise``. Raise DeepSpeedConfigError below ``least``."""
     text = os.environ.get(variable)
     if not text:
         return otherwise
@@ -60,7 +60,7 @@ def seconds_of(variable: str, otherwise: float | None, least: float = 1e-9) -> f
 
 
 def own_store(name: str) -> Any:
-    """A connection to the job's store that no other thread waits on; what it holds is under ``name``."""
+    """Open a connection to the job's store that no other thread waits on; its keys are under ``name``."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -68,16 +68,16 @@ def own_store(name: str) -> Any:
 
 
 def _start_of(pid: int) -> str:
-    """When a process of this machine began, which tells it from a later one of the same number."""
+    """Return when a process of this machine began, which tells it from a later one of the same number; or ""."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[19]
     return ""
 
 
 class HangWatch:
-    """The watch of one process over one job: ``start``, ``follow`` engines, ``stop``.
+    """Watch of one process over one job: ``start``, ``follow`` engines, ``stop``.
 
-    It says after ``notice_s`` that the job stands still, if that is given, and ends it after ``limit_s``, if that is.
+    It reports after ``notice_s`` seconds that the job stands still, and ends it after ``limit_s``; None: it does not.
     """
 
     def __init__(self, limit_s: float | None, name: str, notice_s: float | None = None) -> None:
@@ -110,22 +110,22 @@ class HangWatch:
 
     @property
     def ended(self) -> bool:
-        """Whether ``stop`` was called."""
+        """Return whether ``stop`` was called."""
         return self._stopped.is_set()
 
     def start(self) -> None:
-        """Begin; ``stop`` has to come before the interpreter ends."""
+        """Start the threads; ``stop`` has to be called before the interpreter ends."""
         self._pulse()  # a rank that is stopped before its first beat has begun all the same
         for thread in self._threads:
             thread.start()
 
     def ended_ranks(self) -> list[RankReport]:
-        """Return the last words of ranks whose watch has ended. RuntimeError where the store is gone."""
+        """Return the last words of ranks whose watch has ended. Raise RuntimeError where the store is gone."""
         keys = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
         return [RankReport.from_text(self._store.get(key).decode()) for key in keys if self._store.check([key])]
 
     def stop(self, why: str = "its script has ended") -> None:
-        """End the watch of this rank, and leave word of that for the others, as they may come to wait for it."""
+        """End the watch of this rank, and leave its last report in the store, for ranks that come to wait for it."""
         if self._stopped.is_set() or os.getpid() != self._owner:  # a fork has neither the threads nor the connection
             return
         self._stopped.set()
@@ -170,14 +170,14 @@ class HangWatch:
                 self._end_alone()
 
     def _tell_of_blindness(self, *, counted: bool) -> None:
-        """Once, that no job of this backend is ever known to stand still."""
+        """Warn once that with this backend no job is ever known to stand still."""
         self._blind_looks = 0 if counted else self._blind_looks + 1
         if self._blind_looks == _BLIND_LOOKS and self.ends:
             what = f"the backend {dist.get_backend()!r} does not count its collectives"
             logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", what)
 
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
-        """Where this rank is. It moves meanwhile, so anything may be half there; then it does not wait."""
+        """Return this rank's place; an empty one where its stack cannot be read, as it moves meanwhile."""
         try:
             return spots(self._thread, modules or {}, whole=whole, busy=self.ledger.waiting is not None)
         except Exception as error:  # whatever objects are met on a stack, a watch must not end
@@ -203,7 +203,7 @@ class HangWatch:
         self._store.set(f"pulse/{self._rank}", json.dumps(pulse | {"start": self._birth}))
 
     def _heed(self) -> None:
-        """Say that this rank lives, and do what the rank that leads asks for."""
+        """Write this rank's pulse to the store, and obey the order of the leading rank."""
         self._pulse()
         if self._store.check(["order"]):
             order = json.loads(self._store.get("order"))
@@ -224,7 +224,7 @@ class HangWatch:
             self._alarm()
 
     def _failure(self, modules: dict[int, str], *, ends: bool) -> Failure:
-        """What this rank has raised; an error that cannot be read, as it is the user's, is none."""
+        """Return the error of this rank; none if it cannot be read, as its class may be the user's."""
         try:
             return failure_of(self._thread, modules, ends=ends)
         except Exception as error:  # as in ``_glance``
@@ -232,7 +232,7 @@ class HangWatch:
             return Failure()
 
     def _report(self, *, left: str = "") -> RankReport:
-        """What this rank says of itself; ``left``: why its watch ends."""
+        """Return this rank's report about itself; ``left``: why its watch ends."""
         named = () if (engine := self._engine()) is None else engine.module.named_modules()
         modules = {id(module): name or type(module).__name__ for name, module in named}
         spot = Spot(ends=True) if left else self._glance(modules, whole=True)
@@ -262,7 +262,7 @@ class HangWatch:
         )
 
     def _alarm(self) -> None:
-        """This rank waits too long. If it is the first to see that, it looks whether anybody comes further."""
+        """Look whether any rank makes progress, as this one waits too long, if no other rank leads; else report."""
         mine = f"{self._rank} {self._beats}".encode()
         claim = self._store.compare_set("leader", "", mine.decode())
         if claim != mine:
@@ -300,7 +300,7 @@ class HangWatch:
         self._end(processes)
 
     def _lives(self, claim: bytes) -> bool:
-        """Whether the rank that made ``claim`` may still come to an end with it, as it beats on."""
+        """Return whether the rank that made ``claim`` may still finish with it, as it beats on."""
         leader, most = int(claim.split()[0]), _MOST_LEADER_S / self._beat_s
         beat = self._beat_of(leader)
         last, silent, times = self._met if self._met[0][0] == claim else ((claim, beat), 0, 0)
@@ -309,19 +309,19 @@ class HangWatch:
         return leader != self._rank and silent * self._beat_s < _LEADER_S and times < most
 
     def _beat_of(self, rank: int) -> int:
-        """The beat that ``rank`` has last written; -1 before the first."""
+        """Return the beat that ``rank`` has last written; -1 before the first."""
         known = self._store.check([key := f"pulse/{rank}"])
         return int(json.loads(self._store.get(key))["beat"]) if known else -1
 
     def _pause(self, seconds: float) -> None:
-        """Wait; a rank that leads is silent to others else, and may be taken for stopped."""
+        """Wait, and heed orders meanwhile: others could take a silent leading rank for a stopped one."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0 and not self._stopped.is_set():
             time.sleep(min(left_s, self._beat_s))
             self._heed()
 
     def _pulses(self) -> dict[int, dict[str, Any]]:
-        """What every rank has last written; nothing of one that never has."""
+        """Return the last pulse of every rank; {} for a rank that has written none."""
         pulses = {}
         for rank in range(self._size):
             known = self._store.check([key := f"pulse/{rank}"])
@@ -330,7 +330,7 @@ class HangWatch:
         return pulses
 
     def _ask(self) -> tuple[str, float]:
-        """Ask all ranks where they are: how their answers are called, and until when they are waited for."""
+        """Ask all ranks for reports; return the name of the turn, and until when to wait for the answers."""
         self._answered = turn = f"{self._rank}.{self._beats}"
         self._store.set("order", json.dumps({"kind": "report", "turn": turn}))
         return turn, time.monotonic() + _REPORTS_S + 2 * self._beat_s
@@ -338,7 +338,7 @@ class HangWatch:
     def _judge(
         self, pulses: dict[int, dict[str, Any]], silent: set[int], asked_for: tuple[str, float] | None = None
     ) -> tuple[str, list[list[Any]]]:
-        """Why the job stands still, and the processes that cannot end by themselves: host, id, start."""
+        """Return why the job stands still, and the processes that cannot end by themselves: host, id, start."""
         turn, end = asked_for or self._ask()
         reports = {self._rank: self._report()}
         reports |= {rank: self._of_silent(rank, pulses[rank]) for rank in silent}
@@ -374,7 +374,7 @@ class HangWatch:
         return RankReport(rank, pulse["host"], pulse["pid"], SILENT, state + last, still_s=pulse["still"])
 
     def _say(self, text: str) -> None:
-        """On standard error, and to the launcher, which shows it again after all else."""
+        """Write ``text`` to standard error and to the launcher, which shows it again after all else."""
         self._last_words.acquire()  # for good: the other thread could write over what the launcher reads
         watchdog = threading.Thread(target=_end_soon, name=f"{WATCHERS}-end", daemon=True)
         watchdog.start()  # a hook of the user's may wait for what never comes
@@ -382,7 +382,7 @@ class HangWatch:
         sys.excepthook(JobHungError, error, None)
 
     def _end_alone(self) -> None:
-        """The store does not answer, so nobody can be asked."""
+        """Report, and end the job where that is due, without asking anybody: the store does not answer."""
         ends = self._due_s == self._limit_s
         text = explain([self._report()], self._due_s, ends=ends) + (
             "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped or "
@@ -395,7 +395,7 @@ class HangWatch:
         self._due_s = self._limit_s
 
     def _end(self, silent: list[list[Any]]) -> None:
-        """End this process, without destructors that could wait, and those of this machine that cannot end."""
+        """End this process without destructors, which could wait; kill the ``silent`` ones of this machine."""
         threading.Thread(target=_end_soon, name=f"{WATCHERS}-end", daemon=True).start()
         for host, pid, start in silent:
             if host == self._host and pid != os.getpid() and _start_of(pid) == start:
@@ -430,16 +430,16 @@ def ended_ranks() -> list[RankReport]:
 
 
 def follow(engine: Any) -> None:
-    """Let the watch of this process, if there is one, know of an engine."""
+    """Let the watch of this process, if there is one, follow an engine."""
     if (guard := _living()) is not None:
         guard.follow(engine)
 
 
 def watch(configured: float | None = None) -> HangWatch | None:
-    """The watch of this process, begun where there is none: one that ends the job if the launcher or the configuration
-    asks for it, else, among several ranks, one that only says that a job stands still (DS_HANG_NOTICE=0: none).
+    """Return this process's watch, started if there is none: one that ends the job if launcher or configuration
+    ask for it, else, among several ranks, one that only says that a job stands still (DS_HANG_NOTICE=0: none).
 
-    Every rank of the job has to call it alike. Raises DeepSpeedConfigError for a variable that is no number.
+    Every rank of the job has to call it alike. Raise DeepSpeedConfigError for a variable that is no number.
     """
     limit_s, notice_s = seconds_of(VARIABLE, configured), seconds_of(NOTICE, _NOTICE_S, least=0.0)
     if not dist.is_initialized() or dist.get_backend() == "fake":
@@ -462,7 +462,7 @@ def watch(configured: float | None = None) -> HangWatch | None:
 
 @contextlib.contextmanager
 def watched(configured: float | None) -> Iterator[None]:
-    """``watch`` for as long as an engine lives."""
+    """Run ``watch`` for as long as an engine lives."""
     guard = watch(configured)
     if guard is None:
         yield

@@ -36,7 +36,7 @@ _VALUE_WIDTH, _SHORT, _NAME_WIDTH = 28, 11, 48  # of a value in front of a remar
 
 @dataclass(frozen=True)
 class Findings:
-    """The judgement of a faultless source. ``autos``: what an integration fills; ``settings``: every key by path."""
+    """Hold the result of checking a valid source. ``autos``: paths an integration fills; ``settings``: keys by path."""
 
     config: DeepSpeedConfig
     notes: tuple[str, ...]
@@ -45,7 +45,7 @@ class Findings:
 
 
 def _without_autos(block: Mapping[str, Any], prefix: str, autos: list[str]) -> dict[str, Any]:
-    """A copy of ``block`` without each "auto" that an integration replaces, whose paths as written go to ``autos``."""
+    """Copy ``block`` without each "auto" that an integration replaces; add the paths of these to ``autos``."""
     out = {}
     for name, value in block.items():
         path = f"{prefix}{name}"
@@ -59,7 +59,7 @@ def _without_autos(block: Mapping[str, Any], prefix: str, autos: list[str]) -> d
 
 
 def _without_effect(item: Setting, values: Mapping[str, Setting], idle: Mapping[str, str]) -> str:
-    """Why ``item`` changes nothing in its configuration: its class, the switches around it, other keys; or nothing."""
+    """Return why ``item`` has no effect (its class, a switch around it, other keys), or "" where it has one."""
     key, parts = item.key, item.path.split(".")
     if key is not None and key.support is Support.INERT:
         return f"inert here: {key.note}"
@@ -75,7 +75,7 @@ def _without_effect(item: Setting, values: Mapping[str, Setting], idle: Mapping[
 
 
 def explained(config: DeepSpeedConfig, source: ConfigSource | None = None) -> dict[str, Setting]:
-    """By path, every key of ``config`` with the reason why it has no effect; a block only where it has no keys."""
+    """Return every key of ``config`` by path, with the reason if it has no effect; a block only if it has no keys."""
     values, idle = {item.path: item for item in settings(config, source)}, inert_under(config)
     parents = {path.rpartition(".")[0] for path in values}
     return {
@@ -86,10 +86,10 @@ def explained(config: DeepSpeedConfig, source: ConfigSource | None = None) -> di
 
 
 def examine(source: ConfigSource, *, world_size: int | None = None, resolved: bool = False) -> Findings:
-    """What is worth saying of ``source`` for ``world_size`` ranks; DeepSpeedConfigError with its faults. None: for one
-    data-parallel rank, whatever else it is cut into.
+    """Check ``source`` for ``world_size`` ranks; return the findings or raise DeepSpeedConfigError with its faults.
 
-    "auto" is accepted where an integration fills it in, unless ``resolved``.
+    ``world_size`` None means one data-parallel rank, whatever else the ranks are cut into. "auto" is accepted where an
+    integration fills it in, unless ``resolved``.
     """
     autos: list[str] = []
     data = _without_autos(source.data, "", autos)
@@ -125,7 +125,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _table(items: list[Setting], remarks: dict[str, str], indent: int) -> list[str]:
-    """One aligned line per setting, without the first ``indent`` letters of its path."""
+    """Format one aligned line per setting, without the first ``indent`` characters of its path."""
     width, lines = min(max((len(item.path) - indent for item in items), default=0), _NAME_WIDTH), []
     for item in items:
         origin = f"line {item.line}" if item.origin == "file" and item.line is not None else item.origin
@@ -136,7 +136,7 @@ def _table(items: list[Setting], remarks: dict[str, str], indent: int) -> list[s
 
 
 def values_text(findings: Findings, *, everything: bool = False) -> str:
-    """The table of all values; blocks that are wholly at their defaults take one line unless ``everything``."""
+    """Format the table of all values; blocks with nothing but defaults take one line unless ``everything``."""
     waiting = {canonical_path(path) for path in findings.autos}
     automatic = {True: "until an integration fills it in", False: '"auto" means the default here'}
     remarks, blocks = {}, dict[str, list[Setting]]()
@@ -163,7 +163,7 @@ def values_text(findings: Findings, *, everything: bool = False) -> str:
 
 
 def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
-    """The dtypes as a table for people: the quantity, its dtype in words, and the keys that decide it."""
+    """Return the rows of the dtype table: the quantity, its dtype in words, and the keys that decide it."""
     policy, autocast, keep = cfg.dtype_policy, cfg.torch_autocast, cfg.data_types.keep_in_fp32_modules
     built, same = "as the model is built", policy.compute or "as the parameter"
     switch = f"{policy.compute}.enabled" if policy.compute else "no fp16 or bf16 block is on"
@@ -190,7 +190,7 @@ def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
 
 
 def dtypes_text(findings: Findings) -> str:
-    """One table: which dtype each quantity of a step has, and the key that decides it."""
+    """Format the dtype table: the dtype of each quantity of a step, and the key that decides it."""
     rows = [("quantity", "dtype", "decided by"), *dtype_rows(findings.config)]
     waiting = [path for path in findings.autos if canonical_path(path) in ("bf16.enabled", "fp16.enabled")]
     notes = [f'{path} is "auto": this is the table while it is false.' for path in waiting]
@@ -198,7 +198,7 @@ def dtypes_text(findings: Findings) -> str:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """The same facts for programs; JSON has no infinity."""
+    """Return the settings and dtypes as a dict for JSON, which has no infinity: such a value is "inf"."""
     names = ("path", "value", "default", "origin", "line", "class", "without_effect")
     rows = []
     for item in findings.settings.values():

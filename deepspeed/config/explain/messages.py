@@ -39,14 +39,14 @@ _KINDS = {
 
 
 def unknown_key(path: str, names: Iterable[str], what: str = "unknown key", most: int = _LISTABLE) -> str:
-    """Sentence for a key that does not exist, with the nearest valid one."""
+    """Return the sentence about a key that does not exist, with the nearest valid name."""
     valid = sorted(set(names))
     instead = f". Valid here: {', '.join(valid)}." if len(valid) <= most else ". Delete it."
     return f"{path}: {what}{nearest_hint(path.rpartition('.')[2], valid) or instead}"
 
 
 def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The block that a field holds, and what stands before it in paths: "", "[]", or a map's ".<metric>"."""
+    """Return the block class that a field holds, or None, and its path suffix: "", "[]", or ".<metric>" for a map."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and not arguments:
         return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
@@ -56,12 +56,12 @@ def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:
 
 
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a block by their names in a file."""
+    """Return the fields of a block by their keys in a file."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def _block_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
-    """The model class that describes the block at ``loc`` below ``root``, or None when there is none."""
+    """Return the model class that describes the block at ``loc`` below ``root``, or None when there is none."""
     model, rest = root, list(map(str, loc))
     while rest:
         info = fields_by_key(model).get(rest.pop(0))
@@ -74,7 +74,7 @@ def _block_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | 
 
 @dataclass
 class Judgement:
-    """What is found wrong, or worth a word, while one source is read. ``batch`` is the fault of the batch sizes."""
+    """Collect the faults and notes found while one source is read. ``batch`` is the fault of the batch sizes."""
 
     source: ConfigSource
     faults: list[str] = field(default_factory=list)
@@ -85,23 +85,23 @@ class Judgement:
     conflict: bool = False  # two of the keys cannot be combined
 
     def written(self, path: str) -> str:
-        """The dotted path as the user wrote it."""
+        """Return the dotted path as the user wrote it."""
         prefix = enclosing(path, self.renames)
         return self.renames[prefix] + path[len(prefix) :] if prefix else path
 
     def at_line(self, path: str, sentence: str) -> str:
-        """``sentence`` with the line of ``path`` when the configuration came from a text with lines."""
+        """Add the line of ``path`` to ``sentence`` when the configuration came from a text with lines."""
         line = line_of(self.source.lines, self.written(path))
         return sentence if line is None else f"{sentence} (line {line})"
 
     def fault(self, path: str, sentence: str, *, unread: bool = True) -> None:
-        """Note that something is wrong with ``path``; ``unread`` means that its value is unknown from here on."""
+        """Record a fault at ``path``; ``unread`` means that the value of the key is unknown from here on."""
         line = self.at_line(path, sentence)
         self.faults += [line] if line not in self.faults else []
         self.broken |= {path} if unread else set()
 
     def follows(self, sentence: str) -> bool:
-        """Whether ``sentence`` is about a key whose value is unknown, and so may only be a consequence."""
+        """Return whether ``sentence`` names a key whose value is unknown, and so may only be a consequence."""
         meant = {name for fault in self.faults for name in re.findall(r"did you mean '([^']+)'", fault)}
         names = meant | self.broken | {path.rpartition(".")[2] for path in self.broken} - _COMMON
         return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", sentence) for name in names)
@@ -122,7 +122,7 @@ class Judgement:
     def validation(
         self, error: ValidationError, root: type[BaseModel], aliases: Mapping[str, Iterable[str]]
     ) -> list[tuple[Any, ...]]:
-        """One fault per place that pydantic objects to, and these places; ``aliases`` are further names by block."""
+        """Record one fault per place that pydantic objects to; return these. ``aliases``: further names by block."""
         seen: dict[str, tuple[Any, ...]] = {}
         for fault in error.errors(include_url=False):
             loc, kind, value = tuple(fault["loc"]), fault["type"], fault["input"]
@@ -145,7 +145,7 @@ class Judgement:
 
 
 def wrong_value(kind: str, message: str, value: Any) -> str:
-    """The end of a sentence that begins with the path, from the three parts of a fault of pydantic."""
+    """Return the end of a sentence that begins with the path, from the three parts of a fault of pydantic."""
     if is_auto(value):
         return UNFILLED
     if kind == "value_error":

@@ -14,7 +14,7 @@ _ZERO = "zero_optimization"
 
 
 def _share(train: int, factor: int, world_size: int, name: str) -> int:
-    """``train / (factor * world_size)``, exact."""
+    """Return ``train / (factor * world_size)``; raise ValueError when it is not a whole number."""
     count = factor * world_size
     if train % count:
         below, above = train // count * count, (train // count + 1) * count
@@ -26,7 +26,7 @@ def _share(train: int, factor: int, world_size: int, name: str) -> int:
 
 
 def resolve_batch(cfg: Configuration, *, lenient: bool) -> dict[str, int]:
-    """The batch sizes, complete: train_batch_size = micro batch per rank x accumulation steps x data-parallel ranks.
+    """Return all batch sizes: train_batch_size = micro batch per rank x accumulation steps x data-parallel ranks.
 
     Absent accumulation means 1; "auto" is never guessed. ``lenient`` refuses nothing: what is missing becomes 1.
     Raises LookupError for an "auto" that nobody resolved, ValueError when the triangle does not close.
@@ -66,7 +66,7 @@ def resolve_batch(cfg: Configuration, *, lenient: bool) -> dict[str, int]:
 
 
 def _elastic_batch(cfg: Configuration, given: list[str]) -> dict[str, int]:
-    """The batch sizes of the elasticity block. Raises ElasticityError (a ValueError)."""
+    """Return the batch sizes that the elasticity block chooses. Raise ElasticityError (a ValueError)."""
     if given and not cfg.elasticity.ignore_non_elastic_batch_info:
         raise ElasticityConfigError(
             f"{given[0]} is given beside elasticity.enabled, which chooses the batch sizes. Delete "
@@ -196,7 +196,7 @@ def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
 
 
 def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:
-    """(path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: not those about the ranks."""
+    """Return (path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: no rules about ranks."""
     kinds = (_precision_rules, _reduction_rules, _offload_rules, _zenflow_rules, _parallel_rules)
     kinds = (*kinds, *(() if lenient else (_group_rules,)))
     return [(path, f"{path} {rest}") for rules in kinds for broken, path, rest in rules(cfg) if broken]
@@ -213,7 +213,7 @@ _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "con
 
 
 def inert_under(cfg: Configuration) -> dict[str, str]:
-    """Canonical path -> why, for every key that has no effect beside the others of ``cfg``, but for switches."""
+    """Return canonical path -> reason for every key that other keys of ``cfg``, switches aside, make ineffective."""
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:
         text = f"stage {cfg.zero.stage} does not shard parameters"

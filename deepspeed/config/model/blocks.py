@@ -57,7 +57,7 @@ class Fp16Config(unread.Fp16Keys):
 
     @property
     def dynamic(self) -> bool:
-        """Whether the loss scale adapts itself."""
+        """Return whether the loss scale adapts itself."""
         return self.loss_scale == 0
 
 
@@ -211,7 +211,7 @@ class CometConfig(AutoBlock):
 
 
 class MonitorConfig(AutoBlock):
-    """The blocks of all monitors together, as programs hand them to a ``MonitorMaster``; no block of a file."""
+    """Blocks of all monitors together, as programs hand them to a ``MonitorMaster``; no block of a file."""
 
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     wandb: WandbConfig = WandbConfig()
@@ -221,7 +221,7 @@ class MonitorConfig(AutoBlock):
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is."""
+        """Return whether any monitor is enabled."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
@@ -306,7 +306,7 @@ _Divergence = Literal["tolerate", "error", "assume_none"]
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where an offloaded state rests."""
+    """Tier in which an offloaded state rests."""
 
     none = "none"
     cpu = "cpu"
@@ -314,7 +314,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """The states that ``engine.offload_states`` can move."""
+    """States that ``engine.offload_states`` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -330,7 +330,7 @@ _Device = Annotated[OffloadDeviceEnum, _none_if_null]
 
 
 class OffloadConfig(AutoBlock):
-    """What both offload blocks have in common."""
+    """Keys that both offload blocks have in common."""
 
     device: _Device = key(OffloadDeviceEnum.none, "Tier of optimizer states: none, cpu or nvme.")
     nvme_path: PathText | None = key(None, "Folder on the drive; only its last part is made when missing.")
@@ -408,7 +408,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
 
     @property
     def param_tier(self) -> OffloadDeviceEnum:
-        """Where parameters rest: below stage 3 on the device, whatever ``offload_param`` says."""
+        """Return the tier of the parameters: below stage 3 the device, whatever ``offload_param`` says."""
         block = self.offload_param if self.stage == 3 else None
         return OffloadDeviceEnum.none if block is None else block.device
 

@@ -29,7 +29,7 @@ class ElasticityConfig(Block):
 
     @property
     def fault(self) -> str:
-        """What is wrong between the keys, as a sentence; empty when nothing is."""
+        """Return the first fault between the keys as a sentence; empty when there is none."""
         micro, missing = self.micro_batch_sizes, [name for name in _REQUIRED if name not in self.model_fields_set]
         ways, node = self.model_parallel_size, self.num_gpus_per_node
         if missing:
@@ -50,12 +50,12 @@ class ElasticityConfig(Block):
 
 
 def allowed_sizes(batch: int, micros: Collection[int], sizes: Sequence[int], *, ways: int = 1) -> list[int]:
-    """Those of ``sizes`` (ranks, ``ways`` of which share one batch) at which some micro batch gives ``batch``."""
+    """Return the ``sizes`` (ranks, ``ways`` of which share one batch) at which some micro batch gives ``batch``."""
     return [size for size in sizes if size % ways == 0 and any(batch % (m * (size // ways)) == 0 for m in micros)]
 
 
 def best_batch(micros: Collection[int], largest: int, shares: Collection[int], *, prefer_larger: bool) -> int:
-    """The batch of at most ``largest`` samples that most of ``shares`` (data-parallel ranks) can cut; 0: there is none.
+    """Return the batch of at most ``largest`` samples that most of ``shares`` (data-parallel ranks) can cut, or 0.
 
     Every batch is tried, so no other fits more sizes; of equals the largest or the smallest is taken.
     """
@@ -66,7 +66,7 @@ def best_batch(micros: Collection[int], largest: int, shares: Collection[int], *
 
 
 def elastic_batch(block: ElasticityConfig) -> tuple[int, list[int]]:
-    """The global batch in samples, and the numbers of ranks that can keep it. Raises ElasticityConfigError."""
+    """Return the global batch in samples and the numbers of ranks that can keep it. Raise ElasticityConfigError."""
     if block.fault:
         raise ElasticityConfigError(block.fault)
     new = block.version >= _NEWEST
@@ -86,7 +86,7 @@ def elastic_batch(block: ElasticityConfig) -> tuple[int, list[int]]:
 
 
 def share_of(block: ElasticityConfig, world_size: int, *, ways: int | None = None) -> tuple[int, int, list[int]]:
-    """(global batch, micro batch, allowed sizes) at ``world_size`` ranks: the largest micro batch that fits.
+    """Return (global batch, micro batch, allowed sizes) at ``world_size`` ranks: the largest micro batch that fits.
 
     Raises ElasticityIncompatibleWorldSize for a number of ranks that cannot keep the batch, ElasticityConfigError.
     """
@@ -101,14 +101,14 @@ def share_of(block: ElasticityConfig, world_size: int, *, ways: int | None = Non
 
 
 def in_words(sizes: Sequence[int]) -> str:
-    """A list of numbers of ranks for people, the first ten of them."""
+    """Format a list of numbers of ranks for people, the first ten of them."""
     return ", ".join(map(str, sizes[:10])) + (", ..." if len(sizes) > 10 else "")
 
 
 def kept_sizes(config: dict[str, Any], sizes: Sequence[int]) -> list[int]:
-    """Those of ``sizes`` (ranks) at which the batch keys or the elasticity block of ``config`` give the same batch.
+    """Return the ``sizes`` (ranks) at which the batch keys or the elasticity block of ``config`` give the same batch.
 
-    All where the keys name no global batch (the program has it, or "auto"). ElasticityConfigError for a faulty block.
+    Without a batch (none, or "auto") keep the multiples of autotp_size. Raise ElasticityConfigError for a faulty block.
     """
     block, parallel = config.get(_BLOCK), config.get("tensor_parallel")
     ways = parallel.get("autotp_size") if isinstance(parallel, dict) else 1
@@ -127,7 +127,7 @@ def kept_sizes(config: dict[str, Any], sizes: Sequence[int]) -> list[int]:
 
 
 def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
-    """Whether the configuration's elasticity block is on."""
+    """Return whether the configuration's elasticity block is on."""
     block = ds_config.get(_BLOCK)
     return isinstance(block, dict) and block.get("enabled") is True
 
@@ -138,10 +138,10 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,  # noqa: FBT001, FBT002 - the name and place are the interface's
 ) -> tuple[Any, ...]:
-    """(global batch, numbers of ranks that keep it), and with a ``world_size`` or ``return_microbatch`` the micro batch
-    of a rank too (None without ``world_size``). ``target_deepspeed_version`` is not read: there is one algorithm.
+    """Return (global batch, numbers of ranks that keep it), with ``world_size`` or ``return_microbatch`` also the micro
+    batch of a rank (None without ``world_size``). ``target_deepspeed_version`` is not read: there is one algorithm.
 
-    Raises ElasticityError where the block is absent or off, ElasticityConfigError where it is wrong,
+    Raise ElasticityError where the block is absent or off, ElasticityConfigError where it is wrong,
     ElasticityIncompatibleWorldSize where ``world_size`` cannot keep the batch.
     """
     if not elasticity_enabled(ds_config):

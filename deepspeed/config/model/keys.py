@@ -11,7 +11,7 @@ from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDty
 
 
 class Configuration(unread.Keys):
-    """Everything a training run is told, resolved and checked; ``load_config`` makes it.
+    """Hold everything a training run is told, resolved and checked; ``load_config`` builds it.
 
     ``source`` is the very dict the caller gave (or the parsed file). Batch sizes count samples; ``world_size`` counts
     data-parallel ranks.
@@ -70,17 +70,17 @@ class Configuration(unread.Keys):
 
     @property
     def compute_dtype(self) -> DtypeName:
-        """The dtype of the forward and backward pass."""
+        """Return the dtype of the forward and backward pass."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
     def grad_accum_dtype(self) -> DtypeName | None:
-        """The dtype gradients are accumulated in, or None when the configuration leaves it open."""
+        """Return the dtype in which gradients are accumulated, or None when the configuration leaves it open."""
         return self.data_types.grad_accum_dtype
 
     @property
     def dtype_policy(self) -> values.DtypePolicy:
-        """The dtype of each quantity of a training step."""
+        """Return the dtype of each quantity of a training step."""
         return values.DtypePolicy(
             compute=None if self.compute_dtype == "fp32" else self.compute_dtype,
             low=self.torch_autocast.dtype,
@@ -99,5 +99,5 @@ class Configuration(unread.Keys):
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO level 0 to 3."""
+        """Return the ZeRO stage, 0 to 3."""
         return self.zero.stage

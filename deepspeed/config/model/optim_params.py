@@ -150,7 +150,7 @@ _SCHEDULES: Mapping[str, tuple[str, ...]] = {
 
 
 def accepts(part: Part, name: str) -> tuple[str, ...] | None:
-    """What any class of the optimizer (in any case) or schedule takes; None for an unknown one, or a class of torch."""
+    """Return the settings of an optimizer (name in any case) or schedule; None for an unknown name or a torch class."""
     if part == "optimizer":
         return _OPTIMIZERS.get(name.lower())
     heads = _SCHEDULES.get(name)
@@ -158,7 +158,7 @@ def accepts(part: Part, name: str) -> tuple[str, ...] | None:
 
 
 def _unknown_type(part: Part, name: str) -> str:
-    """What is wrong with the name of an optimizer or a schedule; empty when it is one."""
+    """Return the fault in the name of an optimizer or a schedule as a sentence; empty for a known name."""
     ours, torchs, module = _KNOWN[part]
     if part == "optimizer" and name.lower() in REMOVED_OPTIMIZERS:
         return f"{name!r} was removed with compressed communication. Use {REMOVED_OPTIMIZERS[name.lower()]!r}."
@@ -169,7 +169,7 @@ def _unknown_type(part: Part, name: str) -> str:
 
 
 def _objection(part: Part, owner: str, name: str, value: Any) -> str:
-    """What is wrong with the name of a parameter, or with a value of a class that checks the rest itself."""
+    """Return the fault in a parameter's name, or in the value for a torch class (which checks the rest); else ""."""
     taken, path = accepts(part, owner), f"{part}.params.{name}"
     if path == _NORM:
         return f"{path} is not read. Set the top-level key gradient_clipping instead."
@@ -188,7 +188,7 @@ def _objection(part: Part, owner: str, name: str, value: Any) -> str:
 def check_params(part: Part, block: Any, report: Judgement, *, lenient: bool) -> None:
     """Report everything wrong with the name and the parameters of an ``optimizer`` or ``scheduler`` block, as written.
 
-    ``lenient`` passes over "auto" and what an integration has yet to add. What is no block is left to the models.
+    ``lenient`` skips "auto" and keys that an integration adds later. A value that is no block is left to the models.
     """
     name, params = (block.get("type"), block.get("params") or {}) if isinstance(block, Mapping) else (None, {})
     if not isinstance(name, str) or not isinstance(params, Mapping):
@@ -217,7 +217,7 @@ def check_params(part: Part, block: Any, report: Judgement, *, lenient: bool) ->
 
 
 def _between(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Parameters of one optimizer that contradict each other."""
+    """Yield (key, rest of the sentence) for parameters of one optimizer that contradict each other."""
     if name in ("lamb", "adagrad") and params.get("amsgrad") is True:
         yield "amsgrad", f"true is not possible with {name.title()}. Use AdamW, or delete the key."
     low, high = params.get("min_coeff", 0.01), params.get("max_coeff", 10.0)

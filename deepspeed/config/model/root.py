@@ -22,10 +22,10 @@ _ModelMeta: Any = type(blocks.ZeroConfig)
 
 
 class _LoadsWhenCalled(_ModelMeta):
-    """Gives the model the constructor that clients know; pydantic itself never calls the class."""
+    """Give the model the constructor that clients know; pydantic itself never calls the class."""
 
     def __call__(cls, config: Any, mpu: Any = None, mesh_device: Any = None) -> "DeepSpeedConfig":
-        """``load_config`` for the ranks of ``mpu``, of ``mesh_device``'s "data_parallel" axis, of WORLD_SIZE, or 1."""
+        """Load ``config`` for the ranks of ``mpu``, of ``mesh_device``'s "data_parallel" axis, of WORLD_SIZE, or 1."""
         if mpu is not None:
             return load_config(config, world_size=int(mpu.get_data_parallel_world_size()), ways=1)
         if mesh_device is not None:
@@ -37,7 +37,7 @@ class _LoadsWhenCalled(_ModelMeta):
 
 
 class DeepSpeedConfig(Configuration, metaclass=_LoadsWhenCalled):
-    """The configuration of a run, which loads and checks what it is called with."""
+    """Configuration of a run; calling the class loads and checks its argument."""
 
 
 _KEYS = frozenset(fields_by_key(DeepSpeedConfig)) - {"source", "world_size"}
@@ -46,7 +46,7 @@ _ALIASES = {**ALIASES, "zero_optimization": (*ZERO_ALIASES, *LEGACY_KEYS)}
 
 
 def _unknown(report: Judgement) -> None:
-    """Top-level names that are none; programs may add keys of their own, which are only mentioned."""
+    """Report top-level keys that do not exist; for a program's source, keys of its own are only mentioned."""
     source, foreign = report.source, []
     for name, value in source.data.items():
         path = str(name)
@@ -72,7 +72,7 @@ def _unknown(report: Judgement) -> None:
 
 
 def _private(value: Any, source: ConfigSource, depth: int = 0) -> Any:
-    """A copy of the containers in ``value``; what is neither dict, list nor tuple (a process group) stays as it is."""
+    """Copy the containers in ``value``; all but dicts, lists and tuples (a process group) is kept as it is."""
     if depth > _DEEPEST:
         raise DeepSpeedConfigError(f"{source.name} is nested too deeply to be a configuration.")
     if isinstance(value, dict):
@@ -93,7 +93,7 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
 def judge(
     source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True, ways: int | None = None
 ) -> tuple[DeepSpeedConfig | None, Judgement]:
-    """``source`` resolved, with defaults for what could not be read (else None), and all that is wrong with it."""
+    """Resolve ``source``, with defaults for what could not be read; return it (None if that failed) and all faults."""
     read = source if isinstance(source, ConfigSource) else read_source(source)
     report, config = Judgement(read), None
     _unknown(report)
@@ -139,8 +139,8 @@ def load_config(
     check_support: bool = True,
     ways: int | None = None,
 ) -> DeepSpeedConfig:
-    """Read, check and resolve a configuration for ``world_size`` ranks, ``ways`` of which share one batch (None: as
-    many as share layers by tensor_parallel.autotp_size; 1: ``world_size`` counts data-parallel ranks already).
+    """Read, check and resolve a configuration for ``world_size`` ranks, ``ways`` of which share one batch. None: those
+    that share layers by tensor_parallel.autotp_size; 1: ``world_size`` counts data-parallel ranks already.
 
     ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of
     JSON, or a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before
@@ -161,7 +161,7 @@ def load_config(
 
 
 class _ReadsKeys(_ModelMeta):
-    """Gives the block the constructor that clients know: keys as a file spells them, or settings of other blocks."""
+    """Give the block the constructor that clients know: keys as a file spells them, or settings of other blocks."""
 
     def __call__(cls, **keys: Any) -> blocks.ZeroConfig:
         alone = {"stage": 3, **keys}  # without a stage no other key contradicts it

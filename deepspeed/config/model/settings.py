@@ -23,7 +23,7 @@ _HIDDEN = ("source", "world_size")  # fields of the root model that are no keys
 
 
 class Declared(NamedTuple):
-    """One declared key: its canonical path, the model field behind it, and the model it belongs to."""
+    """Describe a declared key: its canonical path, the model field behind it, and the model it belongs to."""
 
     path: str
     info: FieldInfo
@@ -32,7 +32,7 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One key with its final value. ``pattern``: its path in the manual; ``idle``: why it changes nothing, if asked."""
+    """Hold a key's final value. ``pattern``: its path in the manual; ``idle``: why it changes nothing, if asked."""
 
     path: str
     pattern: str
@@ -46,20 +46,20 @@ class Setting:
 
 @functools.cache
 def keys_of(block: type[BaseModel]) -> tuple[tuple[str, str, FieldInfo], ...]:
-    """(field name, key in the file, field) of ``block``; what is honoured comes first, what no code reads last."""
+    """Return (field name, key in the file, field) of ``block``; honoured keys first, keys that no code reads last."""
     fields = [(name, info.alias or name, info) for name, info in block.model_fields.items() if name not in _HIDDEN]
     ranks, unread = list(Support), list(UNREAD.values())
     return tuple(sorted(fields, key=lambda each: (ranks.index(Key.of(each[2]).support), each[2].annotation in unread)))
 
 
 def default_of(info: FieldInfo) -> Any:
-    """The value of an absent key; None where a key is required, or where the optimizer has one of its own."""
+    """Return the value of an absent key; None where a key is required, or where the optimizer has its own default."""
     default = info.get_default(call_default_factory=True)
     return None if default in (PydanticUndefined, OPTIMIZER_DEFAULT, REQUIRED) else default
 
 
 def declared_fields(block: type[BaseModel], prefix: str = "") -> Iterator[Declared]:
-    """Every leaf that ``block`` (the root model) declares, depth first, and every block that may be absent."""
+    """Yield every leaf that ``block`` (the root model) declares, depth first, and every block that may be absent."""
     for _, key, info in keys_of(block):
         inner, suffix = block_inside(info.annotation)
         if inner is None or not (inner is info.annotation or suffix):
@@ -69,13 +69,13 @@ def declared_fields(block: type[BaseModel], prefix: str = "") -> Iterator[Declar
 
 
 def all_keys(root: type[BaseModel]) -> dict[str, Key]:
-    """Path -> what is known of it, of every key of the format."""
+    """Return path -> ``Key`` for every key of the format."""
     fields = {field.path: field.info for field in declared_fields(root)} | dict(PARAM_FIELDS)
     return {path: Key.of(info) for path, info in fields.items() if info.description} | dict(SPELLED)
 
 
 def written_paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every key and list element of ``data``, outer ones first."""
+    """Yield (dotted path, value) of every key and list element of ``data``, outer ones first."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield f"{prefix}{key}", value
@@ -83,7 +83,7 @@ def written_paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, str, Any, FieldInfo | None, bool]]:
-    """(path, pattern, value, field, is it written) of every leaf, and of blocks whose presence asks for something."""
+    """Yield (path, pattern, value, field, is it written) of every leaf, and of blocks whose presence has a meaning."""
     for name, key, info in keys_of(type(block)):
         value, given = getattr(block, name), name in block.model_fields_set
         path, row = prefix + key, pattern + key
@@ -104,7 +104,7 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, st
 
 
 def settings(config: Configuration, source: ConfigSource | None = None) -> list[Setting]:
-    """Every key of ``config`` with its final value. ``source`` adds line numbers; the values need no file."""
+    """Return every key of ``config`` with its final value. ``source`` adds line numbers; the values need no file."""
     lines = {} if source is None else source.lines
     items = sorted(written_paths(config.source), key=lambda item: canonical_path(item[0]) == item[0])
     written = {canonical_path(path): (path, value) for path, value in items}  # the canonical spelling wins
@@ -122,7 +122,7 @@ def settings(config: Configuration, source: ConfigSource | None = None) -> list[
 
 
 def plain(value: Any) -> Any:
-    """``value`` as a file would write it: the value of an enum."""
+    """Return ``value`` as a file would write it: for a member of an enum its value."""
     return getattr(value, "value", value)
 
 
@@ -132,7 +132,7 @@ def _differs(item: Setting, key: Key) -> bool:
 
 
 def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
-    """Whether the switch that ``key`` hangs on is on; true for a key without one."""
+    """Return whether the switch that ``key`` depends on is on; True for a key without a switch."""
     switch = values.get(key.gate)
     if switch is None or switch.key is None:
         return not key.gate
@@ -140,7 +140,7 @@ def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
 
 
 def support_faults(config: Configuration) -> list[tuple[str, str]]:
-    """(path, sentence) of each feature that this release lacks, and that is asked for: written, no default, not off."""
+    """Return (path, sentence) of each feature asked for (written, no default, not off) that this release lacks."""
     values, out = {item.path: item for item in settings(config)}, []
     for item in values.values():
         key = item.key
@@ -159,7 +159,7 @@ def support_faults(config: Configuration) -> list[tuple[str, str]]:
 
 
 def inert_notes(config: Configuration) -> list[str]:
-    """One clause per written key that is accepted without effect, for the log."""
+    """Return one clause for the log per written key that is accepted without effect."""
     written = [item for item in settings(config) if item.origin == "file"]
     notes = [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]
     stage = config.zero.stage

@@ -69,13 +69,13 @@ REMOVED_OPTIMIZERS: Mapping[str, str] = {"onebitadam": "Adam", "zerooneadam": "A
 
 
 def removed_key(path: str) -> str | None:
-    """One sentence about a removed key, with the advice of the innermost block that has one; None when it is none."""
+    """Return a sentence about a removed key, with the advice of the innermost block that has any; None for others."""
     block = enclosing(path, REMOVED_KEYS)
     return f"{path} was removed. {REMOVED_KEYS[block]}." if block else None
 
 
 def says_off(value: Any) -> bool:
-    """Whether the value of a removed key only says that the feature is not wanted, which needs no replacement."""
+    """Return whether the value of a removed key only switches the feature off, which needs no replacement."""
     if not isinstance(value, Mapping):
         return value is None or value is False
     if "enabled" in value:
@@ -86,7 +86,7 @@ def says_off(value: Any) -> bool:
 
 
 def removed_parts(path: str, value: Any) -> list[str]:
-    """The removed keys that ``path: value`` asks for, as precisely as there is advice; empty when it says "off"."""
+    """Return the removed keys that ``path: value`` asks for, as precise as the advice is; empty when it says "off"."""
     if says_off(value):
         return []
     inner = value if isinstance(value, Mapping) else {}
@@ -95,7 +95,7 @@ def removed_parts(path: str, value: Any) -> list[str]:
 
 
 def canonical_path(path: str) -> str:
-    """``path`` in the spelling of the models."""
+    """Return ``path`` in the spelling of the models."""
     head, _, tail = path.partition(".")
     name, dot, rest = tail.partition(".")
     if name in ALIASES.get(head, ()):
@@ -104,7 +104,7 @@ def canonical_path(path: str) -> str:
 
 
 def one_spelling(head: str, block: dict[str, Any], report: Judgement) -> dict[str, Any]:
-    """The block ``head`` with every alias replaced; two different values of one setting are a fault. Drops "auto"."""
+    """Replace aliases in the block ``head`` and drop "auto"; two different values of one setting are a fault."""
     out: dict[str, Any] = {}
     for name, value in block.items():
         spelling = ALIASES[head].get(name, name)
@@ -138,7 +138,7 @@ def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
 
 
 def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
-    """One spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
+    """Return ``block`` with one spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
     head = "zero_optimization"
     out = one_spelling(head, block, report)
     _legacy_offload(out, report)
@@ -160,7 +160,7 @@ def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
 
 
 def one_tree(report: Judgement, keys: Set[str]) -> dict[str, Any]:
-    """The known top-level ``keys`` in one spelling; null means absent (gradient_clipping: a fault)."""
+    """Return the known top-level ``keys`` in one spelling; null means absent (gradient_clipping: a fault)."""
     data = report.source.data
     tree = {name: data[name] for name in keys & data.keys() if data[name] is not None or name == "gradient_clipping"}
     for name in ("gradient_clipping", *BATCH_KEYS):

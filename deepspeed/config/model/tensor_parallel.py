@@ -54,5 +54,5 @@ class TensorParallelConfig(unread.TensorParallelKeys):
 
     @property
     def ways(self) -> int:
-        """How many ranks share each layer."""
+        """Return the number of ranks that share each layer."""
         return max(1, self.autotp_size)

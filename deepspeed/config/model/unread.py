@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other 
 
 
 def from_a_program(value: Any) -> Any:
-    """Refuse what a file can hold."""
+    """Return an object that only a program can pass; raise ValueError for a value that a file can hold."""
     if isinstance(value, str | bytes | int | float | list | tuple | dict):
         raise ValueError(f"is an object that only a program can pass, not {value!r}; delete it")
     return value
@@ -64,14 +64,14 @@ UNREAD: dict[str, type[Block]] = {}
 
 
 class OpenBlock(Block):
-    """A block in which a client may keep keys of its own."""
+    """Block in which a client may keep keys of its own."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(freeze)]]
 
 
 def _type(words: str | list[Any], default: Any) -> Any:
-    """The annotation that a row's first cell stands for: a list of choices, a list of such a list, or words."""
+    """Return the annotation that a row's first cell describes: a list of choices, a list of such a list, or words."""
     if isinstance(words, list) and isinstance(words[0], list):
         choice: Any = Literal[tuple(words[0])]
         kind: Any = tuple[choice, ...]
@@ -85,7 +85,7 @@ def _type(words: str | list[Any], default: Any) -> Any:
 
 
 def _field(default: Any, meaning: str, block: Mapping[str, Any], further: dict[str, Any]) -> Any:
-    """Why a key is inert stands in its own row, or in that of its block."""
+    """Build the field of a key; the reason why it is inert stands in its own row, or in that of its block."""
     note = further.pop("inert", None if "note" in further else block.get("inert"))
     if note is not None:
         return values.key(default, meaning, values.Support.INERT, note)
@@ -94,7 +94,7 @@ def _field(default: Any, meaning: str, block: Mapping[str, Any], further: dict[s
 
 
 def _block(path: str, rows: dict[str, Any], gate: str = "") -> Any:
-    """Annotation and field of one block, None where a class has its other keys; ``gate`` is the switch around it."""
+    """Build annotation and field of one block, or None where a class has its other keys; ``gate``: the outer switch."""
     facts = rows.pop("")
     holder, further = facts.get("holder", ""), {"gate": gate}
     if holder.startswith("or ") and "inert" not in facts:

@@ -23,7 +23,7 @@ DTYPE_NAMES = {
 
 
 class Support(str, Enum):
-    """The three classes; every key is in exactly one."""
+    """Degree to which a key is supported; every key has exactly one."""
 
     HONOURED = "honoured"  # changing the value changes what happens, or is refused
     INERT = "inert here"  # accepted, has no effect with this design or device; said once in the log
@@ -32,11 +32,11 @@ class Support(str, Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """What this release does with a key. ``note`` says why a key is inert, or what is missing.
+    """Describe what this release does with a key. ``note`` says why a key is inert, or what is missing.
 
     A key asks for something when it is written with a value other than its default and other than those in ``off``.
-    ``gate`` is the path of the switch that a detail hangs on: while that asks for nothing, neither does the detail.
-    A field has it as its ``json_schema_extra``, which pydantic calls to write into the schema what editors show.
+    ``gate`` is the path of the switch that a detail depends on: a switch that asks for nothing silences the detail.
+    A field has a ``Key`` as its ``json_schema_extra``, which pydantic calls to add the text that editors show.
     """
 
     meaning: str
@@ -47,12 +47,12 @@ class Key:
 
     @staticmethod
     def of(info: FieldInfo) -> "Key":
-        """What the field of a block says of its key."""
+        """Return the ``Key`` of a block's field; an empty one for a field that has none."""
         return info.json_schema_extra if isinstance(info.json_schema_extra, Key) else Key("")
 
     @property
     def text(self) -> str:
-        """The meaning, and what this release does with the key where that does not say it."""
+        """Return the meaning, and what this release does with the key unless it honours it."""
         what = {Support.INERT: "No effect here", Support.NOT_YET: "Not in this release yet"}.get(self.support)
         note = f": {self.note}." if self.note else "."
         return f"{self.meaning} {what}{note}" if what else self.meaning
@@ -62,20 +62,20 @@ class Key:
 
 
 def key(default: Any, meaning: str, *facts: Any, **more: Any) -> Any:
-    """A field; ``facts`` are the further ones of its ``Key``, ``more`` is what pydantic's Field takes."""
+    """Build a field; ``facts`` are the further arguments of its ``Key``, ``more`` those of pydantic's Field."""
     return Field(default, description=meaning, json_schema_extra=Key(meaning, *facts), **more)
 
 
 def is_auto(value: Any) -> bool:
-    """Whether ``value`` is the text that integrations replace; nothing else is compared, not even an array."""
+    """Return whether ``value`` is the text "auto"; nothing but text is compared, in particular no array."""
     return isinstance(value, str) and value == AUTO
 
 
 class Block(BaseModel):
-    """A strict, immutable block of the configuration. null for an inner block means: absent.
+    """Strict, immutable block of the configuration. null for an inner block means: absent.
 
-    So does "auto" for any key where ``auto_is_absent``, and everywhere while a program's file is read before an
-    integration has filled it in (the validation context "lenient").
+    "auto" means the same for any key where ``auto_is_absent``. So it does everywhere while a program's file is read
+    before an integration has filled it in (the validation context "lenient").
     """
 
     # Building validators lazily keeps ``import deepspeed`` light; the first load pays for it.
@@ -97,13 +97,13 @@ class Block(BaseModel):
 
 
 class AutoBlock(Block):
-    """A block where "auto" means: as if absent."""
+    """Block in which "auto" for a key means that the key is absent."""
 
     auto_is_absent: ClassVar[bool] = True
 
 
 def quoted_hint(value: Any) -> str:
-    """Advice for a number that was written as text; empty for everything else."""
+    """Return advice for a number that was written as text; empty for everything else."""
     try:
         readable = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:
@@ -134,12 +134,12 @@ def whole_number(value: Any) -> int:
 
 
 def flag(value: Any) -> Any:
-    """True and false, also as the numbers 1 and 0, which many files that people share have."""
+    """Convert the numbers 1 and 0, which many shared files have, to booleans; return every other value as it is."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
 def _period(value: Any) -> Any:
-    """A step count that may be infinite, which means never; JSON has no infinity, and files spell it as a word."""
+    """Convert a step count that may be infinite, which means never; files spell it as a word, as JSON has none."""
     if value == float("inf") or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
         return float("inf")
     count = whole_number(value)
@@ -157,7 +157,7 @@ def dtype_name(value: Any) -> Any:
 
 
 def name_list(value: Any) -> Any:
-    """One name or a list of names, without repetitions, in order."""
+    """Return one name or a list of names as a tuple, without repetitions, in order."""
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not all(isinstance(item, str) for item in listed):
         raise ValueError(f"must be a list of names, not {value!r}")
@@ -165,7 +165,7 @@ def name_list(value: Any) -> Any:
 
 
 def byte_count(value: Any) -> int:
-    """Bytes, from a whole number or a text such as "3GiB" or "500 MB"."""
+    """Convert a whole number or a text such as "3GiB" or "500 MB" to bytes."""
     if isinstance(value, str):
         parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*", value, re.IGNORECASE)
         if not parts or (parts[3] and not parts[2]):
@@ -187,7 +187,7 @@ def _no_auto(value: str) -> str:
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dict that can be read, copied, pickled and written as JSON, and not changed."""
+    """Dict that can be read, copied, pickled and written as JSON, and not changed."""
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("The configuration cannot be changed after it has been read.")
@@ -199,7 +199,7 @@ class FrozenDict(dict[Any, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """``value`` with every list as a tuple and every dict as a FrozenDict, all the way down."""
+    """Return ``value`` with every list as a tuple and every dict as a FrozenDict, all the way down."""
     if isinstance(value, dict):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     return tuple(freeze(item) for item in value) if isinstance(value, list | tuple) else value
@@ -226,7 +226,7 @@ UpperCase = BeforeValidator(lambda value: value.upper() if isinstance(value, str
 
 
 class DtypePolicy(NamedTuple):
-    """Names of dtypes; None means that of the parameter (``compute``: as the model was built). fp64 stays fp64.
+    """Names of dtypes; None means the parameter's dtype (``compute``: as the model was built). fp64 stays fp64.
 
     ``compute``: parameters at rest and in the forward, and gradients from autograd; ``low``: the same for the modules
     of ``torch_autocast.lower_precision_safe_modules``; ``accumulation``: the sum over micro-batches; ``reduction``:
