@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from deepspeed.tier.transfer import Transfer
-
 PHASE = "phase"  # "forward", "backward", "step": an engine's part of an update
 METRICS = "metrics"  # the engine: an update has ended, and its metrics are written
 NEED = "need"  # units: a module that needs them is about to run, and they are not gathered yet
@@ -25,7 +23,7 @@ Listener = Callable[[str, Any], Callable[[], object] | None]  # given kind and s
 
 
 class Events(list[Listener]):
-    """Listeners, each called with a kind from above and its subject."""
+    """List of listeners, each called with a kind from above and its subject."""
 
     def begin(self, kind: str, subject: Any = None) -> Callable[[], None]:
         """Tell that something begins; returns what tells that it has ended."""
@@ -46,8 +44,8 @@ class Events(list[Listener]):
         finally:
             end()
 
-    def wait(self, transfer: Transfer, what: str) -> None:
-        """Wait for ``transfer``, and tell of it where anything travels."""
+    def wait(self, transfer: Any, what: str) -> None:
+        """Wait for ``transfer``, a Transfer, and tell of the wait where bytes travel."""
         with self.span(WAIT, what) if transfer.nbytes else contextlib.nullcontext():
             transfer.wait()
 

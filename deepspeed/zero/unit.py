@@ -467,8 +467,8 @@ class Unit:
         self._keeper = lambda: None
 
     def keep_by(self, keeper: Callable[[], Keeper | None], events: Events | None = None) -> None:
-        """Set ``keeper``, which returns the unit's owner; a weak reference, as no unit keeps a runtime alive. ``events``:
-        the owner's listeners.
+        """Set ``keeper``, which returns the unit's owner; a weak reference, as no unit keeps a runtime alive. Tell the
+        owner's ``events``.
         """
         self._keeper, self.events = keeper, Events() if events is None else events
 
