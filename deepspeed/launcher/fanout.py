@@ -154,7 +154,7 @@ class FanOut(EventLoop):
     def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, grace_s: float) -> None:
         """Set ``grace_s``, the seconds that the ranks may take to end after a signal."""
         super().__init__()
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._hosts, self._commands = tuple(hosts), tuple(commands)
         self._nodes: list[Connection] = []
         self._running: set[int] = set()
@@ -235,7 +235,7 @@ class FanOut(EventLoop):
     def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
         if self._verdict is None:
             self._interrupted = self._interrupted or interrupted(number)
-            self.deadline = time.monotonic() + _STOP_S + (0.0 if immediate else self._grace_s)
+            self.deadline = time.monotonic() + _STOP_S + (0.0 if immediate else self.grace_s)
         for node in self._nodes:
             node.order(["interrupt", number, immediate])
             if not node.joined:

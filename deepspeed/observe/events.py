@@ -44,7 +44,7 @@ class Events(list[Listener]):
         finally:
             end()
 
-    def wait(self, transfer: Any, what: str) -> None:
+    def note_wait(self, transfer: Any, what: str) -> None:
         """Wait for ``transfer``, a Transfer, and tell of the wait where bytes travel."""
         with self.span(WAIT, what) if transfer.nbytes else contextlib.nullcontext():
             transfer.wait()

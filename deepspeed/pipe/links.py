@@ -161,7 +161,7 @@ class Links:
     def _wait(self, transfers: Sequence[Transfer], message: Message, *, sending: bool = False) -> None:
         try:
             if self.events:
-                self.events.wait(Several(transfers), "messages of the pipeline")
+                self.events.note_wait(Several(transfers), "messages of the pipeline")
             for transfer in transfers:
                 transfer.wait()
         except RuntimeError as error:

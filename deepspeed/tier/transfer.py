@@ -32,18 +32,21 @@ class Several(Transfer):
         self.nbytes = sum(t.nbytes for t in self._transfers)
 
     def wait(self) -> None:
-        """Wait until all have ended, also when one fails with OSError; raise the first such failure."""
-        failure: BaseException | None = None
+        """Wait until all have ended, also when one fails; raise the first failure."""
+        failure: Exception | None = None
         for transfer in self._transfers:
             try:
                 transfer.wait()
-            except OSError as error:
+            except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def done(self) -> bool:
         return all(t.done() for t in self._transfers)
+
+    def failed(self) -> bool:
+        return self.done() and any(t.failed() for t in self._transfers)
 
 
 ARRIVED = Transfer()

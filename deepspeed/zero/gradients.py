@@ -237,7 +237,7 @@ class Gradients:
     def _land(self) -> None:
         unit, transfer, target = self._flying.pop(0)
         if unit.events:
-            unit.events.wait(transfer, f"reduction of {unit.title}")
+            unit.events.note_wait(transfer, f"reduction of {unit.title}")
         transfer.wait()
         if target.spent is not None:
             unit.window.keep_spare(target.spent)

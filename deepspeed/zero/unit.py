@@ -272,7 +272,7 @@ class Unit:
         """Finish a fetch, FETCHING -> READY, when all values are here; parameters show their own class again."""
         if self.state is UnitState.FETCHING:
             if self.events:
-                self.events.wait(self._transfer, f"gather of {self.title}")
+                self.events.note_wait(self._transfer, f"gather of {self.title}")
             self._transfer.wait()
             self._transfer = ARRIVED
             self._move(UnitState.READY)

@@ -1,12 +1,18 @@
 """One noun for work under way: collectives, copies and file IO answer the same three questions."""
 
+import contextlib
+
+import pytest
 import torch
 
 from deepspeed.comm.collectives import Collective, SideTransfer
+from deepspeed.errors import UsageError
 from deepspeed.tier.aio import FileTransfer
 from deepspeed.tier.drive import Stored
+from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.plan import StateKind
 
 
 class Slow(Transfer):
@@ -52,6 +58,31 @@ def test_all_are_waited_for_though_one_fails() -> None:
     except OSError:
         raised = True
     assert raised and slow.ended
+
+
+def test_several_have_failed_when_one_has_and_all_have_ended() -> None:
+    """So that whoever keeps what is under way does not forget it before its error has been raised."""
+
+    class Torn(Slow):
+        def wait(self) -> None:
+            self.ended = True
+            raise UsageError("an update has failed")
+
+        def failed(self) -> bool:
+            return self.ended
+
+    torn, slow = Torn(1), Slow(1)
+    both, work, kind = Several([torn, slow]), PendingWork(), StateKind.PARAM
+    work.note(both, writes=(kind,))
+    with contextlib.suppress(UsageError):
+        torn.wait()
+    assert not both.failed() and not both.done()
+    with pytest.raises(UsageError, match="has failed"):
+        both.wait()
+    assert slow.ended and both.failed()
+    work.note(Slow(1), reads=(kind,))
+    with pytest.raises(UsageError, match="has failed"):
+        work.wait(kind)
 
 
 def test_a_collective_finishes_once_and_keeps_its_price() -> None:

@@ -41,7 +41,7 @@ class EventLoop:
         self._events: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._next_tick = 0.0
         self._signalled = False
-        self.tick_s = TICK_S
+        self.tick_s, self.grace_s = TICK_S, SIGNAL_GRACE_S
         self.deadline: float | None = None
 
     def post(self, kind: str, *values: Any) -> None:
@@ -68,7 +68,7 @@ class EventLoop:
         """Handle a signal to this process: the first leaves the ranks time, and says so; a second leaves none."""
         again, self._signalled = self._signalled, True
         if not again:
-            name, wait = signal.Signals(number).name, f"waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end"
+            name, wait = signal.Signals(number).name, f"waiting up to {self.grace_s:g} s for the ranks to end"
             with contextlib.suppress(OSError):
                 os.write(2, f"deepspeed: {name} received; {wait}\n".encode())
         self._act("interrupt", number, again)  # now: ranks that the same signal has ended are no failures

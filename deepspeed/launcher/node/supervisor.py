@@ -100,7 +100,7 @@ class Member(EventLoop):
 
     def __init__(self, job: Job, node_rank: int) -> None:
         super().__init__()
-        self._job, self._node_rank = job, node_rank
+        self._job, self._node_rank, self.grace_s = job, node_rank, job.signal_grace
         self._cores = plan_cores(job, len(job.devices(node_rank)))
         self._log_files = rank_log_files(job, node_rank)
         self._stopping = self._killed = self._reported = False
