@@ -132,10 +132,12 @@ def head() -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return (
         "# The same loss\n\n"
-        "The last of ten losses, under this project / under DeepSpeed 0.19.8, and their relative difference.\n"
-        "It may be 1e-5 in fp32 and 1e-3 in bf16; what is more is in bold. The scripts are those of "
-        "`benchmarks/peers/client_rank.py`: a Llama of two layers, text of\nthe standard library, two micro-batches "
-        "a step, clipping at 1. Written by `benchmarks/clients.py --write-docs`.\n\n"
+        "This page compares the last of ten losses under this project and under DeepSpeed 0.19.8. Read it to see "
+        "whether a client trains alike\nunder both.\n\n"
+        "A cell has both losses, this project's first, and their relative difference. It may be 1e-5 in fp32 and 1e-3 "
+        "in bf16; a larger\ndifference is in bold. The model is a Llama of two layers on text of the standard library, "
+        "with two micro-batches a step and clipping\nat 1 (`benchmarks/peers/client_rank.py`). The page is written by "
+        "`benchmarks/clients.py --write-docs`.\n\n"
         f"{datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d}, CPU ranks over gloo: {versions}.\n\n"
     )
 
