@@ -77,7 +77,7 @@ class Publication:
         while self._waiting:
             self._start(spent=written is not None)
         if self._events:
-            self._events.wait(Several(self._transfers), "publish the update")
+            self._events.note_wait(Several(self._transfers), "publish the update")
         for transfer in self._transfers:
             transfer.wait()
         for unit in self._units:
