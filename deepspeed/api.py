@@ -97,8 +97,8 @@ def initialize(
         if mpu is not None:
             register_mpu(mpu)
             lasting.callback(forget_mpu, mpu)
-        ways = _ways(model, mpu, mesh_param)
-        engine = _assemble(model, source, lasting, ways=ways, optimizer=optimizer, parameters=model_parameters)
+        dims = _ways(model, mpu, mesh_param)
+        engine = _assemble(model, source, lasting, dims=dims, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank = local_rank
         engine.mpu = engine.mpu if mpu is None else mpu
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
@@ -172,11 +172,11 @@ def _log_notes(cfg: DeepSpeedConfig) -> None:
 
 
 def _assemble(
-    model: nn.Module, source: Any, lasting: ExitStack, *, ways: Ways, optimizer: OptimizerLike | None, parameters: Any
+    model: nn.Module, source: Any, lasting: ExitStack, *, dims: Ways, optimizer: OptimizerLike | None, parameters: Any
 ) -> DeepSpeedEngine:
     backend = get_accelerator().communication_backend_name()
-    everyone = plain_mesh(backend, group=ways.group).job
-    cfg, ways = configured(model, source, ways, everyone.size // ways.shared)
+    job = plain_mesh(backend, group=dims.group).job
+    cfg, dims = configured(model, source, dims, job.size // dims.shared)
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)
@@ -187,12 +187,12 @@ def _assemble(
     elif "schedule" in cfg.pipeline.model_fields_set or "chunks_per_stage" in cfg.pipeline.model_fields_set:
         log_dist(f"the block 'pipeline' is for a PipelineModule; {type(model).__name__} is none and runs as a whole")
     _check_model(model)
-    check_generates(model, cfg, ranks=everyone.size, ways=ways)
+    check_generates(model, cfg, ranks=job.size, ways=dims)
     base = _optimizer(cfg, model, optimizer, parameters)
-    plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp), settings_of(cfg))
+    plan = make_plan(cfg, job.size // (dims.pp * dims.tp), settings_of(cfg))
     lasting.enter_context(watched(cfg.hang_timeout))
-    mesh = _mesh(backend, cfg, plan, ways)
-    register_topology(mesh.topology if ways.shared > 1 else None)
+    mesh = _mesh(backend, cfg, plan, dims)
+    register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
     device = get_accelerator().torch_device()
@@ -236,9 +236,9 @@ def _optimizer(
     return base
 
 
-def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, ways: Ways) -> Mesh:
+def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(ways))
+    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
     comms_log.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
         groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)
@@ -438,7 +438,7 @@ def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    for flag, what in (("deepspeed", "Enable DeepSpeed (helper flag for user code)"), ("deepscale", "Deprecated")):
-        group.add_argument(f"--{flag}", action="store_true", help=what)
+    for flag, text in (("deepspeed", "Enable DeepSpeed (helper flag for user code)"), ("deepscale", "Deprecated")):
+        group.add_argument(f"--{flag}", action="store_true", help=text)
         group.add_argument(f"--{flag}_config", type=str, help="DeepSpeed json configuration file.")
     return parser

@@ -76,8 +76,8 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
     def method(self: "Accelerator", *args: Any, **kwargs: Any) -> Any:
         if self._is_cpu and on_cpu is not None:
             return on_cpu()
-        home = getattr(self._module, owner, None) if owner else self._module
-        run = absent if self._is_cpu else getattr(home, last, absent)
+        namespace = getattr(self._module, owner, None) if owner else self._module
+        run = absent if self._is_cpu else getattr(namespace, last, absent)
         if not callable(run):
             return run
         given = [*args, kwargs.pop("device_index", None)]
@@ -268,9 +268,9 @@ class Accelerator:
 
     def set_compile_backend(self, backend: str) -> None:
         """Set the answer of ``get_compile_backend``; raise ValueError for a name that torch.compile does not know."""
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"torch.compile has no backend {backend!r}; it has {', '.join(known)}")
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if backend not in backends:
+            raise ValueError(f"torch.compile has no backend {backend!r}; it has {', '.join(backends)}")
         self._compile_backend = backend
 
     range_push, range_pop = _forwarded("nvtx.range_push"), _forwarded("nvtx.range_pop")

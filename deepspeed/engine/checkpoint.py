@@ -272,8 +272,8 @@ class EngineCheckpoint:
         rng = restore.of_rank(source, self.mesh.job.index, "rng") if config.restore_rng else None
         if rng is not None:
             restore_rng(rng)
-        world, everyone = facts.get("world") or {}, self.mesh.job.size
-        same = int(world.get("size", 0)) == everyone and int(world.get("data", everyone)) == self.mesh.data.size
+        world, world_size = facts.get("world") or {}, self.mesh.job.size
+        same = int(world.get("size", 0)) == world_size and int(world.get("data", world_size)) == self.mesh.data.size
         position_of = self.mesh.job.index if same else 0  # the first rank's after a change of their number
         data = restore.of_rank(source, position_of, "data") if config.restore_data else None
         try:
@@ -298,9 +298,9 @@ class EngineCheckpoint:
                 "was loaded; use the same schedule, or load_lr_scheduler_states=False"
             )
 
-    def _say_skipped(self, what: str) -> None:
+    def _say_skipped(self, skipped: str) -> None:
         if self.mesh.first:
-            logger.warning("load_checkpoint leaves out %s", what)
+            logger.warning("load_checkpoint leaves out %s", skipped)
 
     def _take_counters(self, source: Source, *, window: bool) -> None:
         engine, world = source.facts.get("engine") or {}, source.facts.get("world") or {}

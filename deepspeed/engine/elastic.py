@@ -144,9 +144,9 @@ def _wakeup() -> int:
 
 
 def _forget(alarm: "weakref.ref[Alarm]") -> None:
-    known = alarm()
-    if known is not None and signal.getsignal(SIGNALS[0]) == known._heard:
-        known.forget()
+    referent = alarm()
+    if referent is not None and signal.getsignal(SIGNALS[0]) == referent._heard:
+        referent.forget()
 
 
 class SaveKeeper:

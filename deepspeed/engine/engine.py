@@ -134,9 +134,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         """
         self._make_ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            actual = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(
-                f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()"
+                f"backward() takes a scalar loss that requires grad; got {actual}. Reduce it, e.g. loss.mean()"
             )
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
         if self._tokens is not None:

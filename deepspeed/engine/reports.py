@@ -280,8 +280,8 @@ def report_start(engine: EngineReports) -> None:
         f"{counted(engine.mesh.job.size, 'rank')}, {engine._config.compute_dtype}, batch {engine.train_batch_size()} = "
         f"micro-batch {engine._micro} x accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )
-    away = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
-    if away or offload.host_limit or offload.device_limit:
+    offloaded = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
+    if offloaded or offload.host_limit or offload.device_limit:
         log_dist(f"{'; '.join(engine.places())}\n{engine.memory_plan().table()}")
     if engine.dump_state():
         log_dist(f"dump_state\n{state_dump(engine)}")

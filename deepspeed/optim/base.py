@@ -30,9 +30,9 @@ def constructor(
     values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing.
     """
     kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
-    known = [Parameter(key, kind, default=empty if value is ... else value) for key, value in settings.items()]
+    options = [Parameter(key, kind, default=empty if value is ... else value) for key, value in settings.items()]
     ignored = [Parameter(key, Parameter.KEYWORD_ONLY, default=None) for key in unused]
-    signature = Signature([Parameter("self", kind), Parameter(first, kind), *known, *ignored])
+    signature = Signature([Parameter("self", kind), Parameter(first, kind), *options, *ignored])
 
     def initialize(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
@@ -136,13 +136,13 @@ class GroupStep(torch.optim.Optimizer):
         name, kinds = type(self).__name__, dict[tuple[str, int], Tensors]()
         for param in (p for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and not (self.sparse and group["eps"] and not group["weight_decay"]):
-                what = f"a sparse gradient of shape {tuple(param.shape)}"
+                fault = f"a sparse gradient of shape {tuple(param.shape)}"
                 hint = "build the embedding with sparse=False, or use Adagrad without weight_decay"
-                raise OptimizerConfigError(f"{name} got {what}; {hint}")
+                raise OptimizerConfigError(f"{name} got {fault}; {hint}")
             if self.host_only and param.device.type != "cpu":
-                what = f"a parameter of shape {tuple(param.shape)} is on {param.device}"
+                fault = f"a parameter of shape {tuple(param.shape)} is on {param.device}"
                 hint = "offload the optimizer state or use the Fused class of the same name"
-                raise AssertionError(f"{name} updates tensors in host memory, but {what}; {hint}")
+                raise AssertionError(f"{name} updates tensors in host memory, but {fault}; {hint}")
             kinds.setdefault((param.device.type, id(self._scale_of(param))), []).append(param)
         return list(kinds.values())
 

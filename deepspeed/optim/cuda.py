@@ -148,13 +148,13 @@ def _submit(
 
 def _check_row(row: "_Row") -> None:
     """Raise ValueError for tensors of one parameter that no kernel takes together."""
-    param, *others = row
-    tensors = [param, *(tensor for tensor in others if tensor is not None)]
-    moments = [moment for moment in others[1:3] if moment is not None]
+    param, *operands = row
+    tensors = [param, *(tensor for tensor in operands if tensor is not None)]
+    moments = [moment for moment in operands[1:3] if moment is not None]
     host.check("CUDA", tensors, moments, on_cuda)
-    if not _compiled(param, others[0], *moments):
+    if not _compiled(param, operands[0], *moments):
         takes = "moments (and of 16-bit parameters gradients) in fp32 or the parameter's dtype"
-        fault = f"{others[0].dtype} and {moments[0].dtype} beside {param.dtype}"
+        fault = f"{operands[0].dtype} and {moments[0].dtype} beside {param.dtype}"
         raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
 
 
@@ -209,7 +209,7 @@ def _update(
         if of_lamb is not None:
             ratios.update(zip(indices, of_lamb.unbind(), strict=True))
     # what autograd saved of the old values must not be used
-    written = [tensor for param, _, *others in rows for tensor in (param, *others) if tensor is not None]
+    written = [tensor for param, _, *outputs in rows for tensor in (param, *outputs) if tensor is not None]
     torch.autograd.graph.increment_version(written)
     return [ratios[i] for i in sorted(ratios)]
 

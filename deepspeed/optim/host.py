@@ -72,8 +72,8 @@ def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Te
     """Raise ValueError unless a kernel can take ``tensors``, of one size and ``on`` one device, and ``moments``."""
     count, device, right = tensors[0].numel(), tensors[0].device, on(tensors[0])
     for tensor in tensors:
-        known = tensor.is_contiguous() and tensor.dtype in CODES
-        if tensor.numel() != count or not known or not right or tensor.device != device:
+        supported = tensor.is_contiguous() and tensor.dtype in CODES
+        if tensor.numel() != count or not supported or not right or tensor.device != device:
             takes = f"contiguous tensors of {count} elements in fp32, bf16 or fp16 on one {place} device"
             fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
             raise ValueError(f"a {place} kernel takes {takes}, not {fault}")
@@ -95,21 +95,21 @@ def _run(
     of = (grad, out) if beside else (weights, grad, moments[0], passed[-1])
     codes = [-1 if t is None else CODES[t.dtype] for t in of]
     threads = max(1, min(int(cores * torch.get_num_threads()), count // _GRAIN))
-    each = (count // (threads if threads == 1 else _SHARES * threads) // _LINE + 1) * _LINE
-    starts = deque(range(0, count, each))  # threads may take from it at the same time
+    piece_numel = (count // (threads if threads == 1 else _SHARES * threads) // _LINE + 1) * _LINE
+    starts = deque(range(0, count, piece_numel))  # threads may take from it at the same time
 
     def work() -> None:
         with contextlib.suppress(IndexError):
             while True:
                 start = starts.popleft()
                 pointers = [0 if t is None else t.data_ptr() + start * t.element_size() for t in passed]
-                status = function(min(each, count - start), *pointers, *codes, *scalars)
+                status = function(min(piece_numel, count - start), *pointers, *codes, *scalars)
                 assert status == 0, "dtype codes were checked before"
 
-    others = [_threads(os.getpid(), torch.get_num_threads()).submit(work) for _ in range(threads - 1)]
+    futures = [_threads(os.getpid(), torch.get_num_threads()).submit(work) for _ in range(threads - 1)]
     work()
-    for other in others:
-        other.result()
+    for future in futures:
+        future.result()
     # what autograd saved of the old values must not be used
     changed = (*beside, out) if beside else (weights, *moments, passed[-1])
     torch.autograd.graph.increment_version([t for t in changed if t is not None])

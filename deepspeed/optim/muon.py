@@ -121,8 +121,8 @@ class MuonWithAuxAdam(GroupStep):
             adam_update_(param, grad, state, group)
             return
         if param.ndim < 2:
-            what = f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix"
-            raise UsageError(f"{what}; sharding must keep parameters whole for this optimizer")
+            fault = f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix"
+            raise UsageError(f"{fault}; sharding must keep parameters whole for this optimizer")
         buffer, mu = state["momentum_buffer"], group["momentum"]
         # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights
         finite = torch.isfinite(grad).all()

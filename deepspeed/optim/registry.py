@@ -55,8 +55,8 @@ def build_optimizer(
     """
     name, settings = type_name.lower(), dict(params_cfg or {})
     if "max_grad_norm" in settings:
-        what = f'optimizer.params.max_grad_norm of "{type_name}" is not used'
-        raise OptimizerConfigError(f'{what}; set the top-level key "gradient_clipping" instead')
+        fault = f'optimizer.params.max_grad_norm of "{type_name}" is not used'
+        raise OptimizerConfigError(f'{fault}; set the top-level key "gradient_clipping" instead')
     check_numbers("optimizer.params", settings)
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(map(float, settings["betas"]))
@@ -79,12 +79,12 @@ def construct(part: str, name: str, factory: Callable[..., Any], first: Any, set
     any_key = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     unknown = [key for key in settings if key not in valid]
     if unknown and not any_key:
-        what = f"does not know the key {part}.params.{unknown[0]}{nearest_hint(unknown[0], valid) or '.'}"
-        raise OptimizerConfigError(f'{part} "{name}" {what} Valid keys: {", ".join(valid)}')
+        fault = f"does not know the key {part}.params.{unknown[0]}{nearest_hint(unknown[0], valid) or '.'}"
+        raise OptimizerConfigError(f'{part} "{name}" {fault} Valid keys: {", ".join(valid)}')
     missing = [key for key, p in valid.items() if p.default is p.empty and key not in settings]
     if missing:
-        what = f"needs {part}.params.{missing[0]}; all missing keys: {', '.join(missing)}"
-        raise OptimizerConfigError(f'{part} "{name}" {what}')
+        fault = f"needs {part}.params.{missing[0]}; all missing keys: {', '.join(missing)}"
+        raise OptimizerConfigError(f'{part} "{name}" {fault}')
     try:
         return factory(first, **settings)
     except (TypeError, RuntimeError) as error:
@@ -124,8 +124,8 @@ def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
             if not isinstance(item, str):
                 continue
             if item == "auto":
-                what = 'is "auto", and nothing filled it in; write a value or remove the key'
-                raise OptimizerConfigError(f"{where}.{key} {what}")
+                fault = 'is "auto", and nothing filled it in; write a value or remove the key'
+                raise OptimizerConfigError(f"{where}.{key} {fault}")
             try:
                 number = float(item)
             except ValueError:
@@ -141,12 +141,12 @@ def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
     for name, tensor in _named_tensors(groups):
         if id(tensor) in seen:
             label = f'"{name}"' if name else f"of shape {tuple(tensor.shape)}"
-            what = f"the parameter {label} is listed twice; list every parameter once"
-            raise OptimizerConfigError(f'optimizer "{type_name}": {what}')
+            fault = f"the parameter {label} is listed twice; list every parameter once"
+            raise OptimizerConfigError(f'optimizer "{type_name}": {fault}')
         seen.add(id(tensor))
     if not groups:
-        what = f'optimizer "{type_name}" got no parameters'
-        raise OptimizerConfigError(f"{what}; pass a model with requires_grad parameters")
+        fault = f'optimizer "{type_name}" got no parameters'
+        raise OptimizerConfigError(f"{fault}; pass a model with requires_grad parameters")
     return groups
 
 
@@ -188,8 +188,8 @@ def _foreign_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
     name = _MUP_CLASSES.get(type_name.lower())
     if name is None:
         if type_name.lower() in ("onebitadam", "onebitlamb", "zerooneadam"):
-            what = 'the compressed-communication optimizers were removed; use "AdamW" or "Lamb"'
-            raise OptimizerConfigError(f'optimizer.type "{type_name}": {what}')
+            fault = 'the compressed-communication optimizers were removed; use "AdamW" or "Lamb"'
+            raise OptimizerConfigError(f'optimizer.type "{type_name}": {fault}')
         return class_of_torch("optimizer", type_name, torch.optim, torch.optim.Optimizer, _NAMES)
     try:
         mup = importlib.import_module("mup")
@@ -205,7 +205,7 @@ def class_of_torch(part: str, name: str, module: Any, base: type, ours: Iterable
     theirs = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
     theirs.pop(base.__name__)
     if name not in theirs:
-        what = f'{part}.type "{name}" is unknown{nearest_hint(name, [*theirs, *ours]) or "."}'
-        known = f"{', '.join(ours)}, or a class of {module.__name__} by its exact name"
-        raise OptimizerConfigError(f"{what} Known: {known}")
+        fault = f'{part}.type "{name}" is unknown{nearest_hint(name, [*theirs, *ours]) or "."}'
+        valid = f"{', '.join(ours)}, or a class of {module.__name__} by its exact name"
+        raise OptimizerConfigError(f"{fault} Known: {valid}")
     return theirs[name]

@@ -15,8 +15,8 @@ from deepspeed.optim.base import Group, GroupStep, Tensors
 
 def can_fuse(tensors: Tensors) -> bool:
     """Return whether torch's fused Adam takes ``tensors``: floating point, on a device that has it in every torch."""
-    known = ("cpu", "cuda", "xpu", "mps")
-    return bool(tensors) and all(t.is_floating_point() and t.device.type in known for t in tensors)
+    device_types = ("cpu", "cuda", "xpu", "mps")
+    return bool(tensors) and all(t.is_floating_point() and t.device.type in device_types for t in tensors)
 
 
 def moments_(grad: torch.Tensor, state: Group, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,8 +215,8 @@ class Lamb(GroupStep):
     def _build(self, params: Any, settings: Group) -> None:
         name, low, high = type(self).__name__, settings["min_coeff"], settings["max_coeff"]
         if (norm := settings.pop("max_grad_norm", 0.0)) > 0:
-            what = f"max_grad_norm {norm} is not applied here"
-            raise OptimizerConfigError(f"{name}: {what}; set gradient_clipping in the config")
+            fault = f"max_grad_norm {norm} is not applied here"
+            raise OptimizerConfigError(f"{name}: {fault}; set gradient_clipping in the config")
         if not low <= high:
             raise OptimizerConfigError(f"{name}: min_coeff {low} is above max_coeff {high}; exchange them")
         super()._build(params, settings)

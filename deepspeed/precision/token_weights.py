@@ -44,10 +44,10 @@ class TokenWeights:
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trains = called.training and torch.is_grad_enabled() and not recomputes()
-            if trains and called is known():  # a copy of the model has its hooks, too
+            if trains and called is model_ref():  # a copy of the model has its hooks, too
                 self.note(args, kwargs)
 
-        known = weakref.ref(model)
+        model_ref = weakref.ref(model)
         quiet = torch.compiler.disable(before)
         return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
 
@@ -85,8 +85,8 @@ class TokenWeights:
                 "leave one of them out"
             )
         if self._forwards != 1 or self._count is None:
-            what = "the forward had no tensor 'labels'" if self._forwards == 1 else f"{self._forwards} forwards came"
-            raise UsageError(f"'normalize' weighs losses by tokens, and {what} before this backward: {_ADVICE}")
+            fault = "the forward had no tensor 'labels'" if self._forwards == 1 else f"{self._forwards} forwards came"
+            raise UsageError(f"'normalize' weighs losses by tokens, and {fault} before this backward: {_ADVICE}")
         count = torch.as_tensor(self._count, dtype=torch.float64).to(self._device)
         self._weight, self._forwards, self._count = count / self.unit, 0, None
         self.total = self.total + self._weight

@@ -54,9 +54,9 @@ class TransferError(DeepSpeedError, OSError):
     """Raised when a file could not be read or written; ``errno`` and ``filename`` say why and which."""
 
 
-def _failure(code: int, what: str, path: str) -> TransferError:
+def _failure(code: int, operation: str, path: str) -> TransferError:
     advice = _ADVICE.get(code)
-    return TransferError(code, f"{what}: {os.strerror(code)}" + (f" ({advice})" if advice else ""), path)
+    return TransferError(code, f"{operation}: {os.strerror(code)}" + (f" ({advice})" if advice else ""), path)
 
 
 class _Native:
@@ -121,8 +121,8 @@ class _PythonThreads:
 
     def free(self) -> None:
         if os.getpid() == self._pid:  # a forked child has no threads to wait for
-            mine = threading.current_thread().name.startswith(_POOL)
-            self._pool.shutdown(wait=not mine)  # a thread cannot wait for itself
+            in_pool = threading.current_thread().name.startswith(_POOL)
+            self._pool.shutdown(wait=not in_pool)  # a thread cannot wait for itself
 
 
 def _move(_: torch.Tensor, write: int, fd: int, offset: int, address: int, size: int) -> int:

@@ -116,9 +116,9 @@ class Worker:
     def check(self) -> None:
         """Raise UsageError where a call has failed, unless the worker still ``serves`` other ranks."""
         if self.failure is not None and not self.serves:
-            what = f"{type(self.failure).__name__}: {self.failure}"
+            text = f"{type(self.failure).__name__}: {self.failure}"
             raise UsageError(
-                f"an update that went on behind the program has failed ({what}), so parameters and optimizer state are "
+                f"an update that went on behind the program has failed ({text}), so parameters and optimizer state are "
                 "of two steps; load a checkpoint, or start again from one"
             ) from self.failure
 

@@ -130,8 +130,8 @@ def _open_arena(folder: str, label: str) -> DirectFile:
             file = DirectFile(f"/dev/fd/{nameless.fileno()}")
     except FileNotFoundError:
         missing = next((p for p in reversed([path, *path.parents]) if not p.exists()), path)
-        what = f"{missing} does not exist; is the drive mounted? Make it, or name another folder"
-        raise UsageError(f"{label} {folder!r}: {what}") from None
+        fault = f"{missing} does not exist; is the drive mounted? Make it, or name another folder"
+        raise UsageError(f"{label} {folder!r}: {fault}") from None
     except OSError as error:
         refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         hint = "name a folder that you may write" if refused else "check the drive"
@@ -191,8 +191,8 @@ class Stored(TierStore):
         # weakly: what nobody can read any more holds nothing, however its reader got lost
         self._readers: list[weakref.ref[Held]] = []
 
-    def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
-        if lent and self._straight(values, start):
+    def put(self, values: torch.Tensor, *, start: int = 0, zero_copy: bool = False) -> Transfer:
+        if zero_copy and self._straight(values, start):
             return self._write(values, start=start)
         for lo, hi in self._pieces(start, start + values.numel()):
             buffer, inside = self._window(lo, hi)
@@ -281,8 +281,8 @@ class Stored(TierStore):
         """Hold the present bytes for any thread: the next write calls ``hurry`` and waits. Raise TransferError."""
         self.settle()
         reader = Held(self.drive, self._extent, hurry)
-        left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]
-        self._readers = [*left, weakref.ref(reader)]  # what is never written would keep those of every save
+        live = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]
+        self._readers = [*live, weakref.ref(reader)]  # what is never written would keep those of every save
         return reader
 
     def drop(self) -> None:
@@ -313,9 +313,9 @@ class Stored(TierStore):
             self._writes.remove(entry)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        each = max(1, self.drive.piece_bytes // self.dtype.itemsize)
+        piece_numel = max(1, self.drive.piece_bytes // self.dtype.itemsize)
         while start < stop:
-            end = min(stop, (start // each + 1) * each)
+            end = min(stop, (start // piece_numel + 1) * piece_numel)
             yield start, end
             start = end
 

@@ -44,8 +44,8 @@ class PendingWork:
     def note(self, work: Transfer, reads: Kinds = (), writes: Kinds = (), *, copy: bool = False) -> None:
         """Note ``work``, which reads and writes these states until it ends; ``copy``: between memory and the device."""
         with self._lock:
-            others = [entry for entry in self._entries if entry.work is not work]
-            kept = [entry for entry in others if not entry.work.done() or entry.work.failed()]
+            earlier = [entry for entry in self._entries if entry.work is not work]
+            kept = [entry for entry in earlier if not entry.work.done() or entry.work.failed()]
             self._entries = (*kept, _Work(work, reads, writes, copy))
 
     def forget_ended(self) -> None:

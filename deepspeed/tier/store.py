@@ -22,9 +22,9 @@ class TierStore:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = self._memory = tensor
 
-    def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
-        """Store ``values`` (any device, any floating dtype) at element ``start``. With ``lent`` they stay untouched
-        until the transfer has ended, and need no copy on the way.
+    def put(self, values: torch.Tensor, *, start: int = 0, zero_copy: bool = False) -> Transfer:
+        """Store ``values`` (any device, any floating dtype) at element ``start``. With ``zero_copy`` they stay
+        untouched until the transfer has ended, and need no copy on the way.
         """
         return round_into(self.tensor[start : start + values.numel()], values)
 
@@ -90,12 +90,12 @@ def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
     # what grows on its way down travels as it is
     cast = out.device != values.device and out.dtype != values.dtype and not (down and out.itemsize > values.itemsize)
     beside = down and (cast or out.dtype == values.dtype) and out.is_pinned()
-    each = _PIECE_NUMEL if cast else max(1, values.numel())
-    for lo in range(0, values.numel(), each):
-        piece = values[lo : lo + each]
+    piece_numel = _PIECE_NUMEL if cast else max(1, values.numel())
+    for lo in range(0, values.numel(), piece_numel):
+        piece = values[lo : lo + piece_numel]
         if cast:
             piece = piece.to(out.dtype) if down else piece.to(out.device)
-        out[lo : lo + each].copy_(piece, non_blocking=beside)
+        out[lo : lo + piece_numel].copy_(piece, non_blocking=beside)
     return Landing(out.nbytes) if beside else ARRIVED
 
 

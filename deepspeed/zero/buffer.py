@@ -42,8 +42,8 @@ class ParameterBuffer:
 
     def _hide(self) -> None:
         if self._void is None:
-            known = self.full.is_floating_point() or self.full.is_complex()
-            self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
+            inexact = self.full.is_floating_point() or self.full.is_complex()
+            self._void = torch.full((), math.nan if inexact else 0, dtype=self.full.dtype, device=self.full.device)
         hide(self._params, self._void)
 
     def hide(self) -> None:

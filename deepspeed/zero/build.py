@@ -140,7 +140,7 @@ def build(
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
         _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
-    units = [_bare_unit(i, *each) for i, each in enumerate(zip(parts.units, layouts, fitted.rows, strict=True))]
+    units = [_bare_unit(i, *args) for i, args in enumerate(zip(parts.units, layouts, fitted.rows, strict=True))]
     heap, plain = hostmem.HeapTrimmer(), not plan.regular.param.sharded
     for unit, spec in zip(units, parts.units, strict=True):
         _take_over(unit, spec, values_from_files(unit, rules.device, files, mesh=mesh), rules, tiers, plain=plain)
@@ -217,8 +217,8 @@ def _fitted(
         limits = replace(present, device=limits.device, device_used=limits.device_used)
     meshes = [mesh, *(spec.facts.mesh for spec in specs if spec.facts is not None)]
     count = 0 if shared else len(set().union(*(m.communicators for m in meshes)))
-    ways = [group.size for group in mesh.groups]
-    fitted = fit(plan, sizes, ways, widths, limits, shared=shared, communicators=count)
+    dims = [group.size for group in mesh.groups]
+    fitted = fit(plan, sizes, dims, widths, limits, shared=shared, communicators=count)
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted
@@ -248,12 +248,12 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Raise DivergenceError unless all ranks have equal names, shapes, dtypes and requires_grad. Collective."""
     if mesh.zero.size == 1:
         return
-    mine = [f"{n!r} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-    digests = collectives.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest(), mesh.zero)
+    local = [f"{n!r} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    digests = collectives.gather_objects(hashlib.sha256(repr(local).encode()).hexdigest(), mesh.zero)
     if len(set(digests)) == 1:
         return
-    first, *others = collectives.gather_objects(mine, mesh.zero)
-    for rank, theirs in zip(mesh.zero.ranks[1:], others, strict=True):
+    first, *peers = collectives.gather_objects(local, mesh.zero)
+    for rank, theirs in zip(mesh.zero.ranks[1:], peers, strict=True):
         differing = [pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]]
         if differing or len(first) != len(theirs):
             a, b = differing[0] if differing else (f"{len(names)} parameters" for names in (first, theirs))

@@ -183,9 +183,9 @@ class Gradients:
         while len(self._flying) >= self._in_flight:
             self._land()
         target = self._rest(unit, contribution=partial.dtype)
-        ways, add = self._streams, target.filled
+        streams, add = self._streams, target.filled
         with unit.events.range(f"reduce {unit.name}", ISSUE, unit):
-            transfer = reduce_over_axes(unit, partial, target.memory, ways, accumulate=add, after=target.ready)
+            transfer = reduce_over_axes(unit, partial, target.memory, streams, accumulate=add, after=target.ready)
         if self._reuses and partial.device.type == "cpu":  # whose pages the system has to clear each time
             target = target._replace(spent=partial)
         self._send(unit, transfer, target)
@@ -246,7 +246,7 @@ class Gradients:
             return
         unit.note_gradient(target.memory)
         # only a staging buffer stays untouched until it is given back, after the write
-        written = store.put(target.memory, lent=target.buffer is not None)
+        written = store.put(target.memory, zero_copy=target.buffer is not None)
         if target.buffer is not None:
             store.staging.give(target.buffer, after=written)
         else:
@@ -437,10 +437,10 @@ def reduce_over_axes(
     not wait for this one's over the outer, whose links are slower; the dtype of ``partial`` travels on all of them.
     """
     assert unit.plan.grad is not None
-    ways = list(zip(unit.plan.grad.spread, unit.mesh.sums, streams[: len(unit.mesh.sums)], strict=True))
+    axes = list(zip(unit.plan.grad.spread, unit.mesh.sums, streams[: len(unit.mesh.sums)], strict=True))
     transfer, piece = after, partial
-    for position, (way, group, stream) in enumerate(ways, 1):
-        last, numel = position == len(ways), piece.numel() // (group.size if way is Spread.SHARDED else 1)
+    for position, (way, group, stream) in enumerate(axes, 1):
+        last, numel = position == len(axes), piece.numel() // (group.size if way is Spread.SHARDED else 1)
         # The receivers of gloo add in the dtype that they are given; others in that of the wire.
         dtype = target.dtype if group.backend == "gloo" else partial.dtype
         out = target if last else torch.empty(numel, dtype=dtype, device=partial.device)

@@ -172,15 +172,15 @@ class ModuleHooks:
 
     def install(self, *, compiled: bool = False) -> None:
         """Register every hook (idempotent); ``compiled``: some forward is. After an error the old hooks stay."""
-        known = self._compiled
+        previous = self._compiled
         old = self.forward_handles, self.backward_handles
         self.forward_handles, self.backward_handles = [], []
-        self._compiled = known or compiled or _are_compiled(self._modules)
+        self._compiled = previous or compiled or _are_compiled(self._modules)
         try:
             self._register()
         except BaseException:
             old, (self.forward_handles, self.backward_handles) = (self.forward_handles, self.backward_handles), old
-            self._compiled = known
+            self._compiled = previous
             raise
         finally:
             for handle in (*old[0], *old[1]):
@@ -245,10 +245,10 @@ class ModuleHooks:
             yield
         finally:
             ours = {handle.id for handle in [*self.forward_handles, *self.backward_handles]}
-            for hooks, those in before:
+            for hooks, saved in before:
                 now = {**hooks}
                 hooks.clear()
-                hooks.update({key: hook for key, hook in those.items() if key in ours or key in now} | now)
+                hooks.update({key: hook for key, hook in saved.items() if key in ours or key in now} | now)
 
     def compile(self, compiler: Callable[[Any], Any]) -> Callable[[], None]:
         """Pass every forward without hooks inside through ``compiler``; return a callable that undoes that."""

@@ -148,10 +148,10 @@ def build_layout(items: list[Item], shards: int, granularity: Granularity) -> Fl
         fill[owner] += round_up(numels[i], ALIGNMENT_NUMEL)
     numel = shards * max(*fill, ALIGNMENT_NUMEL) if whole else round_up(max(*fill, 1), ALIGNMENT_NUMEL * shards)
     segments = []
-    for shard, those in enumerate(inside):
+    for shard, indices in enumerate(inside):
         offset = shard * (numel // shards)
         # Empty tensors come first in their shard: behind a full one they would start in the next shard.
-        for i in sorted(those, key=lambda i: (whole and numels[i] > 0, items[i][2], i)):
+        for i in sorted(indices, key=lambda i: (whole and numels[i] > 0, items[i][2], i)):
             name, shape, group = items[i]
             segments.append(Segment(name, shape, offset, group))
             offset += round_up(numels[i], ALIGNMENT_NUMEL)

@@ -59,8 +59,8 @@ class OptimView:
         """
         unit, resting = self.unit, self.unit.shard
         if apart is not None:
-            away = unit.device.type != "cpu" and resting.dtype is not self.param.dtype
-            box = apart.spare(resting.dtype, keep=True) if away else None
+            casts = unit.device.type != "cpu" and resting.dtype is not self.param.dtype
+            box = apart.spare(resting.dtype, keep=True) if casts else None
             return None if box is None else self.within(StateKind.OPTIM, box)
         if unit.master_is_param or unit.on_drive(StateKind.PARAM):
             return None
@@ -112,8 +112,8 @@ def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tu
     if unit.layout.granularity is Granularity.PARAMETER:
         yield from ((s.name, s.group, lo, hi, s.shape) for s, lo, hi in parts)
         return
-    for group, those in itertools.groupby(parts, key=lambda part: part[0].group):
-        bounds = [bound for _, *both in those for bound in both]
+    for group, members in itertools.groupby(parts, key=lambda part: part[0].group):
+        bounds = [bound for _, *both in members for bound in both]
         lo, hi = bounds[0], bounds[-1]
         first_edge = start + ((lo - start) // tile_numel + 1) * tile_numel
         edges = range(first_edge, hi, tile_numel) if unit.on_drive(StateKind.OPTIM) else ()

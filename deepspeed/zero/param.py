@@ -91,10 +91,10 @@ def _pickled(unit: Any, position: int, protocol: Any) -> Any:
     return made.__reduce_ex__(protocol)
 
 
-def parts_refusal(what: str) -> UsageError:
-    """Return the error for a pickle of ``what``, of which a rank has only a part."""
+def parts_refusal(name: str) -> UsageError:
+    """Return the error for a pickle of ``name``, of which a rank has only a part."""
     return UsageError(
-        f"{what} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism), so a pickle or a "
+        f"{name} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism), so a pickle or a "
         "copy on one of them would be no model: use engine.save_16bit_model() or engine.save_checkpoint()"
     )
 

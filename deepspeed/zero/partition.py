@@ -189,20 +189,20 @@ def _touches(
 def partition(
     model: nn.Module,
     plan: ZeroPlan,
-    ways: int = 1,
+    tp_size: int = 1,
     *,
     trainable: Iterable[nn.Parameter],
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
-    """Divide the parameters of ``model`` (of which ``ways`` ranks have parts) into units by ``plan``, except composed
+    """Divide the parameters of ``model`` (cut over ``tp_size`` ranks) into units by ``plan``, except composed
     ones and those that another engine shares.
 
     ``trainable``: parameters with gradients and optimizer state. ``rest_dtype(name, param)``: dtype in which PARAM is
     stored. ``facts_of(name, param)``: facts of its unit; a unit holds parameters with equal facts. The first module
     with a tied parameter owns it; each module that touches a unit directly is listed for it, and so is its root.
     """
-    numel_of = partial(_even_numel, ways=ways)
+    numel_of = partial(_even_numel, tp_size=tp_size)
     names = {p: n for n, p in model.named_parameters() if not (is_composed(p) or is_shared(p))}
     trained, small = set(trainable), _persistent(names, plan, numel_of)
     roots = dict(find_blocks(model))
@@ -226,18 +226,18 @@ def partition(
             ):
                 index = latest[scope] = len(specs)
                 label = f"{'small' if param in small else 'bucket'}#{index}"
-                home = path if block is None else block
-                specs.append(UnitSpec(label if replicated else home or "root", *kind))
+                owner = path if block is None else block
+                specs.append(UnitSpec(label if replicated else owner or "root", *kind))
             specs[index].add(name, param, numel_of(param))
             index_of[param] = index
     touches, entries = _touches(model, index_of, roots, block_of)
     return Partition(specs, touches, entries)
 
 
-def _even_numel(param: nn.Parameter, ways: int) -> int:
-    """Return the elements per rank as if all ``ways`` parts were equal, so that every rank makes equal units."""
+def _even_numel(param: nn.Parameter, tp_size: int) -> int:
+    """Return the elements per rank as if all ``tp_size`` parts were equal, so that every rank makes equal units."""
     place = getattr(param, "tp_place", None)
-    return -(-prod(place.shape) * place.copies // ways) if place else prod(local_of(param).shape)
+    return -(-prod(place.shape) * place.copies // tp_size) if place else prod(local_of(param).shape)
 
 
 def _persistent(

@@ -182,8 +182,8 @@ class Runtime:
             if unit.state is not UnitState.ABSENT and unit.fetched_version != unit.version:
                 self._discard(unit)  # a forecast from before the last step must never serve stale weights (I6)
             while unit.state is UnitState.ABSENT:
-                others = [u.index for u in movable if u is not unit and u.state is UnitState.ABSENT]
-                self.order.ask(Kind.GATHER, (unit.index, *dict.fromkeys([*others, *self._ahead(indices)])))
+                absent = [u.index for u in movable if u is not unit and u.state is UnitState.ABSENT]
+                self.order.ask(Kind.GATHER, (unit.index, *dict.fromkeys([*absent, *self._ahead(indices)])))
         for unit in movable:
             unit.wait(StateKind.PARAM)
         ahead = self._ahead(indices) if movable else []
@@ -199,10 +199,10 @@ class Runtime:
 
     def _ahead(self, besides: Collection[int]) -> list[int]:
         """Return units to prefetch; none while the next is here or arriving, so that several share one message."""
-        others = self.schedule.ahead(self._numels, window_numel=self._window, besides=besides) if self._window else []
-        if others and self.units[others[0]].state is not UnitState.ABSENT:
+        forecast = self.schedule.ahead(self._numels, window_numel=self._window, besides=besides) if self._window else []
+        if forecast and self.units[forecast[0]].state is not UnitState.ABSENT:
             return []
-        return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT]
+        return [i for i in forecast if self.units[i].movable and self.units[i].state is UnitState.ABSENT]
 
     def _gather(self, unit: Unit, dummy: bool) -> None:
         self.counts.gathers += 1
@@ -416,5 +416,5 @@ class Runtime:
 def _worker(units: list[Unit], device: torch.device) -> Worker | None:
     """Return the worker for offloaded updates; None where the host would only alternate with it, except in tests."""
     tiers = {u.plan.optim.tier for u in units if u.plan.optim is not None} - {Tier.DEVICE}
-    behind = device.type != "cpu" or "DEEPSPEED_UPDATE_BEHIND" in os.environ
-    return Worker(device) if behind and tiers else None
+    background = device.type != "cpu" or "DEEPSPEED_UPDATE_BEHIND" in os.environ
+    return Worker(device) if background and tiers else None

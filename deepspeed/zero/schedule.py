@@ -116,8 +116,8 @@ class IntervalPredictor:
         """Append the interval that has ended, None: not to be learnt; ``predicted``: it had a forecast."""
         if predicted:
             self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
-        known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
-        self._past = [*self._past[-2 * _REACH :], known]
+        interned = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
+        self._past = [*self._past[-2 * _REACH :], interned]
 
     def forecast(self) -> tuple[Any, ...]:
         """Return the next interval; empty when none is predicted."""

@@ -406,7 +406,7 @@ class Unit:
 
     def publish_part(self, start: int, values: torch.Tensor) -> Transfer:
         """Put ``values`` (any floating dtype; untouched until the end) into PARAM at rest from flat index ``start``."""
-        return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
+        return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], zero_copy=True)
 
     def outbox(self, *, spent: bool) -> torch.Tensor | None:
         """Return host memory for PARAM over the range of OPTIM on its way to the device: that of the rest gradient,

@@ -251,7 +251,7 @@ def play(stored: Stored, *, seed: int, rounds: int) -> None:
             assert torch.equal(out, plain[lo:hi]), (number, lo, hi)
         elif what == "from":
             plain[lo:hi] = values_of(hi - lo, stored.dtype, seed + number)
-            stored.put(straight(hi - lo, stored.dtype, lo).copy_(plain[lo:hi]), start=lo, lent=True)
+            stored.put(straight(hi - lo, stored.dtype, lo).copy_(plain[lo:hi]), start=lo, zero_copy=True)
         else:
             stored.settle()
     stored.settle()

@@ -206,12 +206,12 @@ def use_a_drive(recorder: Recorder) -> None:
         drive = Drive(folder, label="nvme_path", staging=3, piece_bytes=1 << 20, pin=True, arena=Arena(pins=True))
         stored = Stored(drive, numel, torch.float32)
         values, out = torch.empty(numel, device="cpu"), torch.empty(numel, device="cpu", pin_memory=True)
-        stored.put(values, lent=True).wait()
-        stored.put(values, lent=True)
+        stored.put(values, zero_copy=True).wait()
+        stored.put(values, zero_copy=True)
         stored.get(out).wait()  # what is written is read
         out.add_(1)
-        stored.put(values, lent=True)
-        stored.put(out, lent=True)  # and written again
+        stored.put(values, zero_copy=True)
+        stored.put(out, zero_copy=True)  # and written again
         with stored.open(write=True) as opened:  # in pieces
             opened.add_(1)
         device = torch.empty(numel, device=NAME)
@@ -221,13 +221,13 @@ def use_a_drive(recorder: Recorder) -> None:
         held.read(0, out.view(torch.uint8))
         out.add_(1)
         held.release()
-        stored.put(out, lent=True)
+        stored.put(out, zero_copy=True)
         Several([stored.get(values[:4096]), stored.get(values[4096:8192], start=4096)]).wait()
         values.add_(1)
-        stored.put(out, lent=True)
+        stored.put(out, zero_copy=True)
         stored.drop()
         stored = Stored(drive, numel, torch.float32)  # the same place
-        stored.put(values, lent=True)
+        stored.put(values, zero_copy=True)
         drive.close()
         # Either end of a transfer waits for it by itself.
         for first, second in ((0, 1), (1, 0)):

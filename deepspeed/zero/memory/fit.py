@@ -93,57 +93,57 @@ class MemoryPlan:
 
 
 def memory_plan(
-    units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
+    units: Sequence[UnitSize], dims: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int,
     shared: bool, communicators: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """Compute one rank's plan. ``ways``: ranks on each axis; ``prefetch``: elements gathered ahead."""
+    """Compute one rank's plan. ``dims``: ranks on each axis; ``prefetch``: elements gathered ahead."""
     table: Counter[tuple[str, Tier]] = Counter()
     host_left, pages = offload.host_param_numel, 0
 
-    def add(what: str, tier: Tier, nbytes: int, *, paged: bool = True) -> None:
+    def add(label: str, tier: Tier, nbytes: int, *, paged: bool = True) -> None:
         nonlocal pages
         if paged and tier is Tier.HOST and not shared:
             nbytes = round_up(nbytes, _PAGE)
             pages += nbytes
-        table[what, tier] += nbytes
+        table[label, tier] += nbytes
 
     for unit in units:
-        numel, tier = _share(unit.numel, unit.row.param, ways), unit.row.param.tier
+        numel, tier = _share(unit.numel, unit.row.param, dims), unit.row.param.tier
         if tier is Tier.NVME and numel <= host_left:
             tier, host_left = Tier.HOST, host_left - numel
         add("parameters", tier, numel * unit.width)
         grad, optim = unit.row.grad, unit.row.optim
         if grad is not None and optim is not None:
             for _ in range(offload.update.gradient_copies if optim.away else 1):  # the last ones while new ones come
-                add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
-            numel = _share(unit.numel, optim, ways)
+                add("gradients", grad.tier, _share(unit.numel, grad, dims) * widths.accumulate)
+            numel = _share(unit.numel, optim, dims)
             masters = not _is_its_own_master(unit, tier, optim, offload, shared=shared)
             add("optimizer state", optim.tier, 4 * numel * masters)
-            parts = prod(n for way, n in zip(optim.spread, ways, strict=True) if way is Spread.SHARDED)
+            parts = prod(n for way, n in zip(optim.spread, dims, strict=True) if way is Spread.SHARDED)
             needed = offload.update.memory_of(unit.shapes, numel, parts=parts, slots=widths.slots, shared=shared)
-            for what, tier, nbytes, paged in needed if optim.away else ():
-                add(what, tier, nbytes, paged=paged)
+            for label, tier, nbytes, paged in needed if optim.away else ():
+                add(label, tier, nbytes, paged=paged)
             if unit.row.loads_states and not shared:  # the slots are in the arena, too
                 for _ in range(widths.slots // 4):
                     add("optimizer state", optim.tier, 4 * numel)
             else:
                 table["optimizer state", optim.tier] += widths.slots * numel
-        table["copies for asynchronous saves", Tier.HOST] += _saved_at_once(unit, ways, offload, widths)
-    table["units gathered at once", Tier.DEVICE] = _gathered(units, ways, prefetch)
-    table["gradients on their way", Tier.DEVICE] = _sent_gradients(units, ways, widths, shared=shared)
-    visits = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim and u.row.loads_states and not shared]
+        table["copies for asynchronous saves", Tier.HOST] += _saved_at_once(unit, dims, offload, widths)
+    table["units gathered at once", Tier.DEVICE] = _gathered(units, dims, prefetch)
+    table["gradients on their way", Tier.DEVICE] = _sent_gradients(units, dims, widths, shared=shared)
+    visits = [_share(u.numel, u.row.optim, dims) for u in units if u.row.optim and u.row.loads_states and not shared]
     table["optimizer state on a visit", Tier.DEVICE] = InFlight.LOADED * (4 + widths.slots) * max(visits, default=0)
-    hosted = [_share(u.numel, u.row.optim, ways) for u in units if u.row.optim is not None and u.row.optim.away]
-    for what, tier, nbytes, _ in offload.update.memory_beside(hosted, slots=widths.slots):
-        table[what, tier] += nbytes
-    table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
+    hosted = [_share(u.numel, u.row.optim, dims) for u in units if u.row.optim is not None and u.row.optim.away]
+    for label, tier, nbytes, _ in offload.update.memory_beside(hosted, slots=widths.slots):
+        table[label, tier] += nbytes
+    table["staging buffers", Tier.HOST] = _staging(units, dims, offload, widths)
     table[f"communicators: {communicators}, assumed", Tier.DEVICE] = communicators * _COMMUNICATOR
     return MemoryPlan(_lines(table), shared, pages)
 
 
 def _lines(table: Counter[tuple[str, Tier]]) -> tuple[Line, ...]:
-    names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
-    return tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names)
+    names = dict.fromkeys(label for (label, _), nbytes in table.items() if nbytes)
+    return tuple(Line(label, *(table[label, tier] for tier in Tier)) for label in names)
 
 
 def _is_its_own_master(unit: UnitSize, tier: Tier, optim: StatePlan, offload: OffloadPlan, *, shared: bool) -> bool:
@@ -153,15 +153,15 @@ def _is_its_own_master(unit: UnitSize, tier: Tier, optim: StatePlan, offload: Of
     return Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE
 
 
-def _saved_at_once(unit: UnitSize, ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
+def _saved_at_once(unit: UnitSize, dims: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
     """Return the bytes of a rank's copies for an asynchronous save; each byte of a unit is one rank's to write."""
     optim = unit.row.optim
     if not offload.save_copies or (optim or unit.row.param).tier is Tier.NVME:
         return 0
-    return -(-unit.numel // prod(ways)) * (unit.width if optim is None else 4 + widths.slots)
+    return -(-unit.numel // prod(dims)) * (unit.width if optim is None else 4 + widths.slots)
 
 
-def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
+def _sent_gradients(units: Sequence[UnitSize], dims: Sequence[int], widths: Widths, *, shared: bool) -> int:
     """Return the bytes of local sums before they are reduced, of a few units or all that wait for the window; and of
     reduced ones on their way to where they rest.
     """
@@ -171,13 +171,13 @@ def _sent_gradients(units: Sequence[UnitSize], ways: Sequence[int], widths: Widt
     sent = [(u.numel, widths.wire or u.width) for u, _ in trained]
     largest = max((numel * width for numel, width in sent), default=0)
     cast = max((numel * width for numel, width in sent if width != widths.accumulate), default=0)
-    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
-    return (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
+    offloaded = max((_share(u.numel, grad, dims) for u, grad in trained if grad.away and not shared), default=0)
+    return (waiting + cast if waiting else together * largest) + together * offloaded * widths.accumulate
 
 
-def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> int:
+def _gathered(units: Sequence[UnitSize], dims: Sequence[int], prefetch: int) -> int:
     """Return the bytes of the units that are whole at once."""
-    moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, ways) < u.numel]
+    moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, dims) < u.numel]
     if not moving:
         return 0
     moving.sort(key=lambda u: -u.numel * u.width)
@@ -186,27 +186,27 @@ def _gathered(units: Sequence[UnitSize], ways: Sequence[int], prefetch: int) -> 
     return moving[0].numel * moving[0].width + ahead
 
 
-def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:
+def _share(numel: int, state: StatePlan, dims: Sequence[int]) -> int:
     """Return the elements of one rank."""
-    return -(-numel // prod(n for way, n in zip(state.spread, ways, strict=True) if way is Spread.SHARDED))
+    return -(-numel // prod(n for way, n in zip(state.spread, dims, strict=True) if way is Spread.SHARDED))
 
 
-def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
+def _staging(units: Sequence[UnitSize], dims: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
     """Return the bytes of buffers between memory and the drives."""
 
     def largest(kind: str, width: int = 1) -> int:
         """Return one rank's largest such state on a drive, in elements or, with ``width`` 0, in bytes."""
         states = ((u, getattr(u.row, kind)) for u in units)
-        away = [(u, s) for u, s in states if s is not None and s.tier is Tier.NVME]
-        return max((_share(u.numel, s, ways) * (width or u.width) for u, s in away), default=0)
+        on_drive = [(u, s) for u, s in states if s is not None and s.tier is Tier.NVME]
+        return max((_share(u.numel, s, dims) * (width or u.width) for u, s in on_drive), default=0)
 
     piece = min(largest("param", 0), offload.param_piece_numel * units[0].width if units else 0)
     total = min(offload.param_buffers, InFlight.READS + 1) * piece
     grads = largest("grad")
     if tiles := largest("optim"):
-        each = 4 + widths.slots + (widths.accumulate if grads else 0)
+        itemsize = 4 + widths.slots + (widths.accumulate if grads else 0)
         whole = max(u.largest for u in units if u.row.optim is not None)
-        total += offload.optim_buffers * max(whole, min(tiles, offload.tile_numel)) * each
+        total += offload.optim_buffers * max(whole, min(tiles, offload.tile_numel)) * itemsize
     return total + InFlight.GRADIENT_BUFFERS * grads * widths.accumulate
 
 
@@ -244,8 +244,8 @@ class Limits:
     def broken_by(self, plan: MemoryPlan) -> str:
         """Describe the limit that ``plan`` exceeds."""
         host = f"{self.source} leaves a rank" if self.source else "memory.host_limit is"
-        what, limit = ("memory.device_limit is", self.device) if self.allow_host(plan) else (host, self.host)
-        return f"{what} {limit / 2**20:,.0f} MiB"
+        phrase, limit = ("memory.device_limit is", self.device) if self.allow_host(plan) else (host, self.host)
+        return f"{phrase} {limit / 2**20:,.0f} MiB"
 
     def with_used(self, plan: MemoryPlan) -> str:
         """Describe the memory that a rank would hold with ``plan``."""
@@ -273,10 +273,10 @@ def limits_present(ranks: Sequence[RankMemory]) -> Limits:
     for member, pool in ((r, p) for r in ranks for p in r.pools):
         sharing[pool.key].append((member, pool))
     rooms = []
-    for those in sharing.values():
-        room = (min(pool.free for _, pool in those) + sum(rank.replaced for rank, _ in those)) // len(those)
-        together = f", which {len(those)} ranks share," if len(those) > 1 else ""
-        rooms.append((room - room // _SPARE, max(rank.host for rank, _ in those), those[0][1].name + together))
+    for members in sharing.values():
+        room = (min(pool.free for _, pool in members) + sum(rank.replaced for rank, _ in members)) // len(members)
+        together = f", which {len(members)} ranks share," if len(members) > 1 else ""
+        rooms.append((room - room // _SPARE, max(rank.host for rank, _ in members), members[0][1].name + together))
     room, used, source = min(rooms, default=(0, 0, ""))
     return Limits(max(1, room + used) if rooms else 0, host_used=used, source=source)
 
@@ -292,7 +292,7 @@ class Fitted:
 
 
 def fit(
-    plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool,
+    plan: ZeroPlan, units: Sequence[UnitSize], dims: Sequence[int], widths: Widths, limits: Limits, *, shared: bool,
     communicators: int = 0,
 ) -> Fitted:  # fmt: skip
     """Choose the rows of ``units``, with gradients on the drive where host memory has no room for them.
@@ -304,7 +304,7 @@ def fit(
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
         counted: Any = {"prefetch": plan.prefetch_numel, "shared": shared, "communicators": communicators}
-        return memory_plan(sized, ways, offload, widths, **counted)
+        return memory_plan(sized, dims, offload, widths, **counted)
 
     # Rows that need ever less host memory, without another word in the configuration.
     offload, rows = plan.offload, [gradients_on_drive(unit.row) for unit in units]
@@ -344,7 +344,7 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
     """Describe the states that went to the drive because of ``limits``."""
     before = {line.what: line.drive for line in first.lines}
     more = {line.what: line.drive - before.get(line.what, 0) for line in now.lines}
-    parts = [f"{nbytes / 2**20:,.0f} MiB of {what}" for what, nbytes in more.items() if nbytes > 0]
+    parts = [f"{nbytes / 2**20:,.0f} MiB of {label}" for label, nbytes in more.items() if nbytes > 0]
     on_drive = f"{' and '.join(parts)} rest on the drive instead (state memory.host_limit to decide yourself)"
     return f"{limits.broken_by(first)}, so {on_drive}"
 

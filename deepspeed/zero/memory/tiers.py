@@ -70,14 +70,14 @@ class Tiers:
         plan, piece = self.plan, self.plan.param_piece_numel * width
         return self._open("param", plan.param_folder, plan.param_buffers, piece, pin=plan.pin_param)
 
-    def _open(self, what: str, folder: str, staging: int, piece_bytes: int, *, pin: bool) -> Drive:
-        if what not in self._drives:
-            plan, label = self.plan, f"zero_optimization.offload_{what}.nvme_path"
+    def _open(self, state: str, folder: str, staging: int, piece_bytes: int, *, pin: bool) -> Drive:
+        if state not in self._drives:
+            plan, label = self.plan, f"zero_optimization.offload_{state}.nvme_path"
             engine = {"block_bytes": plan.block_bytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
-            self._drives[what] = Drive(
+            self._drives[state] = Drive(
                 folder, label=label, staging=staging, piece_bytes=piece_bytes, pin=pin, arena=self.arena, **engine
             )
-        return self._drives[what]
+        return self._drives[state]
 
     @property
     def drives(self) -> list[Drive]:
@@ -86,26 +86,26 @@ class Tiers:
     def describe(self) -> list[str]:
         """Describe each place in use by a clause for the log."""
         plan, clauses = self.plan, []
-        for what, drive in self._drives.items():
+        for state, drive in self._drives.items():
             param, optim = (plan.param_buffers, plan.param_piece_numel), (plan.optim_buffers, plan.tile_numel)
-            buffers, window = param if what == "param" else optim
+            buffers, window = param if state == "param" else optim
             way = "O_DIRECT" if drive.direct else "page cache"
             how = f"{drive.backend}, {way}, {plan.block_bytes} bytes x {plan.queue_depth}, {plan.threads} threads"
             how += f"; {buffers} buffers of at most {window:,} elements"
-            clauses.append(f"offload_{what} on {drive.folder} ({how})")
+            clauses.append(f"offload_{state} on {drive.folder} ({how})")
         effect = "" if self.device.type != "cpu" else " (no effect: the device is the host)"
         for kind, nbytes, note in (("host", plan.host_limit, ""), ("device", plan.device_limit, effect)):
             if nbytes:
                 clauses.append(f"memory.{kind}_limit {nbytes / 2**20:,.0f} MiB{note}")
         if policy := plan.update.describe():
             clauses.append(policy)
-        pinned = [what for what, pin in (("parameters", plan.pin_param), ("optimizer state", plan.pin_optim)) if pin]
+        pinned = [state for state, pin in (("parameters", plan.pin_param), ("optimizer state", plan.pin_optim)) if pin]
         return [*clauses, f"page-locked memory for {' and '.join(pinned) or 'nothing'}{effect}"]
 
     def close(self, *, params: bool = True) -> None:
         """Free host memory and drive space, and the states there. Without ``params`` parameters on a drive stay."""
-        for what in [what for what in self._drives if params or what != "param"]:
-            self._drives.pop(what).close()
+        for state in [state for state in self._drives if params or state != "param"]:
+            self._drives.pop(state).close()
         for staging in [self._grad_staging, *(drive.staging for drive in self._drives.values())]:
             with contextlib.suppress(OSError):  # of a failed write, which its own waiters hear of
                 if staging is not None:

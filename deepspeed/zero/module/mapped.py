@@ -151,7 +151,7 @@ class MappedFiles:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        at = bisect.bisect_right(self._mapped, address, key=lambda each: each.start) - 1
+        at = bisect.bisect_right(self._mapped, address, key=lambda entry: entry.start) - 1
         if at < 0 or not tensor.is_contiguous():
             return None
         mapping = self._mapped[at]
@@ -206,20 +206,20 @@ def parts_of(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, FileP
 def agreed_files(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, FilePart]:
     """Return parameters of ``model`` that all ranks that share them have in the same file. Collective."""
     plain = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not hasattr(p, "_ds_unit")}
-    mine = parts_of({name: p.detach() for name, p in plain.items()}, mesh)
+    parts = parts_of({name: p.detach() for name, p in plain.items()}, mesh)
     for group in (mesh.zero, mesh.tp):
-        mine = _on_all(mine, group)
-    return {plain[name]: part for name, part in mine.items()}
+        parts = _on_all(parts, group)
+    return {plain[name]: part for name, part in parts.items()}
 
 
-def _on_all(mine: dict[str, FilePart], group: AxisGroup) -> dict[str, FilePart]:
+def _on_all(parts: dict[str, FilePart], group: AxisGroup) -> dict[str, FilePart]:
     """Return the parts that every rank of ``group`` has in the same place. Collective."""
-    keys = {name: part.key for name, part in mine.items()}
+    keys = {name: part.key for name, part in parts.items()}
     digests = collectives.gather_objects(hashlib.sha256(repr(sorted(keys.items())).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
-        return mine
-    everyone = collectives.gather_objects(keys, group)
-    return {name: part for name, part in mine.items() if all(each.get(name) == part.key for each in everyone)}
+        return parts
+    gathered = collectives.gather_objects(keys, group)
+    return {name: part for name, part in parts.items() if all(peer.get(name) == part.key for peer in gathered)}
 
 
 def values_from_files(

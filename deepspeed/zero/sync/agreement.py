@@ -238,10 +238,10 @@ class Agreement:
         """Raise on all ranks: some have taken a predicted step in whose place others have done something else."""
         assert self._group is not None
         self.apart = True
-        everyone = gather_objects((self._steps, *request.head), self._group)
+        gathered = gather_objects((self._steps, *request.head), self._group)
         ranks = "; ".join(
             f"{self._title(rank)} {self._asks(kind, unit)} after {steps} steps"
-            for rank, (steps, kind, unit) in zip(self._group.ranks, everyone, strict=True)
+            for rank, (steps, kind, unit) in zip(self._group.ranks, gathered, strict=True)
         )
         raise DivergenceError(f"the ranks have taken different numbers of steps ({self._where()}): {ranks}. {_ALIKE}")
 
@@ -264,7 +264,7 @@ class Agreement:
             first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)
             asked = [f"used {self._names[p[first]]!r}" if first < len(p) else "used nothing more" for p in paths]
         self._close()
-        ranks = "; ".join(f"{self._title(rank)} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
+        ranks = "; ".join(f"{self._title(rank)} {text}" for rank, text in zip(self._group.ranks, asked, strict=True))
         raise DivergenceError(
             f"the ranks took different paths ({self._where()}): {ranks}. zero_optimization.divergence is 'error'; "
             "set it to 'tolerate' to let ranks skip modules"

@@ -114,11 +114,11 @@ class Failures:
             traceback.clear_frames(error.__traceback__)  # what the batch has allocated is room for what is pending
         ended = collectives.is_of_backend(error.__cause__ or error)  # the connections to others
         lost = ended or host.order.agreement.apart
-        known = error is self._known
+        reported = error is self._known
         try:
             where = host.where()
             host.reset(keep_gradients=in_forward)
-            if not lost and not known and isinstance(error, Exception):
+            if not lost and not reported and isinstance(error, Exception):
                 self.lose_batch(error)
                 lost = self.standing is Standing.BROKEN
             after = Aftermath(in_forward) if lost else self._tell(error, where, in_forward=in_forward)
@@ -132,7 +132,7 @@ class Failures:
         if lost and host.mesh.job.size > 1:
             self.break_off(collectives.describe(error))
             break_off_all(host.mesh)
-            if ended and not known:
+            if ended and not reported:
                 self._raise_cause(error)
         return after
 
@@ -211,8 +211,8 @@ class Failures:
         text = None if error is None else collectives.describe(error)
         memory = isinstance(error, torch.OutOfMemoryError)
         torn = self._half_updated or (host.worker is not None and host.worker.failure is not None)
-        mine = RankState(where, text, in_forward, torn, host.order.clean, memory)
-        states = dict(zip(group.ranks, collectives.gather_objects(mine, group), strict=True))
+        local = RankState(where, text, in_forward, torn, host.order.clean, memory)
+        states = dict(zip(group.ranks, collectives.gather_objects(local, group), strict=True))
         host.order.restart(forget_vacant=all(state.in_forward and state.clean for state in states.values()))
         self._half_updated = False
         return states

@@ -127,13 +127,13 @@ def _part_of(source: torch.Tensor | None, view: OptimView, piece: OptimView) -> 
 def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Scalar]:
     """Return the factor of each gradient for the kernels: on the host a number, on a device a tensor per value."""
     scales: dict[torch.Tensor, Scalar] = {}
-    each: dict[tuple[float, bool], Scalar] = {}
+    cached: dict[tuple[float, bool], Scalar] = {}
     for view in views:
         key = view.unit.facts.after, view.param.device.type == "cpu"
-        if key not in each:
+        if key not in cached:
             scale = factor * key[0]
-            each[key] = float(scale) if key[1] else scale
-        scales[view.param] = each[key]
+            cached[key] = float(scale) if key[1] else scale
+        scales[view.param] = cached[key]
     return scales
 
 

@@ -78,11 +78,11 @@ class DelayedUpdate(LateUpdate):
         undisturbed, groups = self.optimizer.undisturbed(), captured_groups(self.optimizer)
         self._unpublished = True
         units: list[tuple[Begun, list[OptimView]]] = []
-        for unit, those in itertools.groupby(step.views, lambda view: view.unit):
+        for unit, unit_views in itertools.groupby(step.views, lambda view: view.unit):
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))
             assert store is not None, "a step comes with gradients"
             after = Several([landing[unit], unit.pending.until(StateKind.OPTIM, write=True)])
-            units.append((Begun(unit, store, after), list(those)))
+            units.append((Begun(unit, store, after), list(unit_views)))
         self._begun += [begun for begun, _ in units]
         if not undisturbed:
             self._update_watched(step, step.factor)

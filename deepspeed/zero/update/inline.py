@@ -30,8 +30,8 @@ class InlineUpdate(UpdatePolicy):
     def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(host, optimizer)
         rows = [unit.plan.optim for unit in host.units if unit.plan.optim is not None]
-        away = host.device.type == "cpu" or any(row.away for row in rows)
-        self._leads = not away and getattr(type(optimizer), "heeds_skip", False)
+        offloaded = host.device.type == "cpu" or any(row.away for row in rows)
+        self._leads = not offloaded and getattr(type(optimizer), "heeds_skip", False)
 
     def launches_ahead(self) -> bool:
         """Tell whether updates run on the device and heed ``skip``; rank-local views and hooks do not count."""
@@ -77,7 +77,7 @@ class InlineUpdate(UpdatePolicy):
         if not any(homes) or not isinstance(self.optimizer, GroupStep) or not self.optimizer.undisturbed():
             return []
         pairs = zip(homes, views, strict=True)
-        return [(home, [view for _, view in those]) for home, those in itertools.groupby(pairs, lambda pair: pair[0])]
+        return [(unit, [view for _, view in group]) for unit, group in itertools.groupby(pairs, lambda pair: pair[0])]
 
     def _update_all(self, views: Sequence[OptimView], factor: Scalar, skip: torch.Tensor | None) -> list[OptimView]:
         return apply_whole(self.optimizer, views, factor, skip=skip)

@@ -125,13 +125,13 @@ class LateUpdate(BackgroundUpdate):
             return
         self._unpublished = False
         # What is rounded lies in the memory of the gradients.
-        kept = [(each, each.unit.exchange_gradient_store(each.store)) for each in begun]
+        kept = [(update, update.unit.exchange_gradient_store(update.store)) for update in begun]
         try:
-            self._publication().finish([view for each in begun for view in each.written])
+            self._publication().finish([view for update in begun for view in update.written])
         finally:
-            for each, store in kept:
-                each.unit.exchange_gradient_store(store)
-                self._take_back(each)
+            for update, store in kept:
+                update.unit.exchange_gradient_store(store)
+                self._take_back(update)
 
     def _publication(self) -> Publication:
         return self.host.publication([unit for unit in self.host.units if unit.trainable])
@@ -151,7 +151,7 @@ class LateUpdate(BackgroundUpdate):
 
     def forget(self) -> None:
         super().forget()
-        for each in self._begun:
-            self._take_back(each)
+        for update in self._begun:
+            self._take_back(update)
         self._begun.clear()
         self._unpublished = False

@@ -116,8 +116,8 @@ def _publish(unit: Unit, fill: Callable[[torch.Tensor], Transfer]) -> Transfer:
     start, stop = unit.range_of(StateKind.OPTIM)
     base, _ = unit.range_of(StateKind.PARAM)
     wider = _wider(unit)
-    away = unit.on_drive(StateKind.PARAM)
-    if away and not wider:
+    on_drive = unit.on_drive(StateKind.PARAM)
+    if on_drive and not wider:
         return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
     transfer: Transfer = ARRIVED
     with unit.values(StateKind.PARAM, write=True) as resting:
@@ -136,7 +136,7 @@ def _publish(unit: Unit, fill: Callable[[torch.Tensor], Transfer]) -> Transfer:
                 collectives.all_gather(gathered, piece.to(unit.device), group).wait()
                 whole.copy_(gathered)
             piece = whole
-        if away:
+        if on_drive:
             transfer.wait()
     return transfer
 

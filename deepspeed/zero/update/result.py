@@ -110,9 +110,9 @@ def report_nonfinite(runtime: Runtime, units: list[Unit]) -> str:
         if bad is not None:
             first = (unit.index, bad.offset, bad.name, unit.name)
             break
-    everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
-    _, _, name, where = min(seen for seen, _ in everyone)
-    ranks = zip(runtime.mesh.job.ranks, everyone, strict=True)
+    gathered = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
+    _, _, name, where = min(seen for seen, _ in gathered)
+    ranks = zip(runtime.mesh.job.ranks, gathered, strict=True)
     culprits = [runtime.mesh.title(rank).removeprefix("rank ") for rank, (_, names) in ranks if where in names]
     if runtime.mesh.first:
         logger.warning(

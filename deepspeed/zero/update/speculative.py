@@ -110,7 +110,7 @@ class EarlyUpdate(Transfer):
         """Return the inputs and their versions: a client may hold the optimizer's dicts, and put or write there."""
         slots = [view.kept_by(self.optimizer).get(name) for view in self.unit.views for name in ("step", *_MOMENTS)]
         read = [self.unit.grad, *(view.param for view in self.unit.views), *slots]
-        return [(each, getattr(each, "_version", None)) for each in read]
+        return [(value, getattr(value, "_version", None)) for value in read]
 
     def _untouched(self) -> bool:
         pairs = zip(self._read, self._reads(), strict=True)

@@ -143,8 +143,8 @@ class StagedUpdate(InlineUpdate):
             for view in visit.views:
                 state = self.optimizer.state.get(view.param, {})
                 slots = [(v, self._home(view, key, v)) for key, v in state.items() if _travels(v, view.param)]
-                for shown, home in [(view.param, view.param.detach()), *slots]:
-                    visit.copies.append((shown, home, torch.empty_like(home, device=view.unit.device)))
+                for shown, on_host in [(view.param, view.param.detach()), *slots]:
+                    visit.copies.append((shown, on_host, torch.empty_like(on_host, device=view.unit.device)))
                 for key, value in state.items():  # a count of steps stays where it was counted, but for a loaded one
                     if self._counts_there(view, value):
                         state[key] = value.to(view.unit.device)
@@ -157,26 +157,26 @@ class StagedUpdate(InlineUpdate):
 
     def _home(self, view: OptimView, key: str, value: torch.Tensor) -> torch.Tensor:
         """Return the place where that slot rests; a new slot, or one that somebody has replaced, is copied there."""
-        home = self._homes.get((view.param, key))
-        if home is None or home.shape != value.shape or home.dtype is not value.dtype:
-            home = self._tiers.arena.empty(tuple(value.shape), dtype=value.dtype, pin=self._tiers.plan.pin_optim)
-            self._homes[view.param, key] = home
-        if value.device.type == "cpu" and value.data_ptr() != home.data_ptr():
-            home.copy_(value)
-            point(value, home)
-        return home
+        on_host = self._homes.get((view.param, key))
+        if on_host is None or on_host.shape != value.shape or on_host.dtype is not value.dtype:
+            on_host = self._tiers.arena.empty(tuple(value.shape), dtype=value.dtype, pin=self._tiers.plan.pin_optim)
+            self._homes[view.param, key] = on_host
+        if value.device.type == "cpu" and value.data_ptr() != on_host.data_ptr():
+            on_host.copy_(value)
+            point(value, on_host)
+        return on_host
 
     def _go_home(self, visit: _Visit) -> None:
-        for shown, home, copy in visit.copies:
-            home.copy_(copy, non_blocking=True)
-            point(shown, home)
-        known = {id(shown) for shown, _, _ in visit.copies}
+        for shown, on_host, copy in visit.copies:
+            on_host.copy_(copy, non_blocking=True)
+            point(shown, on_host)
+        copied = {id(shown) for shown, _, _ in visit.copies}
         for view in visit.views:  # slots that the optimizer has made now
             for key, value in self.optimizer.state.get(view.param, {}).items():
-                if id(value) not in known and _travels(value, view.param):
-                    home = self._home(view, key, value)
-                    home.copy_(value, non_blocking=True)
-                    point(value, home)
+                if id(value) not in copied and _travels(value, view.param):
+                    on_host = self._home(view, key, value)
+                    on_host.copy_(value, non_blocking=True)
+                    point(value, on_host)
         visit.copies.clear()
         self._home_again = Landing(0)
         for unit in {view.unit for view in visit.views}:
@@ -189,8 +189,8 @@ def _travels(value: object, param: torch.Tensor) -> bool:
 
 
 def _copies(visit: _Visit) -> Transfer:
-    for _, home, copy in visit.copies:
-        copy.copy_(home, non_blocking=True)
+    for _, on_host, copy in visit.copies:
+        copy.copy_(on_host, non_blocking=True)
     return Several([])
 
 

@@ -114,13 +114,13 @@ class _Tile:
             if write:
                 place = view.unit.rest[StateKind.OPTIM]
                 start = view.start - view.unit.range_of(StateKind.OPTIM)[0]
-                transfers.append(place.put(self._master, start=start, lent=True))
+                transfers.append(place.put(self._master, start=start, zero_copy=True))
                 for slot in self.slots if self.region is not None else ():
                     inside, now = slot.of(self._inside), self._state[slot.key]
                     if now.data_ptr() != inside.data_ptr():  # the optimizer put a new tensor there
                         inside.copy_(now)
                 if self.region is not None:
-                    transfers.append(self.region.put(self._inside, lent=True))
+                    transfers.append(self.region.put(self._inside, zero_copy=True))
             if publish:
                 transfers.append(view.unit.publish_part(view.start, self._master))
         finally:
@@ -169,7 +169,7 @@ class _Tile:
         buffer = self._staging.take(start)
         for slot in self.slots:
             slot.of(buffer).copy_(state[slot.key])
-        self._staging.give(buffer, after=self.region.put(buffer[:start], lent=True))
+        self._staging.give(buffer, after=self.region.put(buffer[:start], zero_copy=True))
         for slot in self.slots:
             point(state[slot.key], slot.void)
 
@@ -260,12 +260,12 @@ class TiledUpdate(UpdatePolicy):
         else:
             update = self._by_partial_steps(step)
         written = update(resident, None) if resident else []
-        left = self._left(publication)
+        remaining = self._left(publication)
         course = self._one_by_one(update)
         self.torn = True
-        deque(itertools.islice(course, len(self._tiles) - sum(left.values())), maxlen=0)
+        deque(itertools.islice(course, len(self._tiles) - sum(remaining.values())), maxlen=0)
         self.torn = False
-        for unit, count in left.items():
+        for unit, count in remaining.items():
             assert self.host.worker is not None
             turn = self.host.worker.hand_over(functools.partial(self._go_on, course, count))
             unit.note_pending(turn, reads=(StateKind.GRAD,), writes=(StateKind.OPTIM, StateKind.PARAM))
@@ -275,15 +275,15 @@ class TiledUpdate(UpdatePolicy):
 
     def _left(self, publication: Publication) -> dict[Unit, int]:
         """Count by unit the tiles to update behind the program: none at first, when slots find their place."""
-        optimizer, left = self.optimizer, dict[Unit, int]()
+        optimizer, remaining = self.optimizer, dict[Unit, int]()
         fits = self.host.worker is not None and isinstance(optimizer, GroupStep) and optimizer.scales_on_host()
         if not fits or not all(tile.view.param in vars(optimizer)["state"] for tile in self._tiles.values()):
-            return left
-        for unit, those in itertools.groupby(reversed(self._tiles.values()), lambda tile: tile.view.unit):
+            return remaining
+        for unit, tiles in itertools.groupby(reversed(self._tiles.values()), lambda tile: tile.view.unit):
             if not publication.leave_out(unit):
                 break
-            left = {unit: len([*those]), **left}
-        return left
+            remaining = {unit: len([*tiles]), **remaining}
+        return remaining
 
     def _by_groups(self, optimizer: GroupStep, step: Step) -> _Update:
         """Return the update with the settings of the groups as they are now."""

@@ -79,10 +79,10 @@ class Band:
             if (hi - lo) % self.width == 0:
                 part.view(-1, self.width).index_copy_(1, columns, new)
                 continue
-            row, known = part.new_zeros(self.width), torch.zeros(self.width, dtype=torch.bool, device=part.device)
+            row, mask = part.new_zeros(self.width), torch.zeros(self.width, dtype=torch.bool, device=part.device)
             row.index_copy_(0, columns, new[0])
-            known.index_fill_(0, columns, True)  # noqa: FBT003
-            part.copy_(torch.where(known[first : first + hi - lo], row[first : first + hi - lo], part))
+            mask.index_fill_(0, columns, True)  # noqa: FBT003
+            part.copy_(torch.where(mask[first : first + hi - lo], row[first : first + hi - lo], part))
 
     def squares(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Add the sums of squares of all columns, as far as the band has them, to ``out``, in fp32 or wider."""

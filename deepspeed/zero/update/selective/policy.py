@@ -179,7 +179,7 @@ class SelectiveUpdate(LateUpdate):
     def _end_window(self, step: Step, groups: Groups | None, count: int, *, beside: bool) -> None:
         """Begin the host's update by the mean of ``count`` steps. ``groups``: settings; None if a hook watches."""
         calls, factor = [], float(step.factor)
-        for unit, those in itertools.groupby(step.views, lambda view: view.unit):
+        for unit, unit_views in itertools.groupby(step.views, lambda view: view.unit):
             self._until_added(unit)
             landed, sums = unit.pending.until(StateKind.GRAD), self._sums_of(unit)
             store = unit.exchange_gradient_store(self._spare.pop(unit, None)) if beside else unit.rest[StateKind.GRAD]
@@ -187,7 +187,7 @@ class SelectiveUpdate(LateUpdate):
             begun = Begun(unit, WindowSum(sums.pop(0), store), unit.pending.until(StateKind.OPTIM, write=True))
             self._begun.append(begun)
             add = functools.partial(_add, begun.store.tensor, store, factor, landed, begins=count == 1)
-            views = list(those)
+            views = list(unit_views)
             calls.append((begun, add, views, landed, frozen_since(views, self._trained)))
         if groups is None:
             for _, add, *_ in calls:
@@ -321,12 +321,12 @@ class SelectiveUpdate(LateUpdate):
         for unit in units:
             groups = unit.facts.sharing(unit.plan.of(StateKind.GRAD).spread)
             meshes.setdefault(tuple(map(id, groups)), []).append(unit)
-        for those in meshes.values():  # in the same order on all ranks: that of their first units
-            together = torch.cat([self._squares[unit] for unit in those])
-            for group in those[0].facts.sharing(those[0].plan.of(StateKind.GRAD).spread):
+        for members in meshes.values():  # in the same order on all ranks: that of their first units
+            together = torch.cat([self._squares[unit] for unit in members])
+            for group in members[0].facts.sharing(members[0].plan.of(StateKind.GRAD).spread):
                 collectives.sum_in_place(together, group)
-            sizes = [self._squares[unit].numel() for unit in those]
-            for unit, squares in zip(those, together.split(sizes), strict=True):
+            sizes = [self._squares[unit].numel() for unit in members]
+            for unit, squares in zip(members, together.split(sizes), strict=True):
                 self._squares[unit].copy_(squares)
         shares, counts = torch.zeros(2, dtype=torch.float64, device=self.host.device), self._counts
         _attempt(failed, lambda: self._take_largest(units, shares))
@@ -426,10 +426,10 @@ class SelectiveUpdate(LateUpdate):
         _attempt(failed, lambda: numbers.update(self._take_states()))
         if self._forgot:
             summed = [*self._frozen_sums()] if numbers.get(f"{SLOT}window") else []
-            mine = (numbers, self._host_updates(), summed)
-            everyone = collectives.gather_objects(mine, self.host.mesh.job)
-            numbers = next((known for known, *_ in everyone if known), {f"{SLOT}steps": max(n for _, n, _ in everyone)})
-            for index, position in itertools.chain.from_iterable(those for *_, those in everyone):
+            local = (numbers, self._host_updates(), summed)
+            gathered = collectives.gather_objects(local, self.host.mesh.job)
+            numbers = next((saved for saved, *_ in gathered if saved), {f"{SLOT}steps": max(n for _, n, _ in gathered)})
+            for index, position in itertools.chain.from_iterable(pairs for *_, pairs in gathered):
                 self._trained.setdefault(self.host.units[index], set()).add(position)
         if numbers:
             self._counts = Counts(**{name.removeprefix(SLOT): value for name, value in numbers.items()})
