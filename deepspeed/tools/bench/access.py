@@ -30,21 +30,21 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
             pass
 
     whole = torch.empty(-(-numel // plan.ranks) * plan.ranks)
-    mine = whole.chunk(plan.ranks)[0].clone()
-    ways = {
+    shard = whole.chunk(plan.ranks)[0].clone()
+    reads = {
         "gradients": lambda: [safe_get_full_grad(p) for p in params],
         "fp32 weights": lambda: [safe_get_full_fp32_param(p) for p in params],
         "first moments": lambda: [safe_get_full_optimizer_state(p, "exp_avg") for p in params],
         "weights gathered": weights,
-        "all-gather": lambda: comm.all_gather_into_tensor(whole, mine),
+        "all-gather": lambda: comm.all_gather_into_tensor(whole, shard),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "step")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*reads, "step")}
     for _ in range(plan.steps):
         passes(engine, x)
-        for name, read in {**ways, "step": engine.step}.items():
+        for name, read in {**reads, "step": engine.step}.items():
             seconds[name].append(together(read))
     engine.destroy()
-    return {"params": numel, "seconds": {name: statistics.median(each) for name, each in seconds.items()}}
+    return {"params": numel, "seconds": {name: statistics.median(values) for name, values in seconds.items()}}
 
 
 def measure(plan: argparse.Namespace) -> Any:
@@ -53,6 +53,6 @@ def measure(plan: argparse.Namespace) -> Any:
 
 def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     seconds, once = facts["seconds"], facts["seconds"]["all-gather"]
-    rows = [(name, each, f"{each / once:.2f}") for name, each in seconds.items()]
+    rows = [(name, median, f"{median / once:.2f}") for name, median in seconds.items()]
     head = f"{facts['params']:,} parameters on {plan.ranks} ranks, ZeRO-{plan.level}, bf16, AdamW"
     return titled(head, [("seconds", "", "of one all-gather in fp32"), *rows])

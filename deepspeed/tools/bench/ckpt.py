@@ -145,10 +145,10 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     """Return the ranks' measurements. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
     if plan.steps < plan.every:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
-    each, room = _TRAINING + _SAVED * (1 + plan.background), 2 * _SAVED * plan.params * _ALLOWED
-    check_memory(plan.params * each * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
+    per_param, room = _TRAINING + _SAVED * (1 + plan.background), 2 * _SAVED * plan.params * _ALLOWED
+    check_memory(plan.params * per_param * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
     with _place(plan.folder, room) as top:
-        facts = on_ranks(on_rank, plan, Path(top), each=0, alike=(DeepSpeedError, OSError))[0]
+        facts = on_ranks(on_rank, plan, Path(top), per_param=0, alike=(DeepSpeedError, OSError))[0]
     rates = {
         "ratio": facts["held_s"]["median"] / facts["copy_s"],
         "share": sum(facts["held_s"]["all"]) / facts["wall_s"],

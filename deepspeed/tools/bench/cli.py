@@ -48,12 +48,12 @@ ds_nvme_tune = partial(_measured, "ds_nvme_tune", "tune")
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    what = words[0] if words else ""
-    if what in _MODULES:
-        return _measured(f"ds_bench {what}", _MODULES[what], words[1:])
-    if what in ("-h", "--help"):
+    command = words[0] if words else ""
+    if command in _MODULES:
+        return _measured(f"ds_bench {command}", _MODULES[command], words[1:])
+    if command in ("-h", "--help"):
         return guarded("ds_bench", lambda: str(__doc__))
-    fault = f"{what!r} is not in this release" if what else "nothing to measure was named"
+    fault = f"{command!r} is not in this release" if command else "nothing to measure was named"
     sys.stderr.write(f"ds_bench: {fault}\n{__doc__}")
     return BAD_INPUT
 

@@ -65,10 +65,10 @@ def check_memory(nbytes: float, options: str) -> None:
         )
 
 
-def check_folder(folder: str, nbytes: float, what: str, remedy: str) -> None:
-    """Raise UsageError unless ``folder`` is a folder with room for ``nbytes``, which ``what`` takes."""
+def check_folder(folder: str, nbytes: float, consumer: str, remedy: str) -> None:
+    """Raise UsageError unless ``folder`` is a folder with room for ``nbytes``, which ``consumer`` takes."""
     if not os.path.isdir(folder):
         fault = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise UsageError(f"the folder {folder} {fault}; name one on the drive to be measured")
     if (free := shutil.disk_usage(folder).free) < nbytes:
-        raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space and {what} {nbytes / 1e9:.2f}; {remedy}")
+        raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space and {consumer} {nbytes / 1e9:.2f}; {remedy}")

@@ -46,12 +46,12 @@ def loop(buffers: list[torch.Tensor], threads: int, pool: ThreadPoolExecutor) ->
     """Return a loop of Adam's memory traffic over four flat tensors. Raises BuildError where there is no compiler."""
     stream = load(_STREAM).ds_stream
     numel = buffers[0].numel()
-    each = -(-numel // threads)
+    chunk = -(-numel // threads)
 
     def piece(start: int) -> None:
-        stream(ctypes.c_int64(min(each, numel - start)), *(ctypes.c_void_p(b.data_ptr() + 4 * start) for b in buffers))
+        stream(ctypes.c_int64(min(chunk, numel - start)), *(ctypes.c_void_p(b.data_ptr() + 4 * start) for b in buffers))
 
-    return lambda: list(pool.map(piece, range(0, numel, each)))
+    return lambda: list(pool.map(piece, range(0, numel, chunk)))
 
 
 def rates_of(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
@@ -68,7 +68,7 @@ def rates_of(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
             rounds = [{name: rate(update, numel) for name, update in updates.items()} for _ in range(ROUNDS)]
     finally:
         torch.set_num_threads(before)
-    return {name: [each[name] for each in rounds] for name in updates}, missing
+    return {name: [rates[name] for rates in rounds] for name in updates}, missing
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:

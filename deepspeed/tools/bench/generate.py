@@ -49,7 +49,7 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
             comm.barrier()
             seconds[WAYS[2]].append(timed(lambda: generate(engine), comm.barrier))
     engine.destroy()
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:

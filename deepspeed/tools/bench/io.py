@@ -135,7 +135,7 @@ def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dic
     operations = [name for name in ("write", "read") if getattr(options, name)] or ["write", "read"]
     rates: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in operations}
     for turn in range(options.warmup_loops + options.loops):
-        for operation, ways in rates.items():
+        for operation, samples in rates.items():
             for way in WAYS if turn % 2 else reversed(WAYS):
                 checked = options.validate and way == "engine"
                 if checked and operation == "write":
@@ -144,7 +144,7 @@ def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dic
                 if checked:
                     check(target, engine)
                 if turn >= options.warmup_loops or options.include_warmup_time:
-                    ways[way].append(rate)
+                    samples[way].append(rate)
     return rates
 
 

@@ -48,13 +48,13 @@ def _mapped(folder: str) -> nn.Module:
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 - no mapping
                 *path, leaf = name.split(".")
-                home = root
+                module = root
                 for part in path:
-                    if not hasattr(home, part):
-                        home.add_module(part, nn.Module())
-                    home = home.get_submodule(part)
+                    if not hasattr(module, part):
+                        module.add_module(part, nn.Module())
+                    module = module.get_submodule(part)
                 values = content.get_tensor(name)
-                home.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+                module.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
     return root
 
 
@@ -102,7 +102,7 @@ def measure(plan: argparse.Namespace) -> dict[str, Any]:
     files = _files(plan.model)
     if plan.transformers and importlib.util.find_spec("transformers") is None:
         raise UsageError("--transformers: the package transformers is not installed; leave the option out")
-    ranks = on_ranks(on_rank, plan, each=0, alike=(DeepSpeedError, OSError))
+    ranks = on_ranks(on_rank, plan, per_param=0, alike=(DeepSpeedError, OSError))
     total, largest = ranks[0]["total"], ranks[0]["largest"]
     part = total / plan.ranks if plan.level == 3 else total
     bound = plan.max_rss * part + largest + _SLACK_BYTES

@@ -20,8 +20,8 @@ from deepspeed.tools.bench.trained import engine_for, on_ranks, passes, settle, 
 
 def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
     """Run in a rank: return the seconds of a step, of its passes and of its update, and the exposed seconds."""
-    away = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if plan.offload else {}
-    engine, x = engine_for(plan, plan.level, **away)
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if plan.offload else {}
+    engine, x = engine_for(plan, plan.level, **offload)
 
     def wait() -> None:
         settle(engine)

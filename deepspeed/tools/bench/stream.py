@@ -45,7 +45,7 @@ def on_rank(plan: argparse.Namespace) -> dict[str, Any]:
         for name, work in zip(WAYS, (stream(0), stream(None), messages), strict=True):
             seconds[name].append(together(work))
     engine.destroy()
-    return {"params": numel, "bytes": 2 * numel, "seconds": {n: statistics.median(each) for n, each in seconds.items()}}
+    return {"params": numel, "bytes": 2 * numel, "seconds": {n: statistics.median(v) for n, v in seconds.items()}}
 
 
 def measure(plan: argparse.Namespace) -> dict[str, Any]:

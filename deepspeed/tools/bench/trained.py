@@ -85,11 +85,11 @@ def _on_cpu(work: Callable[..., Any], plan: argparse.Namespace, alike: _Errors, 
 
 
 def on_ranks(
-    work: Callable[..., Any], plan: argparse.Namespace, *given: Any, each: int = _TRAINING, alike: _Errors = ()
+    work: Callable[..., Any], plan: argparse.Namespace, *given: Any, per_param: int = _TRAINING, alike: _Errors = ()
 ) -> list[Any]:
-    """Run ``work(plan, *given)`` on CPU ranks, ``each`` bytes a parameter; errors ``alike`` on all: DeepSpeedError."""
-    if each:
-        check_memory(plan.ranks * plan.params * each, "--params or --ranks")
+    """Run ``work(plan, *given)`` on CPU ranks (``per_param``: bytes); errors ``alike`` on all: DeepSpeedError."""
+    if per_param:
+        check_memory(plan.ranks * plan.params * per_param, "--params or --ranks")
     plan.threads = max(1, torch.get_num_threads() // plan.ranks)
     with RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
         answers = pool.run(_on_cpu, work, plan, alike, *given)

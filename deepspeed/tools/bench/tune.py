@@ -133,7 +133,7 @@ def as_text(facts: dict[str, Any], options: argparse.Namespace) -> str:
     trials, best = options.measured
     settings = ("block_size", "queue_depth", "intra_op_parallelism")
     rows: list[list[str | float]] = [[*settings, *(f"{name} GB/s" for name in best.rates), "times", ""]]
-    for trial in sorted(trials, key=lambda each: -each.score):
+    for trial in sorted(trials, key=lambda trial: -trial.score):
         medians, times = map(statistics.median, trial.rates.values()), str(min(map(len, trial.rates.values())))
         mark = "best" if trial is best else ""
         rows.append([*(str(trial.block[key]) for key in settings), *medians, times, mark])

@@ -93,19 +93,19 @@ def prune(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{folder} is itself a checkpoint; name the folder that holds the checkpoints")
     if not args.dry_run:
         folders.repair(folder)
-    left, complete, named = folders.left_behind(folder), folders.complete_tags(folder), folders.read_latest(folder)
-    if not complete and not left:
+    stale, complete, named = folders.left_behind(folder), folders.complete_tags(folder), folders.read_latest(folder)
+    if not complete and not stale:
         raise CheckpointError(f"there is no checkpoint in {folder}")
     gone = [path for path in complete[args.keep_last :] if path.name != named]
-    files = (file for path in [*gone, *left] for file in path.rglob("*") if file.is_file())
+    files = (file for path in [*gone, *stale] for file in path.rglob("*") if file.is_file())
     total, verb = sum(file.lstat().st_size for file in files), "would remove" if args.dry_run else "removed"
     tags = [path.name for path in gone]
     if not args.dry_run:
         tags = folders.prune(folder, args.keep_last)
-        for path in left:
+        for path in stale:
             folders.discard(path)
-    for what in [*tags, *(f"{path.name}, left behind by a save that died" for path in left)]:
-        say(f"{verb} {what}")
+    for label in [*tags, *(f"{path.name}, left behind by a save that died" for path in stale)]:
+        say(f"{verb} {label}")
     kept = [path.name for path in complete if path.name not in tags]
     say(f"{verb} {size(total)}; kept: {', '.join(kept) or 'none'}")
     return 0

@@ -26,7 +26,7 @@ _UNREAD = "not part of the checkpoint, never read"
 def run(args: Namespace) -> int:
     """Print what the checkpoint holds and return 0."""
     with contextlib.closing(find_and_open(Path(args.checkpoint), args.tag)) as source:
-        say("\n".join([*_facts(source), "", *_tensors(source, each=args.tensors)]))
+        say("\n".join([*_facts(source), "", *_tensors(source, per_tensor=args.tensors)]))
     return 0
 
 
@@ -54,8 +54,8 @@ def _facts(source: Source) -> list[str]:
     }
     for name in ("saved", "engine", "lr_scheduler", "loss_scaler", "config"):
         values = facts.get(name) or {}
-        known = values.items() if isinstance(values, dict) else [("state", values)]
-        rows[name] = ", ".join(f"{key} {_shown(value)[:160]}" for key, value in known if value is not None)
+        items = values.items() if isinstance(values, dict) else [("state", values)]
+        rows[name] = ", ".join(f"{key} {_shown(value)[:160]}" for key, value in items if value is not None)
     return [f"{name:<12} {value}" for name, value in rows.items() if value]
 
 
@@ -64,8 +64,8 @@ def _shown(value: Any) -> str:
     return f"{float.fromhex(value):g}" if isinstance(value, str) and re.match(r"-?0x\d\.", value) else str(value)
 
 
-def _tensors(source: Source, *, each: bool) -> list[str]:
-    """Return sums by state and dtype, and with ``each`` a line per tensor."""
+def _tensors(source: Source, *, per_tensor: bool) -> list[str]:
+    """Return sums by state and dtype, and with ``per_tensor`` a line per tensor."""
     sums: dict[str, list[int]] = {}
     lines = []
     for (state, name), (dtype, shape) in source.entries.items():
@@ -77,7 +77,7 @@ def _tensors(source: Source, *, each: bool) -> list[str]:
     rows = [f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"]
     for row, (count, numel, nbytes) in sums.items():
         rows.append(f"{row:<34} {count:>8} {numel:>15,} {size(nbytes):>10}")
-    return [*rows, "", *lines] if each else rows
+    return [*rows, "", *lines] if per_tensor else rows
 
 
 def scan(path: Path) -> Counter[str]:
@@ -128,18 +128,18 @@ def audit(args: Namespace) -> int:
                 say(f"NOT PLAIN: {name} names {', '.join(names[:6])}; do not open it without weights_only=True")
             continue
         if name == MANIFEST:
-            what = "JSON with a checksum"
+            kind = "JSON with a checksum"
         elif name in data:  # never unpickled, but an archive in its place is no tensor file either
-            what = "a pickle where tensors should be" if pickled else "raw tensors with checksums"
+            kind = "a pickle where tensors should be" if pickled else "raw tensors with checksums"
         elif not complete:
-            what = "of DeepSpeed's layout"
+            kind = "of DeepSpeed's layout"
         else:
-            what = "read only with allow_pickle" if name.startswith("pickled_client_state") else _UNREAD
-        executed += pickled.total() if what != _UNREAD else 0
+            kind = "read only with allow_pickle" if name.startswith("pickled_client_state") else _UNREAD
+        executed += pickled.total() if kind != _UNREAD else 0
         if pickled:
-            what += f"; names {', '.join(sorted(filter(None, pickled))[:6]) or 'nothing'}"
+            kind += f"; names {', '.join(sorted(filter(None, pickled))[:6]) or 'nothing'}"
         nbytes = path.lstat().st_size
-        say(f"{name:<44} {size(nbytes):>10}  {what}; pickle opcodes: {pickled.total()}")
+        say(f"{name:<44} {size(nbytes):>10}  {kind}; pickle opcodes: {pickled.total()}")
     if stubs:
         plain = f"{odd} NOT PLAIN" if odd else "plain values, loadable with weights_only=True"
         say(f"for other programs, never read here: {stubs} files, {plain}")

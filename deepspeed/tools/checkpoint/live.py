@@ -95,9 +95,9 @@ def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterato
     if not saved:
         yield TensorRow("optimizer", "missing", "the checkpoint is of an engine without one")
         return
-    mine, theirs = type(optimizer).__name__, saved.get("type") or ""
-    if theirs and optimizer_kind(mine) != optimizer_kind(theirs):
-        yield TensorRow("optimizer", "different", f"{mine} and {theirs}")
+    current, stored = type(optimizer).__name__, saved.get("type") or ""
+    if stored and optimizer_kind(current) != optimizer_kind(stored):
+        yield TensorRow("optimizer", "different", f"{current} and {stored}")
     counts = len(optimizer.param_groups), len(saved["groups"])
     if counts[0] != counts[1]:
         yield TensorRow("optimizer parameter groups", "different", f"{counts[0]} and {counts[1]}")
@@ -106,13 +106,13 @@ def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterato
 def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, _Shape]:
     """Return the shapes of checkpointed optimizer state, from a step on stand-ins. UsageError when the step fails."""
     whole, slots = granularity(optimizer) == "parameter", dict[Key, _Shape]()
-    known: dict[tuple[int, _Shape], dict[str, _Shape]] = {}
+    cached: dict[tuple[int, _Shape], dict[str, _Shape]] = {}
     for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for name, shape in [(n, tuple(p.shape)) for n, p in zip(names, group["params"], strict=True) if p.numel()]:
             seen = shape if whole else (_FLAT,)
-            if (index, seen) not in known:
-                known[index, seen] = _step(optimizer, group, seen, ("meta", "cpu") if whole else ("cpu",))
-            for slot, kept in known[index, seen].items():
+            if (index, seen) not in cached:
+                cached[index, seen] = _step(optimizer, group, seen, ("meta", "cpu") if whole else ("cpu",))
+            for slot, kept in cached[index, seen].items():
                 if kept if whole else kept == seen:  # by elements, other tensors belong to a layout and to no name
                     slots[f"optim.{slot}", name] = kept if whole else shape
     return slots
@@ -136,8 +136,8 @@ def _step(
         finally:
             optimizer.state.pop(stand_in, None)
             group["params"] = params
-    what = f"{type(optimizer).__name__} cannot take a step on a parameter of shape {list(shape)}"
-    raise UsageError(f"{what}, so its state is not known: {refused}; leave --config out") from refused
+    message = f"{type(optimizer).__name__} cannot take a step on a parameter of shape {list(shape)}"
+    raise UsageError(f"{message}, so its state is not known: {refused}; leave --config out") from refused
 
 
 def _slot_rows(pairs: Match, source: Source, slots: dict[Key, _Shape]) -> Iterator[TensorRow]:

@@ -116,9 +116,9 @@ class _Layout:
             "delayed_shift": hysteresis,
             "consecutive_hysteresis": bool(block.get("consecutive_hysteresis", False)),
         }
-        known = {name: int(state.get(name, start)) for name, start in counters.items()} | settings
+        values = {name: int(state.get(name, start)) for name, start in counters.items()} | settings
         fixed = {"scale_factor": 2.0, "raise_error_at_min_scale": True, "dynamic": True, "dtype": torch.float16}
-        return _DynamicLossScaler(cur_scale=scale, **known, **fixed)
+        return _DynamicLossScaler(cur_scale=scale, **values, **fixed)
 
     def optim_file(self, rank: int) -> dict[str, Any]:
         """Return the contents of a rank's optimizer-state file."""
@@ -171,8 +171,8 @@ class _Layout:
         if self.level < 3:
             return whole(self.source, key)
         out = torch.zeros(row_width(numel, self.world), dtype=self.source.entries[key].dtype)
-        mine = (s for s in rows([(name, numel)], 0, self.world) if s.rank == rank)
-        fill(self.source, [Wish(key, out[: s.hi - s.lo], s.lo) for s in mine])
+        local = (s for s in rows([(name, numel)], 0, self.world) if s.rank == rank)
+        fill(self.source, [Wish(key, out[: s.hi - s.lo], s.lo) for s in local])
         return out
 
     def _whole_state(self) -> dict[str, Any]:
@@ -193,11 +193,11 @@ class _Layout:
         if self.dtype == torch.float32:
             return inner
         steps = (self.facts.get("engine") or {}).get("global_steps", 0)
-        known = {**vars(self._scaler()), "cur_iter": int(self.scaler.get("cur_iter", steps))}
-        kept = ("last_overflow_iter", "scale_factor", "scale_window") if known["dynamic"] else ()
+        scaler = {**vars(self._scaler()), "cur_iter": int(self.scaler.get("cur_iter", steps))}
+        kept = ("last_overflow_iter", "scale_factor", "scale_window") if scaler["dynamic"] else ()
         return {
-            "dynamic_loss_scale": known["dynamic"],
-            **{name: known[name] for name in ("cur_scale", "cur_iter", *kept)},
+            "dynamic_loss_scale": scaler["dynamic"],
+            **{name: scaler[name] for name in ("cur_scale", "cur_iter", *kept)},
             "optimizer_state_dict": inner,
             "fp32_groups": [[whole(source, ("master", name)) for name in group] for group in members],
         }
@@ -245,12 +245,12 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
     odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
     odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
     if odd and layout.level:
-        what = f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter"
-        raise CheckpointError(f"{what}, which DeepSpeed's sharded layout cannot hold; export with --stage 0")
+        reason = f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter"
+        raise CheckpointError(f"{reason}, which DeepSpeed's sharded layout cannot hold; export with --stage 0")
     if layout.level in (1, 2) and layout.zero.get("round_robin_gradients"):
         # Weights in the wrong order would load without a word.
-        what = "under round_robin_gradients DeepSpeed's order of parameters depends on the machine"
-        raise CheckpointError(f"{what}; export with --stage 3 or 0")
+        reason = "under round_robin_gradients DeepSpeed's order of parameters depends on the machine"
+        raise CheckpointError(f"{reason}; export with --stage 3 or 0")
     folder = out / check_tag(source.path.name)
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Callable[[], dict[str, Any]]] = {}

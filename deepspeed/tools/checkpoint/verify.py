@@ -28,8 +28,8 @@ def verify(folder: Path) -> list[str]:
     try:  # would loading take the manifest, and can it decode what is not a tensor?
         with contextlib.closing(OwnSource(folder)) as source:
             pickled = [rank["pickled"] for rank in source.manifest.facts.get("ranks") or [] if rank.get("pickled")]
-            for known in pickled:
-                checked(folder, known)  # against its checksum, and never opened
+            for entry in pickled:
+                checked(folder, entry)  # against its checksum, and never opened
             if not pickled:
                 _ = source.facts
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -53,22 +53,22 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
     ):
         for entry in manifest.entries.values():
             for gap in entry.faults():
-                what = "is missing" if gap.times == 0 else f"is stored {gap.times} times"
-                text = f"{MANIFEST}: elements {gap.lo} to {gap.hi} of {entry.numel}: {what}"
+                label = "is missing" if gap.times == 0 else f"is stored {gap.times} times"
+                text = f"{MANIFEST}: elements {gap.lo} to {gap.hi} of {entry.numel}: {label}"
                 wrong.append(f"{entry.state} of {entry.name}: {text}")
         for box, entry in sorted(boxes, key=lambda pair: (pair[0].file, pair[0].offset)):
-            what, end = f"{entry.state} of {entry.name}", ends.get(box.file, box.offset)
+            label, end = f"{entry.state} of {entry.name}", ends.get(box.file, box.offset)
             if box.offset != end:
                 how = "overlaps" if box.offset < end else "leaves a gap to"
-                wrong.append(f"{what}: {box.file} at byte {box.offset}: {how} the tensor before it")
+                wrong.append(f"{label}: {box.file} at byte {box.offset}: {how} the tensor before it")
             ends[box.file] = box.offset + box.extent
             try:
                 for start in range(0, box.extent, PIECE_BYTES):
                     piece = buffer[: min(PIECE_BYTES, box.extent - start)]
-                    reader.read_many([Wanted(box, start, piece, what)])
+                    reader.read_many([Wanted(box, start, piece, label)])
                     advance(piece.numel())
             except CheckpointError as error:
-                wrong.append(f"{what}: {error}")
+                wrong.append(f"{label}: {error}")
     for name, nbytes in manifest.files.items():
         if ends[name] != nbytes:
             wrong.append(f"{name}: {nbytes} bytes, of which tensors use {ends[name]}")
@@ -81,12 +81,12 @@ def _read_all(folder: Path) -> list[str]:
     with contextlib.closing(open_checkpoint(folder)) as source:
         streams = {f"{key[0]} of {key[1]}": stream(source, key) for key in source.entries}
         with progress("verify", total_bytes(streams.values())) as advance:
-            for what, values in streams.items():
+            for label, values in streams.items():
                 try:
                     for chunk in values.chunks():
                         advance(chunk.nbytes)
                 except (CheckpointError, OSError) as error:
-                    wrong.append(f"{what}: {error}")
+                    wrong.append(f"{label}: {error}")
     return wrong
 
 
@@ -101,10 +101,10 @@ def run(args: Namespace) -> int:
         more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
         say("\n  ".join([f"DAMAGED {folder}", *wrong[:_LISTED], *more]))
         return 1
-    what = "every tensor can be read (files in DeepSpeed's layout; only the checksums of their archives exist)"
+    summary = "every tensor can be read (files in DeepSpeed's layout; only the checksums of their archives exist)"
     if folders.is_complete(folder):
         manifest = read_manifest(folder)
         total, tensors = sum(manifest.files.values()), counted(len(manifest.entries), "tensor")
-        what = f"{tensors}, {counted(len(manifest.files), 'file')}, {size(total)}, every checksum matches"
-    say(f"ok {folder}: {what}")
+        summary = f"{tensors}, {counted(len(manifest.files), 'file')}, {size(total)}, every checksum matches"
+    say(f"ok {folder}: {summary}")
     return 0

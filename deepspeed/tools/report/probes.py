@@ -186,15 +186,15 @@ def ninja_row() -> Row:
 
 def cuda_rows(built_for: str | None) -> list[Row]:
     """Report nvcc and CUDA_HOME; ``built_for`` is torch's CUDA version, None for builds that need neither."""
-    home = Row("CUDA_HOME", os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "not set")
+    cuda_home = Row("CUDA_HOME", os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "not set")
     try:
         nvcc = compiler.locate("cuda")[0]
     except BuildError:
-        return [home, Row("nvcc", "none: only needed to build CUDA kernels")]
+        return [cuda_home, Row("nvcc", "none: only needed to build CUDA kernels")]
     version = _version(nvcc, r"release ([\d.]+)")
     wrong = f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build"
     fits = not built_for or numbers(version)[:1] == numbers(built_for)[:1]
-    return [home, Row("nvcc", f"{version}, {nvcc}", "" if fits else f"{wrong}; set CUDA_HOME to {built_for}.")]
+    return [cuda_home, Row("nvcc", f"{version}, {nvcc}", "" if fits else f"{wrong}; set CUDA_HOME to {built_for}.")]
 
 
 def operator_rows() -> list[Row]:
@@ -261,11 +261,11 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def cores_row(root: Path = ROOT) -> Row:
     """Report the cores this process may use, and the machine's."""
-    whole, mine = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    whole, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     limit = "" if quota is None else f", time for {quota:g} (control group)"
-    few = (quota is not None and quota < mine) or mine < whole
-    return Row("cores", f"{mine} of the machine's {whole}{limit}", _FEW_CORES if few else "")
+    few = (quota is not None and quota < usable) or usable < whole
+    return Row("cores", f"{usable} of the machine's {whole}{limit}", _FEW_CORES if few else "")
 
 
 def memory_rows(root: Path = ROOT) -> list[Row]:

@@ -104,8 +104,8 @@ def _run(options: argparse.Namespace) -> int:
     from deepspeed.tools.simulate.pipeline.run import simulate_pipeline, ways_of
     from deepspeed.tools.simulate.run import RankJob, run_job
 
-    ways = ways_of(source, options.gpus)
-    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // ways)
+    stages = ways_of(source, options.gpus)
+    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // stages)
     samples = config.train_micro_batch_size_per_gpu
     make = functools.partial(
         subject_of, options.model, samples=samples, sequence=options.sequence, recompute=options.recompute
@@ -113,10 +113,10 @@ def _run(options: argparse.Namespace) -> int:
     sharded = False if options.no_init else None
     job = RankJob(config.source, machine, options.gpus, options.rank, options.trace is not None, sharded, options.steps)
     subject = make()
-    if ways > 1:
+    if stages > 1:
         whole = simulate_pipeline(make, job)
         text, facts, outcomes = drawn.text(whole, machine, subject.name), drawn.facts(whole, machine), whole.steps
-        names = [f"stage {place}: " for place in range(ways)]
+        names = [f"stage {place}: " for place in range(stages)]
     else:
         outcome = run_job(job, subject)
         where = f"rank {options.rank} of {options.gpus} on {machine.name}"
@@ -128,7 +128,7 @@ def _run(options: argparse.Namespace) -> int:
             [""],
         )
     if options.trace is not None:
-        report.write_trace(outcomes, names if ways > 1 else ["one rank"], options.trace)
+        report.write_trace(outcomes, names if stages > 1 else ["one rank"], options.trace)
     say(json.dumps(facts, indent=1) if options.json else text)
     failures = [text for outcome, who in zip(outcomes, names, strict=True) for text in _failures(outcome, options, who)]
     for failure in failures:
@@ -160,11 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.calibrate is not None:
         given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-        others = [
+        extra = [
             f"--{name.replace('_', '-')}" for name in given if name not in ("calibrate", "drive", "json", "local_rank")
         ]
-        if others:
-            parser.error(f"--calibrate measures this machine and simulates nothing; leave out {', '.join(others)}")
+        if extra:
+            parser.error(f"--calibrate measures this machine and simulates nothing; leave out {', '.join(extra)}")
         return guarded("ds_simulate", lambda: _calibrate(options))
     if options.drive is not None:
         parser.error("--drive is a part of --calibrate FILE")

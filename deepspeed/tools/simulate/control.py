@@ -52,10 +52,10 @@ class Control:
         self.take(seconds + max(0.0, latest / _PICOSECONDS - now))
         return largest, union
 
-    def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
+    def gather(self, object_list: list[Any], value: Any, group: Any = None) -> None:
         """Gather in place of ``dist.all_gather_object``: all others say the same."""
-        everyone[:] = [value] * len(everyone)
-        self.take(self._timeline.machine.gather(len(everyone)))
+        object_list[:] = [value] * len(object_list)
+        self.take(self._timeline.machine.gather(len(object_list)))
 
     def take(self, seconds: float, ranks: Sequence[int] = (), channel: str = "") -> None:
         """Spend ``seconds`` on a message; with a ``channel``, once all ``ranks`` have come to it."""
@@ -81,23 +81,23 @@ class _Column:
     def _place(self, rank: int) -> int:
         return rank * len(self._ranks) // dist.get_world_size()
 
-    def gather(self, everyone: list[Any], value: Any, group: Any = None) -> None:
+    def gather(self, object_list: list[Any], value: Any, group: Any = None) -> None:
         """Gather in place of ``dist.all_gather_object``: each rank says the same as its stage's simulated rank."""
         ranks = dist.get_process_group_ranks(group)
         if not set(ranks).issuperset(self._ranks):  # of one stage
-            self._control.gather(everyone, value)
+            self._control.gather(object_list, value)
             return
         heard: list[Any] = [None] * len(self._ranks)
         with _disable_current_modes():
             self._gather(heard, value, group=self._peers.pg)
-        everyone[:] = [heard[self._place(rank)] for rank in ranks]
+        object_list[:] = [heard[self._place(rank)] for rank in ranks]
         self._control.take(self._machine.gather(len(ranks)), ranks, "programs")
 
     def total(self, numbers: list[Any], _: Any) -> list[Any]:
         """Sum each number over all ranks, in place of ``PipelineEngine._sum``, by gloo's ring."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        self.gather(everyone, numbers)
-        return [sum(column) for column in zip(*everyone, strict=True)]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        self.gather(gathered, numbers)
+        return [sum(column) for column in zip(*gathered, strict=True)]
 
     def send_object(self, value: object, peer: int, group: AxisGroup) -> Any:
         """Send in place of ``point_to_point.send_object``."""

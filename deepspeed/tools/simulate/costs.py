@@ -213,8 +213,8 @@ def load_machine(name: str) -> Machine:
     return Machine(name, values, on_host, frozenset(assumed))
 
 
-def _like(name: str, whose: str) -> Machine:
+def _like(name: str, derived: str) -> Machine:
     try:
         return load_machine(name)
     except RecursionError:
-        raise UsageError(f"{whose} is like {name}, which is like itself in the end") from None
+        raise UsageError(f"{derived} is like {name}, which is like itself in the end") from None

@@ -248,11 +248,11 @@ def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool
         raise UsageError(f"{name} has {shape.positions} positions, fewer than the sequence of {length}")
     ours = decoder_subject(name, shape, samples=samples, sequence=length, recompute=recompute)
     if "model_type" not in config or importlib.util.find_spec("transformers") is None:
-        others = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
-        if others or family not in ("", *_GATED, *_PLAIN):
+        experts = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+        if experts or family not in ("", *_GATED, *_PLAIN):
             raise UsageError(
                 f"{name}: without transformers a plain decoder is simulated, which "
-                f"{f'experts ({others[0]})' if others else repr(family)} is not; install transformers, or give the "
+                f"{f'experts ({experts[0]})' if experts else repr(family)} is not; install transformers, or give the "
                 f"model itself as module:build. Known: {', '.join(sorted((*_GATED, *_PLAIN)))}"
             )
         return ours

@@ -110,16 +110,16 @@ class _Natives:
             columns.append(
                 [self._stores.at(a, n * _WIDTHS[code]) for a, n in zip(addresses, sizes, strict=True) if a and n]
             )
-        params, grads, *others = columns
-        written = [*params, *itertools.chain.from_iterable(others)]
+        params, grads, *outputs = columns
+        written = [*params, *itertools.chain.from_iterable(outputs)]
         return self._launch(MODULE.current_stream().number, op.name, grads, written, "kernel", _PASSES.get(op, 1))
 
     def _host(self, op: OpSpec, count: int, *args: Any) -> int:
         pointers = args[: _HOST_POINTERS[op]]
         weights, grad, first, out = args[len(pointers) : len(pointers) + 4]
         codes = [weights, grad, *[first] * (len(pointers) - 3), out]
-        values, gradient, *others = self._touches(pointers, codes, count)
-        return self._launch(self._recorder.host, op.name, [gradient], [values, *others], "adam", 1)
+        values, gradient, *outputs = self._touches(pointers, codes, count)
+        return self._launch(self._recorder.host, op.name, [gradient], [values, *outputs], "adam", 1)
 
     def _beside(self, op: OpSpec, count: int, *args: Any) -> int:
         """Launch with weights, gradient, moments, rounded output; new weights, moments, past the caches; two codes."""

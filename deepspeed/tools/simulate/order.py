@@ -156,23 +156,23 @@ class OrderCheck:
             self._report("use of freed memory", buffer.freed, access, buffer)
             return
         parts = buffer.parts(access)
-        known = access.writes or buffer.allocated.place != DEVICE
+        written = access.writes or buffer.allocated.place != DEVICE
         for part in list(buffer.accesses) if _WIDE in parts else (*parts, _WIDE):
-            if others := buffer.accesses.get(part):
-                known = known or any(o.writes and o.name != _LAST_OWNER and _meet(o, access) for o in others)
-                buffer.accesses[part] = self._compared(access, others, buffer)
+            if earlier := buffer.accesses.get(part):
+                written = written or any(o.writes and o.name != _LAST_OWNER and _meet(o, access) for o in earlier)
+                buffer.accesses[part] = self._compared(access, earlier, buffer)
         for part in parts:
             buffer.accesses[part].append(access)
-        if not known:
+        if not written:
             made = Access(
                 *access[:2], buffer.allocated.stream, 0, writes=True, name="nobody", site=buffer.allocated.site
             )
             self._report("read of what nobody has written", made, access, buffer)
 
-    def _compared(self, access: Access, others: list[Access], buffer: _Buffer) -> list[Access]:
-        """Report unordered accesses; return those of ``others`` that later accesses must still be compared with."""
+    def _compared(self, access: Access, earlier: list[Access], buffer: _Buffer) -> list[Access]:
+        """Report unordered accesses; return those of ``earlier`` that later accesses must still be compared with."""
         clock, kept = self._clocks[access.stream], []
-        for other in others:
+        for other in earlier:
             in_turn = other.stream == access.stream not in _DRIVES
             ordered = in_turn or clock.get(other.stream, 0) >= other.number
             either = access.writes or other.writes
@@ -196,18 +196,18 @@ class OrderCheck:
         buffer = self._buffers.get(event.buffer)
         if buffer is None:
             return
-        home = buffer.allocated.stream
-        whole = (0, buffer.allocated.nbytes, home, self._number)
+        stream = buffer.allocated.stream
+        whole = (0, buffer.allocated.nbytes, stream, self._number)
         freed = Access(*whole, writes=True, name="the allocator", site=event.site)
         # The next owner's kernels come after this in the program, and so after all that the program has waited for.
-        clock = dict(self._clocks[home])
+        clock = dict(self._clocks[stream])
         _merge(clock, self._clocks[HOST])
         pinned = buffer.allocated.place == PINNED  # its allocator waits for copies of streams, and knows no drives
-        for other in itertools.chain.from_iterable(buffer.accesses.values()):
-            if pinned and other.stream not in _DRIVES:
+        for use in itertools.chain.from_iterable(buffer.accesses.values()):
+            if pinned and use.stream not in _DRIVES:
                 continue
-            if other.stream != home and other.stream not in event.covered and clock.get(other.stream, 0) < other.number:
-                self._report("freed while in use", other, freed, buffer)
+            if use.stream != stream and use.stream not in event.covered and clock.get(use.stream, 0) < use.number:
+                self._report("freed while in use", use, freed, buffer)
         buffer.accesses.clear()
         buffer.freed = freed
 

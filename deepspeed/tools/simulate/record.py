@@ -185,9 +185,9 @@ class Recorder(TorchDispatchMode):
     def wait(self, stream: int, event: int) -> None:
         self.emit(Wait(stream, event, self.stores.site(_SITE_DEPTH)))
 
-    def host_wait(self, what: str, *, stream: int | None = None, event: int | None = None) -> None:
+    def host_wait(self, reason: str, *, stream: int | None = None, event: int | None = None) -> None:
         if self.host == HOST:
-            self.emit(HostWait(what, stream, event, self.stores.site(_SITE_DEPTH)))
+            self.emit(HostWait(reason, stream, event, self.stores.site(_SITE_DEPTH)))
         elif event is not None:
             self.wait(self.host, event)
         elif stream is not None:
@@ -297,8 +297,8 @@ class Recorder(TorchDispatchMode):
         else:
             self._by_host(reads=[self.stores.touch(tensor)])
 
-    def _wait_here(self, what: str) -> None:
-        self.host_wait(what, stream=MODULE.current_stream().number)
+    def _wait_here(self, reason: str) -> None:
+        self.host_wait(reason, stream=MODULE.current_stream().number)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Return a result whose size depends on data; half are taken to be true. The program waits."""
@@ -387,8 +387,8 @@ class Recorder(TorchDispatchMode):
             self.host_wait("blocking copy", stream=stream)
         elif not direct and self.host == HOST:
             # to the device it goes on when the driver has taken all: what was launched before need not be done
-            what = "copy with memory that is not page-locked"
-            self.emit(HostWait(what, stream, None, self.stores.site(_SITE_DEPTH), orders=down))
+            reason = "copy with memory that is not page-locked"
+            self.emit(HostWait(reason, stream, None, self.stores.site(_SITE_DEPTH), orders=down))
         if not direct and down:
             self._by_host(writes=touches[1])
 
@@ -478,8 +478,8 @@ def _work(func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> Work:
     flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
     shape: tuple[int, ...] = ()
     if op.kind == "matmul":
-        left, right = [t.shape for t in given[-2:]]
-        shape = (int(left[-2]), int(left[-1]), int(right[-1]))
+        lhs, rhs = [t.shape for t in given[-2:]]
+        shape = (int(lhs[-2]), int(lhs[-1]), int(rhs[-1]))
     elif op.kind == "attention":
         query, key = given[1:3] if "backward" in op.name else given[:2]
         shape = (int(query.shape[-2]), int(key.shape[-2]), int(query.shape[-1]))

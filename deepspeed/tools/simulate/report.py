@@ -33,8 +33,8 @@ def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
         "exposed": [{"launch": n, "for": label, "seconds": s} for (n, label), s in _largest(outcome.exposed)],
         "late_seconds": dict(outcome.late),
         "host_waits": [
-            {"what": what, "where": where, "times": times, "seconds": outcome.waited.get((what, where), 0.0)}
-            for (what, where), times in outcome.waits.most_common()
+            {"what": reason, "where": where, "times": times, "seconds": outcome.waited.get((reason, where), 0.0)}
+            for (reason, where), times in outcome.waits.most_common()
         ],
         "agreement": {"messages": outcome.messages, "program_seconds": outcome.agreement_seconds},
         "device_bytes": {"states": outcome.states, "peak": outcome.peak, "reserved": outcome.reserved}
@@ -66,8 +66,8 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     waits = outcome.waits.most_common()
     lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
     lines += [
-        f"  {times} x {what}, {_ms(outcome.waited.get((what, where), 0.0))}: {where}"
-        for (what, where), times in waits[:_MOST]
+        f"  {times} x {reason}, {_ms(outcome.waited.get((reason, where), 0.0))}: {where}"
+        for (reason, where), times in waits[:_MOST]
     ]
     lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
     if outcome.retries:

@@ -298,26 +298,26 @@ class Timeline:
     def _beside_links(self, start: float, seconds: float) -> float:
         """Return a kernel's seconds: a collective beside it has some of the processors and of the memory's rate."""
         self._links = [link for link in self._links if link[1] > start]
-        at, left, rate = start, seconds, 1 - self.machine["contention"]
+        at, remaining, rate = start, seconds, 1 - self.machine["contention"]
         for begin, end in self._links:
             alone = max(0.0, begin - at)
-            if alone >= left:
+            if alone >= remaining:
                 break
-            at, left = max(at, begin), left - alone
-            beside = max(0.0, min(left, (end - at) * rate))
-            at, left = at + beside / rate, left - beside
-        return at + left - start
+            at, remaining = max(at, begin), remaining - alone
+            beside = max(0.0, min(remaining, (end - at) * rate))
+            at, remaining = at + beside / rate, remaining - beside
+        return at + remaining - start
 
     def _wait(self, event: Wait, given: float) -> bool:
-        mine = self._at(event.stream)
-        mark = self._events.get(event.event, mine)
+        ready = self._at(event.stream)
+        mark = self._events.get(event.event, ready)
         if mark is None:
             return False
-        if mark.time <= mine.time:
+        if mark.time <= ready.time:
             return True
         if event.stream == COMPUTE:
-            launched = max(mine.time, min(given, mark.time))
-            self.late[self._stood] += launched - mine.time
+            launched = max(ready.time, min(given, mark.time))
+            self.late[self._stood] += launched - ready.time
             self.exposed[mark.cause] += mark.time - launched
         self._ready[event.stream] = mark
         return True
@@ -325,8 +325,8 @@ class Timeline:
 
 def together(timelines: Sequence[Timeline], events: Sequence[Sequence[Event]]) -> None:
     """Feed each timeline its events and settle all of them. PipelineError where ranks wait for ever for each other."""
-    for timeline, mine in zip(timelines, events, strict=True):
-        for event in mine:
+    for timeline, trace in zip(timelines, events, strict=True):
+        for event in trace:
             timeline.feed(event)
     while any([timeline.settle() for timeline in timelines]):
         pass

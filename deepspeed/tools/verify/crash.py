@@ -121,9 +121,9 @@ class Witness:
         if kind == "loaded":
             self._loaded(rank, step, *rest)
         elif kind == "saving":
-            known = self.digests.setdefault((step, rank), rest[0])
-            if known != rest[0]:
-                raise Finding(f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {known}")
+            digest = self.digests.setdefault((step, rank), rest[0])
+            if digest != rest[0]:
+                raise Finding(f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {digest}")
         else:  # a call for a background save returns when the one before it has ended
             self.ended = max(self.ended, step - 1 if self.background else step)
             remaining = sorted(set(self.left) & set(os.listdir(self.folder))) if rank == 0 else []
@@ -137,9 +137,9 @@ class Witness:
             raise Finding(f"rank {rank} loaded {path or 'nothing'}, but latest names {self.expected}")
         if path is None:
             return
-        known = self.digests.get((step, rank))
-        if state != known:
-            raise Finding(f"{path} gave rank {rank} the state {state}, not {known} of step {step}")
+        digest = self.digests.get((step, rank))
+        if state != digest:
+            raise Finding(f"{path} gave rank {rank} the state {state}, not {digest} of step {step}")
         unnamed = [name for name in self.left if rank == 0 and not any(name in line for line in log)]
         if unnamed:
             raise Finding(f"the log of the resume does not name {', '.join(unnamed)}; it says {log}")

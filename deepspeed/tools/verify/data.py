@@ -56,18 +56,18 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
         [(number, f"rank {rank} of the {name}") for turn in zip(*run, strict=True) for rank, number in enumerate(turn)]
         for name, run in runs.items()
     ]
-    left = samples - len(seen[0])
+    remaining = samples - len(seen[0])
     seen[0] = seen[0][:samples]
-    if left > 0:
-        seen[1] = seen[1][: len(seen[1]) - -left % len(after)]  # what fills the last round
+    if remaining > 0:
+        seen[1] = seen[1][: len(seen[1]) - -remaining % len(after)]  # what fills the last round
     places: dict[int, list[str]] = {}
     for number, place in [*seen[0], *seen[1]]:
         places.setdefault(number, []).append(place)
     twice = [f"{number} ({', '.join(where)})" for number, where in sorted(places.items()) if len(where) > 1]
     missing = [str(number) for number in range(samples) if number not in places]
     return [
-        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("seen twice", twice), ("missing", missing))
+        f"{len(names)} {fault}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for fault, names in (("seen twice", twice), ("missing", missing))
         if names
     ]
 

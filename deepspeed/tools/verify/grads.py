@@ -297,7 +297,7 @@ def verdict(ranks: list[Compiled], tolerance: float) -> RowResult:
     faults = [fault] if fault else []
     if late:
         faults.append(f"{late} graphs were compiled after step {_SETTLED}")
-    faults += [f"a graph ended early: {reason}" for reason in sorted({each for rank in ranks for each in rank.breaks})]
+    faults += [f"a graph ended early: {reason}" for reason in sorted({text for rank in ranks for text in rank.breaks})]
     if not graphs:
         faults.append("nothing was compiled")
     return RowResult(f"{graphs} graphs, 0 breaks, 0 late, {fine}", "; ".join(faults))

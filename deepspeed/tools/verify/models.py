@@ -339,10 +339,10 @@ class LayerStack(nn.Module):
         for index, spec in enumerate(self.layers):
             tied = isinstance(spec, TiedLayerSpec)
             name = spec.key if tied else str(index)
-            home = self.tied_modules if tied else self
-            if name not in home._modules:
-                home.add_module(name, spec.build() if isinstance(spec, LayerSpec) else spec)
-            self._calls.append(home.get_submodule(name))
+            parent = self.tied_modules if tied else self
+            if name not in parent._modules:
+                parent.add_module(name, spec.build() if isinstance(spec, LayerSpec) else spec)
+            self._calls.append(parent.get_submodule(name))
 
     def forward(self, x: Any) -> Any:
         for call in self._calls:

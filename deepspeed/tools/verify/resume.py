@@ -39,11 +39,11 @@ _VARIANTS = (  # what differs from training the plain case in fp32; the configur
 def built_in_cells(stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[Setup]:
     """List a small model under every stage and everything that a resume can lose."""
     cells = []
-    for stage, each in product(stages, _VARIANTS):
+    for stage, variant in product(stages, _VARIANTS):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 200}
-        config = {"zero_optimization": zero, "optimizer": ADAMW, "scheduler": _WARMUP, **each.config}
-        if stage or each.tier is None:  # stage 0 has no states to put on a drive
-            cells.append(replace(each, label=f"stage {stage} {each.label}", config=config))
+        config = {"zero_optimization": zero, "optimizer": ADAMW, "scheduler": _WARMUP, **variant.config}
+        if stage or variant.tier is None:  # stage 0 has no states to put on a drive
+            cells.append(replace(variant, label=f"stage {stage} {variant.label}", config=config))
     return cells
 
 
@@ -52,8 +52,8 @@ def user_cells(model: str, config: dict[str, Any]) -> list[Setup]:
     if not config:
         return [runs.user_setup(model, {}, stage=stage) for stage in range(4)]
     cell = runs.user_setup(model, config, stage=0)
-    behind = {**cell.config, "checkpoint": {**(config.get("checkpoint") or {}), "async": True}}
-    cells = [cell, replace(cell, label=f"{cell.label} async save", config=behind)]
+    async_config = {**cell.config, "checkpoint": {**(config.get("checkpoint") or {}), "async": True}}
+    cells = [cell, replace(cell, label=f"{cell.label} async save", config=async_config)]
     if cell.case().accumulation > 1:
         cells.append(replace(cell, label=f"{cell.label} open window", cut=1))
     return cells

@@ -189,8 +189,8 @@ def snapshot(engine: Any) -> dict[str, Digests]:
 def full_states(engine: Any) -> Digests:
     """Digest every parameter, fp32 master and optimizer slot, whole. Collective."""
     states = [state for key, state in engine.basic_optimizer.state.items() if isinstance(key, Tensor)]
-    mine = {slot for state in states for slot, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    digests, slots = _params(engine), sorted(set().union(*gather_objects(mine, engine.mesh.job)))
+    local = {slot for state in states for slot, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    digests, slots = _params(engine), sorted(set().union(*gather_objects(local, engine.mesh.job)))
     for name, param in engine.module.named_parameters():
         full = {slot: safe_get_full_optimizer_state(param, slot) for slot in slots}
         digests |= {f"{name} ({slot})": digest(value) for slot, value in full.items() if value is not None}
@@ -204,11 +204,11 @@ def whole_state(engine: Any) -> Digests:
         for slot, value in engine.basic_optimizer.state.get(view.param, {}).items():
             if isinstance(value, (int, float)) or isinstance(value, Tensor) and not value.dim():
                 numbers |= {f"{slot} of {name}": _text(value) for name, _, _ in _spans(view)}
-    mine = {**full_states(engine), **numbers}
+    local = {**full_states(engine), **numbers}
     for part in _alike(engine).values():
-        mine |= part
+        local |= part
     state: Digests = {}
-    for rank, part in enumerate(gather_objects(mine, engine.mesh.job)):
+    for rank, part in enumerate(gather_objects(local, engine.mesh.job)):
         for name, text in part.items():
             if state.setdefault(name, text) != text:
                 state[f"{name} on rank {rank}"] = text

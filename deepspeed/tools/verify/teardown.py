@@ -25,8 +25,8 @@ def left_now() -> dict[str, int]:
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     counts = {name: len([*Path(f"/proc/self/{name}").glob("*")]) for name in ("fd", "task")}
-    left = {"live": sum(storages.values()), "resident": rss_bytes()}
-    return left | {"files": counts["fd"], "threads": counts["task"], "groups": dist.get_pg_count()}
+    usage = {"live": sum(storages.values()), "resident": rss_bytes()}
+    return usage | {"files": counts["fd"], "threads": counts["task"], "groups": dist.get_pg_count()}
 
 
 def _identity(model: nn.Module) -> Any:
@@ -41,20 +41,20 @@ def run_cycles(stages: Sequence[int | None], cycles: int) -> tuple[list[dict[str
     """Run cycles of engines; return what is left after each, and what is then wrong with a model. Collective."""
     case = case_named("plain")
     place = MicroBatch(0, 0, dist.get_rank(), dist.get_world_size())
-    left: list[dict[str, int]] = []
+    usage: list[dict[str, int]] = []
     for _ in range(cycles):
         models = [case.build() for _ in stages]
         before = [_identity(model) for model in models]
         _train_and_destroy(stages, models, place)
         if [_identity(model) for model in models] != before:
-            return left, "the model has other hooks or parameters than before"
+            return usage, "the model has other hooks or parameters than before"
         for model in models:
             case.seeded_loss(model, place)[0].backward()
             if any(p.grad is None or p.grad.shape != p.shape for p in model.parameters()):
-                return left, "the model does not train as plain PyTorch afterwards"
+                return usage, "the model does not train as plain PyTorch afterwards"
         del models, model
-        left.append(left_now())
-    return left, ""
+        usage.append(left_now())
+    return usage, ""
 
 
 def _train_and_destroy(stages: Sequence[int | None], models: list[nn.Module], place: MicroBatch) -> None:
@@ -82,10 +82,10 @@ def judge(answers: list[tuple[list[dict[str, int]], str]], growth: float) -> Row
     faults = [fault for _, fault in answers if fault]
     if faults:
         return RowResult("", faults[0])
-    ranks = [left for left, _ in answers]
+    ranks = [usage for usage, _ in answers]
     names = ("live", "files", "threads", "groups")
-    grown = {name: max(0, *(left[-1][name] - left[0][name] for left in ranks)) for name in names}
-    most = max(0.0, *(100 * (left[-1]["resident"] / left[len(left) // 10]["resident"] - 1) for left in ranks))
+    grown = {name: max(0, *(usage[-1][name] - usage[0][name] for usage in ranks)) for name in names}
+    most = max(0.0, *(100 * (usage[-1]["resident"] / usage[len(usage) // 10]["resident"] - 1) for usage in ranks))
     things = ", ".join(f"{name} by {grown[name]}" for name in names[1:])
     text = f"live tensors grew by {size(grown['live'])}, {things}, resident memory by {most:.2f} %"
     return RowResult(f"{text}  ok", text if any(grown.values()) or most > growth else "")

@@ -110,8 +110,8 @@ class GridCell:
     def train(self, engine: Any, case: Case, updates: range, *, alike: bool = True) -> list[float]:
         """Return losses of the same samples under every layout: each data-parallel rank takes its part. Collective."""
         first = engine.mesh.data.index * case.accumulation
-        mine = range(first, first + case.accumulation)
-        return [train_batch(engine, case, [MicroBatch(step, micro, 0, 1) for micro in mine]) for step in updates]
+        local = range(first, first + case.accumulation)
+        return [train_batch(engine, case, [MicroBatch(step, micro, 0, 1) for micro in local]) for step in updates]
 
 
 def train_batch(engine: Any, case: Case, places: list[MicroBatch]) -> float:
@@ -193,8 +193,8 @@ def compare_layouts(driver: Driver, cells: list[GridCell]) -> int:
     refused: list[str] = []
 
     @functools.cache
-    def reference(ways: int, micros: int) -> list[StepRecord]:
-        return train_reference(replace(cells[0].case(), accumulation=micros), world=ways, steps=options.steps)
+    def reference(world: int, micros: int) -> list[StepRecord]:
+        return train_reference(replace(cells[0].case(), accumulation=micros), world=world, steps=options.steps)
 
     def check(cell: GridCell) -> RowResult:
         records = reference(cell.dp, cell.micros)
@@ -232,10 +232,10 @@ def _check_checkpoints(driver: Driver, **same: Any) -> int:
     kind: dict[str, Any] = {"schedule": schedule, "chunks": options.chunks or usual_chunks(schedule), **same}
     levels = range(4) if options.zero is None else [options.zero]
     for level in levels:
-        home = GridCell(*SAVED_AT, level, **kind)
+        source = GridCell(*SAVED_AT, level, **kind)
         with scratch() as folder:
-            saved = driver.pools(home.ranks)[0].run(visit, home, folder, None, "home")[0]
-            driver.say(f"saved at {home.text()}: state hash {hash_of(saved[0])}, next losses {saved[1]}")
+            saved = driver.pools(source.ranks)[0].run(visit, source, folder, None, "home")[0]
+            driver.say(f"saved at {source.text()}: state hash {hash_of(saved[0])}, next losses {saved[1]}")
 
             def check(pool: RankPool, cell: GridCell, load: str, save: str | None) -> RowResult:
                 answers = pool.run(visit, cell, folder, load, save)
@@ -244,10 +244,10 @@ def _check_checkpoints(driver: Driver, **same: Any) -> int:
 
             for number, sizes in enumerate(LOADED_AT):
                 other = GridCell(*sizes, level if len(levels) == 1 else (level + number) % 4, **kind)
-                first, second = driver.pools(other.ranks, home.ranks)
-                away = functools.partial(check, first, other, "home", str(number))
-                back = functools.partial(check, second, home, str(number), None)
-                driver.row(f"    loaded at {other.text()}", away)
+                first, second = driver.pools(other.ranks, source.ranks)
+                reshard = functools.partial(check, first, other, "home", str(number))
+                back = functools.partial(check, second, source, str(number), None)
+                driver.row(f"    loaded at {other.text()}", reshard)
                 driver.row("        and back", back)
     return driver.end(f"{2 * len(levels) * len(LOADED_AT)} loads", "same state, same losses")
 

@@ -192,8 +192,8 @@ def check_optimizers(driver: Driver) -> int:
     memory. Matrices are one group; all else has another rate and no decay. Methods that look at whole matrices
     (Adafactor, Muon) or whole tensors (the user's class) must agree, too. Compared as by ``ds_verify grads``.
     """
-    away = product([f"{name}{_AWAY}" for name in OPTIMIZERS], range(1, 4))
-    return _check_named(driver, run_optimizer, [*product(OPTIMIZERS, range(4)), *away])
+    offloaded = product([f"{name}{_AWAY}" for name in OPTIMIZERS], range(1, 4))
+    return _check_named(driver, run_optimizer, [*product(OPTIMIZERS, range(4)), *offloaded])
 
 
 # -- splits of a batch ------------------------------------------------------------------------------------------------
@@ -348,11 +348,11 @@ def check_rates(driver: Driver) -> int:
     driver.say(f"plain PyTorch     {_as_text(plain_trace(()))}")
     driver.say(f"steps {SKIPPED} skipped  {_as_text(plain_trace(SKIPPED))}")
     with scratch() as folder:
-        for ranks, count, what, stage in product(RANKS, ACCUMULATION, ("straight", "overflows", "resume"), range(4)):
+        for ranks, count, mode, stage in product(RANKS, ACCUMULATION, ("straight", "overflows", "resume"), range(4)):
             if ranks == 2 or stage == 2:
-                skipped = SKIPPED if what == "overflows" else ()
-                saved = f"{folder}/{ranks}-{stage}-{count}" if what == "resume" else None
-                text = f"{ranks} ranks x accumulation {count}  stage {stage}  {what:<9}"
+                skipped = SKIPPED if mode == "overflows" else ()
+                saved = f"{folder}/{ranks}-{stage}-{count}" if mode == "resume" else None
+                text = f"{ranks} ranks x accumulation {count}  stage {stage}  {mode:<9}"
                 judge = partial(judged, expected=plain_trace(skipped))
                 driver.on_ranks(text, ranks, judge, run_trace, stage, count, skipped, saved)
     return driver.end(f"{UPDATES} steps each", "all traces equal plain PyTorch")

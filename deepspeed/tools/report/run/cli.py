@@ -47,6 +47,6 @@ def _shown(folder: str, show: Callable[[Run], int | str]) -> int | str:
     try:
         return show(run)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        text = f"{run.folder / RECORDS} has lines that no run of this release writes ({what}); another program"
+        reason = f"{type(error).__name__}: {error}"
+        text = f"{run.folder / RECORDS} has lines that no run of this release writes ({reason}); another program"
         raise UsageError(f"{text} wrote to it, or it is damaged") from error

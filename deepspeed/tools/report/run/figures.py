@@ -46,10 +46,10 @@ def thinned(points: Points, most: int = _MOST) -> list[tuple[float, float]]:
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if len(points) <= most:
         return points
-    each = -(-2 * len(points) // most)
+    stride = -(-2 * len(points) // most)
     kept = []
-    for start in range(0, len(points), each):
-        piece = points[start : start + each]
+    for start in range(0, len(points), stride):
+        piece = points[start : start + stride]
         kept += sorted({min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])})
     return kept
 
@@ -201,8 +201,8 @@ class Bars:
 
 def draw_bars(bars: Bars, number: int = 0) -> str:
     """Draw the bars as an ``svg`` element."""
-    each, left, right = 13, 90, 130
-    room = each * len(bars.names) + 7
+    pitch, left, right = 13, 90, 130
+    room = pitch * len(bars.names) + 7
     height = room * len(bars.rows) + 30
     most = max((max(v, end) for _, values in bars.rows for v, end in values), default=1.0) or 1.0
     x = _scale(0.0, most, left, WIDTH - right, log=False)
@@ -211,9 +211,9 @@ def draw_bars(bars: Bars, number: int = 0) -> str:
         top = row * room + 4
         parts.append(f'<text x="{left - 6}" y="{top + room / 2:.0f}" text-anchor="end" {text}>{escape(name)}</text>')
         for i, (value, end) in enumerate(values):
-            at, middle = top + i * each, top + i * each + each / 2 - 1
+            at, middle = top + i * pitch, top + i * pitch + pitch / 2 - 1
             parts.append(
-                f'<rect x="{left}" y="{at}" width="{x(value) - left:.1f}" height="{each - 2}" fill="{COLORS[i]}" '
+                f'<rect x="{left}" y="{at}" width="{x(value) - left:.1f}" height="{pitch - 2}" fill="{COLORS[i]}" '
                 'fill-opacity="0.8"/>'
             )
             parts.append(f'<line x1="{x(value):.1f}" x2="{x(end):.1f}" y1="{middle}" y2="{middle}" stroke="#111827"/>')

@@ -61,9 +61,9 @@ class Measured:
     def add(self, constant: str, value: float, text: str) -> None:
         self.constants[constant] = (value, text)
 
-    def note(self, what: str, seconds: Mapping[Any, float]) -> None:
+    def note(self, name: str, seconds: Mapping[Any, float]) -> None:
         """Keep the times of some cases among ``details``."""
-        self.details[what] = [{"case": case, "seconds": s} for case, s in seconds.items()]
+        self.details[name] = [{"case": case, "seconds": s} for case, s in seconds.items()]
 
 
 class _Counter(TorchDispatchMode):
@@ -147,8 +147,8 @@ def _products(findings: Measured, clock: Clock, accelerator: Accelerator, effort
     findings.add("processors", processors, "as the device reports them; 1 where the host computes")
     cases: dict[tuple[str, int], Callable[[], Any]] = {}
     for dtype, depth in itertools.product(_dtypes(accelerator), effort.sides):
-        left, right = (torch.ones(size, device=device, dtype=DTYPES[dtype]) for size in ((side, depth), (depth, side)))
-        cases[dtype, depth] = partial(torch.mm, left, right)
+        lhs, rhs = (torch.ones(size, device=device, dtype=DTYPES[dtype]) for size in ((side, depth), (depth, side)))
+        cases[dtype, depth] = partial(torch.mm, lhs, rhs)
     seconds = clock.alternating(cases, effort.rounds)
     findings.note("products", seconds)
     half = 0.0

@@ -27,10 +27,10 @@ def threads_of(local_ranks: int) -> int:
 def measure_host(clock: Clock, effort: Effort, threads: int, share: float) -> Measured:
     """Measure by the host's ``clock``; ``share``: of this rank's rates, where every device of the node has a rank."""
     findings, before = Measured(), torch.get_num_threads()
-    left, right, out = (torch.ones(effort.array // 8, device="cpu") for _ in range(3))
+    lhs, rhs, out = (torch.ones(effort.array // 8, device="cpu") for _ in range(3))
     tensors = [torch.ones(effort.moments, device="cpu") for _ in range(4)]
     step = partial(adam_step, *tensors, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-    given: list[Any] = [("host_rate", partial(torch.add, left, right, out=out), 3 * out.nbytes, "a sum of two arrays")]
+    given: list[Any] = [("host_rate", partial(torch.add, lhs, rhs, out=out), 3 * out.nbytes, "a sum of two arrays")]
     if usable(CPU_ADAM, *tensors):
         given.append(("adam_rate", step, _ADAM_BYTES * effort.moments, "this package's AdamW"))
     try:

@@ -29,11 +29,11 @@ def measure_links(
         return findings
     nodes = -(-mesh.job.size // local_ranks)
     if local_ranks > 1:
-        _ring(findings, accelerator, mesh.groups[0], effort, name="node", ways=1.0, kernel_s=kernel_s)
+        _ring(findings, accelerator, mesh.groups[0], effort, name="node", links=1.0, kernel_s=kernel_s)
     if nodes > 1:
         members = Counter(rank // local_ranks for rank in mesh.job.ranks)
-        ways = min(members.values()) / (1 + assumed["network_crowding"] * math.log2(nodes / 2))
-        _ring(findings, accelerator, mesh.job, effort, name="network", ways=ways, kernel_s=kernel_s)
+        links = min(members.values()) / (1 + assumed["network_crowding"] * math.log2(nodes / 2))
+        _ring(findings, accelerator, mesh.job, effort, name="network", links=links, kernel_s=kernel_s)
     if mesh.control is not None:
         exchange = partial(merge, [0] * 4, [], mesh.control)
         wall(exchange, _MESSAGES)
@@ -47,10 +47,10 @@ def measure_links(
 
 
 def _ring(
-    findings: Measured, accelerator: Accelerator, group: AxisGroup, effort: Effort, *, name: str, ways: float,
+    findings: Measured, accelerator: Accelerator, group: AxisGroup, effort: Effort, *, name: str, links: float,
     kernel_s: float,
 ) -> None:  # fmt: skip
-    """Fit a ring's rate and latency for gathers and reductions; ``ways``: devices whose links its bytes take."""
+    """Fit a ring's rate and latency for gathers and reductions; ``links``: devices whose links its bytes take."""
     cases = {(op, nbytes): _turn(accelerator, group, op, nbytes) for nbytes in effort.collectives for op in _OPS}
     for run in cases.values():
         run()
@@ -62,7 +62,7 @@ def _ring(
     start, slope = line([nbytes * around for nbytes, _ in points], [s for _, s in points])
     text = f"line through gathers and reductions over {group.size} ranks with {group.backend}"
     findings.add(f"{name}_hop_s", max((start - kernel_s) / (group.size - 1), 1e-9), text)
-    findings.add(f"{name}_rate", 1 / slope / ways, text)
+    findings.add(f"{name}_rate", 1 / slope / links, text)
 
 
 def _turn(accelerator: Accelerator, group: AxisGroup, op: str, nbytes: int) -> Callable[[], float]:

@@ -54,7 +54,7 @@ def text(whole: PipelineOutcome, machine: Machine, name: str) -> str:
     lines += ["exposed: other transfers that hold the stage up"]
     for place, outcome in enumerate(whole.steps):
         if waits := outcome.waits.most_common(3):
-            shown = "; ".join(f"{times} x {what}: {where.partition(' <-')[0]}" for (what, where), times in waits)
+            shown = "; ".join(f"{times} x {reason}: {where.partition(' <-')[0]}" for (reason, where), times in waits)
             lines += [f"stage {place}: the program waits for the device: {shown}"]
         if (over := outcome.reserved - int(machine["device_bytes"])) > 0:
             lines += [f"stage {place} DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])}"]

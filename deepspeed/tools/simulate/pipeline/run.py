@@ -137,8 +137,8 @@ def _one(make: Callable[[], Subject], job: RankJob, column: tuple[int, ...], fol
     try:
         subject = _cut(make(), load_config(job.config, world_size=job.world // len(column)), len(column))
         store = dist.FileStore(f"{folder}/store", len(column))
-        mine = replace(job, rank=column[stage])
-        outcome = run_job(mine, subject, store=store, column=column, loop=_Batches, events=events)
+        local_job = replace(job, rank=column[stage])
+        outcome = run_job(local_job, subject, store=store, column=column, loop=_Batches, events=events)
     except DeepSpeedError as error:
         Path(f"{folder}/fault{stage}").write_text(str(error))
         raise
@@ -161,7 +161,7 @@ def simulate_pipeline(make: Callable[[], Subject], job: RankJob, *, pool: RankPo
         except RankFailure as failure:
             faults = [path.read_text() for path in sorted(Path(folder).glob("fault*"))]
             raise UsageError(faults[0]) from failure if faults else failure
-    outcomes, events = [outcome for outcome, _ in answers], [mine for _, mine in answers]
+    outcomes, events = [outcome for outcome, _ in answers], [trace for _, trace in answers]
     meetings, machine = Meetings(column), job.machine.used_by(job.world)
     timelines = [Timeline(machine, keep=True, rank=rank, meetings=meetings) for rank in column]
     together(timelines, events)

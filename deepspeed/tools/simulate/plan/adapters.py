@@ -43,8 +43,8 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         wide, high = sizes_of(base_layer)
         weight: Any = base_layer.weight
-        known = torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
-        options: dict[str, Any] = {"bias": False, "dtype": dtype or known}
+        default = torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
+        options: dict[str, Any] = {"bias": False, "dtype": dtype or default}
         self.base_layer = base_layer
         self.lora_A = nn.ModuleDict({"default": nn.Linear(wide, rank, **options)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, high, **options)})
@@ -73,21 +73,21 @@ def chosen_layers(model: nn.Module, targets: str, title: str) -> list[str]:
         )
     linear = [path for path, module in modules.items() if path and sizes_of(module)[1]]
     last = {path.rpartition(".")[2] for path in linear}
-    known = f"linear layers of {title}: {', '.join(sorted(last)[:_LISTED]) or 'none'}"
+    choices = f"linear layers of {title}: {', '.join(sorted(last)[:_LISTED]) or 'none'}"
     if targets == ALL_LINEAR:
         ask: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
         head = ask()
         if chosen := [path for path in linear if modules[path] is not head]:
             return chosen
-        raise UsageError(f"--lora: no layer to adapt; {known}")
+        raise UsageError(f"--lora: no layer to adapt; {choices}")
     paths: dict[str, None] = {}
     for name in [targets] if _PATTERN & set(targets) else targets.split(","):
         matches = _matches(model, name.strip(), modules)
         if not matches:
-            raise UsageError(f"--lora_targets: no module is called {name.strip()!r}; {known}")
+            raise UsageError(f"--lora_targets: no module is called {name.strip()!r}; {choices}")
         if other := next((path for path in matches if not sizes_of(modules[path])[1]), None):
             kind = type(modules[other]).__name__
-            raise UsageError(f"--lora_targets: {other} is no linear layer but {kind}; {known}")
+            raise UsageError(f"--lora_targets: {other} is no linear layer but {kind}; {choices}")
         paths |= dict.fromkeys(matches)
     return [path for path in linear if path in paths]
 
@@ -115,9 +115,9 @@ def adapt(model: nn.Module, lora: Lora, title: str) -> list[str]:
     for param in model.parameters():
         param.requires_grad = False
     for path in paths:
-        home, _, name = path.rpartition(".")
+        parent, _, name = path.rpartition(".")
         layer = AdaptedLinear(model.get_submodule(path), lora.rank, lora.dtype)
-        setattr(model.get_submodule(home), name, layer)
+        setattr(model.get_submodule(parent), name, layer)
     return paths
 
 

@@ -46,8 +46,8 @@ def _look(engine: Any, lora: Lora | None) -> tuple[dict[str, Any], MemoryPlan]:
     """Return the facts of a start, for programs, and the engine's memory plan."""
     model, memory = engine.module, engine.memory_plan()
     trained = [param for unit in engine.runtime.units if unit.trainable for param in unit.params]
-    total, those = (sum(getattr(p, "ds_numel", p.numel()) for p in some) for some in (model.parameters(), trained))
-    facts: dict[str, Any] = {"parameters": total, "trained": those}
+    total, trainable = (sum(getattr(p, "ds_numel", p.numel()) for p in some) for some in (model.parameters(), trained))
+    facts: dict[str, Any] = {"parameters": total, "trained": trainable}
     if lora is not None:
         layers = [path for path, module in model.named_modules() if isinstance(module, AdaptedLinear)]
         facts["lora"] = {"rank": lora.rank, "layers": layers}
