@@ -187,7 +187,7 @@ def _assemble(
     elif "schedule" in cfg.pipeline.model_fields_set or "chunks_per_stage" in cfg.pipeline.model_fields_set:
         log_dist(f"the block 'pipeline' is for a PipelineModule; {type(model).__name__} is none and runs as a whole")
     _check_model(model)
-    check_generates(model, cfg, ranks=job.size, ways=dims)
+    check_generates(model, cfg, ranks=job.size, axes=dims)
     base = _optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, job.size // (dims.pp * dims.tp), settings_of(cfg))
     lasting.enter_context(watched(cfg.hang_timeout))

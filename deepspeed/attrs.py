@@ -29,9 +29,9 @@ class _Answer(NamedTuple):
         setattr(owner, name, answer)
 
 
-def answers(what: str | Callable[[Any], Any], text: str | None = None) -> Any:
-    """A method, with the docstring ``text``, that answers with what its object has at the path, or ``what(self)``."""
-    return _Answer(operator.attrgetter(what) if isinstance(what, str) else what, text)
+def answers(getter: str | Callable[[Any], Any], text: str | None = None) -> Any:
+    """A method, with the docstring ``text``, that answers with what its object has at the path, or ``getter(self)``."""
+    return _Answer(operator.attrgetter(getter) if isinstance(getter, str) else getter, text)
 
 
 def loads_names(package: str, places: Callable[[], Mapping[str, Any]]) -> Callable[[str], Any]:
@@ -41,10 +41,10 @@ def loads_names(package: str, places: Callable[[], Mapping[str, Any]]) -> Callab
     """
 
     def load(name: str) -> Any:
-        known = places() if name == "__all__" or not name.startswith("_") else {}
-        if name != "__all__" and name not in known:
+        exports = places() if name == "__all__" or not name.startswith("_") else {}
+        if name != "__all__" and name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        value = [*known] if name == "__all__" else known[name]
+        value = [*exports] if name == "__all__" else exports[name]
         value = getattr(import_module(value), name) if isinstance(value, str) else value
         setattr(sys.modules[package], name, value)
         return value

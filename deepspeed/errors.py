@@ -12,9 +12,9 @@ def nearest_hint(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     return f", did you mean {spelt[close[0]]!r}?" if close else ""
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Format a number of things: ``1 unit``, ``1,234 units``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class DeepSpeedError(Exception):

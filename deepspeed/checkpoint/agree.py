@@ -22,20 +22,20 @@ class Shared:
 
 
 @contextlib.contextmanager
-def together(mesh: Mesh, what: str) -> Iterator[Shared]:
-    """Run the body on every rank of the job; raise an error of one on all, with rank and ``what``. Collective."""
+def together(mesh: Mesh, action: str) -> Iterator[Shared]:
+    """Run the body on every rank of the job; raise an error of one on all, with rank and ``action``. Collective."""
     shared, error = Shared(), None
     try:
         yield shared
     except Exception as failure:  # whatever it is, the other ranks wait for the answer
         error = failure
     kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-    mine = (None, shared.mine) if error is None else ((kind, str(error)), None)
-    bad, shared.all = zip(*collectives.gather_objects(mine, mesh.talk), strict=True)
+    local = (None, shared.mine) if error is None else ((kind, str(error)), None)
+    bad, shared.all = zip(*collectives.gather_objects(local, mesh.talk), strict=True)
     if isinstance(error, CheckpointError):
         raise error
-    for rank, (kind, text) in ((rank, each) for rank, each in zip(mesh.job.ranks, bad, strict=True) if each):
-        raise kind(f"{what} failed on {mesh.title(rank)}: {text}") from error
+    for rank, (kind, text) in ((rank, fault) for rank, fault in zip(mesh.job.ranks, bad, strict=True) if fault):
+        raise kind(f"{action} failed on {mesh.title(rank)}: {text}") from error
 
 
 def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
@@ -46,16 +46,16 @@ def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
 
 def in_no_model(extra: Sequence[Sequence[_Named]]) -> list[_Named]:
     """Return the names that are extra on every rank of the job; others belong to parameters of other ranks."""
-    others = [set(names) for names in extra[1:]]
-    return [name for name in extra[0] if all(name in names for names in others)]
+    peers = [set(names) for names in extra[1:]]
+    return [name for name in extra[0] if all(name in names for names in peers)]
 
 
-def through(items: Iterable[tuple[Any, ...]], each: Callable[..., None]) -> None:
-    """Call ``each`` for every item; raise an error only after the last item, as other ranks take part in each."""
+def through(items: Iterable[tuple[Any, ...]], fn: Callable[..., None]) -> None:
+    """Call ``fn`` for every item; raise an error only after the last item, as other ranks take part in each."""
     rest = iter(items)
     try:
         for item in rest:
-            each(*item)
+            fn(*item)
     except Exception:
         deque(rest, maxlen=0)
         raise

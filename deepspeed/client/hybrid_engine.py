@@ -22,7 +22,7 @@ from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, p
 from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengths, settings_of
 
 
-def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
+def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, axes: Ways) -> None:
     """Raise UsageError or DeepSpeedConfigError where ``hybrid_engine`` does not fit these ranks and this model."""
     options = config.hybrid_engine
     if not options.enabled:
@@ -34,9 +34,9 @@ def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, w
             f"hybrid_engine.enabled: {type(module).__name__} has no method generate(...) that the engine could call; "
             "give the model one, or set the key to false"
         )
-    shares = options.inference_tp_size not in (1, ways.tp)
+    shares = options.inference_tp_size not in (1, axes.tp)
     if shares:
-        _check_parts(module, config, ranks=ranks, ways=ways)
+        _check_parts(module, config, ranks=ranks, axes=axes)
     elif not options.pin_parameters and config.zero.divergence == "assume_none":
         raise DeepSpeedConfigError(
             "hybrid_engine.pin_parameters false lets ranks that have ended generating serve the others, which "
@@ -44,17 +44,17 @@ def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, w
         )
 
 
-def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, ways: Ways) -> None:
+def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, axes: Ways) -> None:
     """Check ranks that share layers only while they generate. Raises DeepSpeedConfigError or NotYetError."""
     size = config.hybrid_engine.inference_tp_size
-    if ways.tp > 1:
+    if axes.tp > 1:
         raise DeepSpeedConfigError(
-            f"{KEY} is {size}, but {ways.tp} ranks share each layer in training already (tensor_parallel.autotp_size); "
-            f"set it to 1 or {ways.tp}: both let these generate together"
+            f"{KEY} is {size}, but {axes.tp} ranks share each layer in training already (tensor_parallel.autotp_size); "
+            f"set it to 1 or {axes.tp}: both let these generate together"
         )
-    if ways.sp > 1:
+    if axes.sp > 1:
         raise DeepSpeedConfigError(
-            f"{KEY} is {size}, but {ways.sp} ranks share each sequence (mesh_param, or an mpu); set it to 1"
+            f"{KEY} is {size}, but {axes.sp} ranks share each sequence (mesh_param, or an mpu); set it to 1"
         )
     if ranks % size:
         raise DeepSpeedConfigError(f"{KEY} {size} does not divide the {ranks} ranks; use a divisor of {ranks}")
@@ -78,9 +78,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._gathers_layers = not options.pin_parameters and any(unit.movable for unit in self.runtime.units)
         self._speaking = False  # inside the module's own generate
         self._in_parts: PartsForGeneration | None = None
-        if (ways := options.inference_tp_size) not in (1, self.mesh.tp.size):
-            plan = plan_parts(module, config.tensor_parallel, ways, self.mesh.job.index % ways)
-            self._in_parts = PartsForGeneration(module, plan, self.mesh, ways=ways, device=self.device)
+        if (tp_size := options.inference_tp_size) not in (1, self.mesh.tp.size):
+            plan = plan_parts(module, config.tensor_parallel, tp_size, self.mesh.job.index % tp_size)
+            self._in_parts = PartsForGeneration(module, plan, self.mesh, tp_size=tp_size, device=self.device)
         self._own_generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
         self._own_attribute = vars(module).get("generate")
         module.generate = _Routed(self, self._own_generate)  # type: ignore[assignment]
@@ -161,20 +161,20 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             turn = -1
             try:
                 settings = settings_of(self.module, self._own_generate)
-                everyone = gather_objects((packed, random, settings), parts.group)
-                check_alike([theirs for _, _, theirs in everyone], parts.ranks)
-                calls = [GenerateCall.unpacked(theirs, self.device) for theirs, _, _ in everyone]
+                gathered = gather_objects((packed, random, settings), parts.group)
+                check_alike([theirs for _, _, theirs in gathered], parts.ranks)
+                calls = [GenerateCall.unpacked(theirs, self.device) for theirs, _, _ in gathered]
                 calls[parts.group.index] = call
                 with parts.shown(), compiled:
-                    for turn, each in enumerate(calls):
-                        everyone[turn][1].set()
-                        made = self._speak(each.args, each.kwargs)
+                    for turn, request in enumerate(calls):
+                        gathered[turn][1].set()
+                        made = self._speak(request.args, request.kwargs)
                         if turn == parts.group.index:
                             output, random = made, RandomStates.now()
             except Exception as error:
                 parts.end_waits()
-                mine = turn in (-1, parts.group.index)
-                fault, depth = error, 2 if is_of_backend(error) else int(not mine)
+                local = turn in (-1, parts.group.index)
+                fault, depth = error, 2 if is_of_backend(error) else int(not local)
             finally:
                 self._generating = False
                 random.set()

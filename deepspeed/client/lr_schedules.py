@@ -25,8 +25,8 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
         inner = getattr(inner, "optimizer", None)
     if inner is None:
-        what = "is not a torch.optim.Optimizer and has none in its attribute 'optimizer'"
-        raise TypeError(f"{type(optimizer).__name__} {what}")
+        reason = "is not a torch.optim.Optimizer and has none in its attribute 'optimizer'"
+        raise TypeError(f"{type(optimizer).__name__} {reason}")
     return inner
 
 
@@ -111,8 +111,8 @@ class LRSchedule:
         value, count = self.settings[name], len(self.optimizer.param_groups)
         values = [value] * count if isinstance(value, int | float) else list(value)
         if len(values) != count:
-            what = f"{name} has {len(values)} entries, the optimizer has {count} parameter groups"
-            raise ValueError(f"{type(self).__name__}: {what}")
+            text = f"{name} has {len(values)} entries, the optimizer has {count} parameter groups"
+            raise ValueError(f"{type(self).__name__}: {text}")
         return values
 
     def _whole_number(self, name: str, *, least: int) -> int:
@@ -166,8 +166,8 @@ class OneCycle(LRSchedule):
         first, second = settings["cycle_first_step_size"], settings["cycle_second_step_size"]
         second = first if second is None else second
         if first <= 0 or second < 0:
-            what = f"cycle_first_step_size must be positive (is {first})"
-            raise ValueError(f"OneCycle: {what} and cycle_second_step_size not negative (is {second})")
+            text = f"cycle_first_step_size must be positive (is {first})"
+            raise ValueError(f"OneCycle: {text} and cycle_second_step_size not negative (is {second})")
         self.first_size, self.total_size = float(first), float(first + second)
         stairs, second_stairs = max(settings["cycle_first_stair_count"] or 0, 0), settings["cycle_second_stair_count"]
         second_stairs = stairs if second_stairs is None else max(second_stairs, 0)
@@ -176,9 +176,9 @@ class OneCycle(LRSchedule):
         self.decay_step_size = settings["decay_step_size"]
         names = ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
         self.min_lrs, self.max_lrs, self.min_moms, self.max_moms = map(self._per_group, names)
-        known = all("betas" in group for group in self.optimizer.param_groups)
-        self.cycle_momentum = settings["cycle_momentum"] and known
-        if settings["cycle_momentum"] and not known:
+        has_betas = all("betas" in group for group in self.optimizer.param_groups)
+        self.cycle_momentum = settings["cycle_momentum"] and has_betas
+        if settings["cycle_momentum"] and not has_betas:
             logger.warning("OneCycle: %s has no betas, so its momentum is not cycled", type(self.optimizer).__name__)
 
     def _start(self) -> None:

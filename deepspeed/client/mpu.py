@@ -52,17 +52,17 @@ def ways_of_mpu(mpu: Any, backend: str) -> Ways:
     sizes = {axis: axes[axis].size if axis in axes else 1 for axis in _GETTERS}
     if sizes["pp"] * sizes["sp"] * sizes["tp"] == 1:
         return Ways(group=groups.get("dp"))
-    everyone = plain_mesh(backend).job
-    mine = tuple(axes[axis].index if axis in axes else 0 for axis in _GETTERS)
-    places = gather_objects((mine, tuple(sizes.values())), everyone)
-    distinct = len({place for place, _ in places}) == prod(sizes.values()) == everyone.size
+    world = plain_mesh(backend).job
+    coords = tuple(axes[axis].index if axis in axes else 0 for axis in _GETTERS)
+    places = gather_objects((coords, tuple(sizes.values())), world)
+    distinct = len({place for place, _ in places}) == prod(sizes.values()) == world.size
     if not distinct or any(theirs != places[0][1] for _, theirs in places):
         text = " x ".join(f"{size} {axis}" for axis, size in sizes.items())
         raise DeepSpeedConfigError(
-            f"the groups of the mpu ({text} ranks = {prod(sizes.values())}) are no grid of the {everyone.size} ranks: "
+            f"the groups of the mpu ({text} ranks = {prod(sizes.values())}) are no grid of the {world.size} ranks: "
             "the pipeline-, data-, sequence- and tensor-parallel sizes must multiply to their number"
         )
-    order = tuple(rank for _, rank in sorted(zip((place for place, _ in places), everyone.ranks, strict=True)))
+    order = tuple(rank for _, rank in sorted(zip((place for place, _ in places), world.ranks, strict=True)))
     return Ways(sizes["pp"], sizes["sp"], sizes["tp"], order=order, known=tuple(groups.values()))
 
 

@@ -67,10 +67,10 @@ def _nothing() -> None:
 _odometer = itertools.count()
 
 
-def require_group(what: str) -> None:
-    """Raise UsageError, which names ``what``, where there is no process group."""
+def require_group(caller: str) -> None:
+    """Raise UsageError, which names ``caller``, where there is no process group."""
     if not dist.is_initialized():
-        raise UsageError(f"{what} needs a process group; call deepspeed.initialize() or init_distributed() first.")
+        raise UsageError(f"{caller} needs a process group; call deepspeed.initialize() or init_distributed() first.")
 
 
 def noted() -> int:
@@ -149,11 +149,11 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Tra
     if full.dtype not in _KNOWN:
         full, shard = as_bytes(full), as_bytes(shard)
     piece = shard.numel()
-    mine = full[group.index * piece : (group.index + 1) * piece]
+    local = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         works = _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)
+        if local.data_ptr() != shard.data_ptr():
+            local.copy_(shard)
         return Collective(works, full, shard, then=(end,))
     return Collective([gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, then=(end,))
 
@@ -164,12 +164,12 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
     """
     piece = full.numel() // group.size
-    mine = full[group.index * piece : (group.index + 1) * piece]
+    local = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         # The first two pieces may change places in a sum: one of them comes straight to where that will be.
         straight = int(group.index == 0) if group.size > 1 and not accumulate and out.dtype == full.dtype else None
-        others = [r for r in range(group.size) if r not in (group.index, straight)]
-        inbox = {r: fresh(piece, full.dtype, full.device) for r in others} | {group.index: mine}
+        peers = [r for r in range(group.size) if r not in (group.index, straight)]
+        inbox = {r: fresh(piece, full.dtype, full.device) for r in peers} | {group.index: local}
         end = group.note("reduce_scatter", full)
         works = _exchange(lambda r: full[r * piece : (r + 1) * piece], lambda r: inbox.get(r, out), group)
 
@@ -179,7 +179,7 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
 
         return Collective(works, full, then=(end, finish))
     same = out.dtype == full.dtype and not accumulate
-    result = out if same else torch.empty_like(mine)
+    result = out if same else torch.empty_like(local)
     end = group.note("reduce_scatter", full)
     work = scatter_flat(result, full, group=group.pg, async_op=True)
     return Collective([work], full, result, then=(end,) if same else (end, lambda: _store(out, result, accumulate)))
@@ -234,16 +234,16 @@ def merge(largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[
     int64, the same lengths everywhere. ceil(log2(size)) exchanges over doubling distances (the dissemination of
     Hensgen, Finkel and Manber 1988): either may meet the same number twice, also when size is no power of two.
     """
-    count, mine = len(largest), torch.tensor([*largest, *union], dtype=torch.int64, device="cpu")
+    count, local = len(largest), torch.tensor([*largest, *union], dtype=torch.int64, device="cpu")
     for distance in (1 << k for k in range(0 if group.alike else (group.size - 1).bit_length())):
-        theirs = torch.empty_like(mine)
+        received = torch.empty_like(local)
         source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
-        end = group.note("merge", mine)
-        works: list[Any] = [dist.irecv(theirs, group=group.pg, group_src=source)]
-        works.append(dist.isend(mine, group=group.pg, group_dst=target))
+        end = group.note("merge", local)
+        works: list[Any] = [dist.irecv(received, group=group.pg, group_src=source)]
+        works.append(dist.isend(local, group=group.pg, group_dst=target))
         Collective(works, then=(end,)).wait()
-        mine = torch.cat([torch.maximum(mine[:count], theirs[:count]), mine[count:] | theirs[count:]])
-    numbers = mine.tolist()
+        local = torch.cat([torch.maximum(local[:count], received[:count]), local[count:] | received[count:]])
+    numbers = local.tolist()
     return numbers[:count], numbers[count:]
 
 
@@ -251,9 +251,9 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     """All-gather one picklable object per member (set-up paths only)."""
     if group.size == 1 or group.alike:
         return [value] * group.size
-    everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, value, group=group.pg)
-    return everyone
+    gathered: list[Any] = [None] * group.size
+    dist.all_gather_object(gathered, value, group=group.pg)
+    return gathered
 
 
 def describe(fault: BaseException) -> str:

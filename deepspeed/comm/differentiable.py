@@ -12,10 +12,10 @@ import torch
 from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_in_place
 
 
-def bounds(numel: int, ways: int) -> list[int]:
-    """Return the ``ways`` + 1 edges that cut ``numel`` elements into ``ways`` parts that differ by at most one."""
-    each, more = divmod(numel, ways)
-    return [way * each + min(way, more) for way in range(ways + 1)]
+def bounds(numel: int, parts: int) -> list[int]:
+    """Return the ``parts`` + 1 edges that cut ``numel`` elements into ``parts`` parts that differ by at most one."""
+    length, more = divmod(numel, parts)
+    return [part * length + min(part, more) for part in range(parts + 1)]
 
 
 def widths(edges: Sequence[int]) -> list[int]:

@@ -143,7 +143,7 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
     that asks for it during finalization, to drop a tensor, ends the process with SIGABRT. A thread that waits for ranks
     that are gone is left after ``limit_s`` seconds.
     """
-    asked, left, owner = threading.Event(), threading.Event(), os.getpid()
+    asked, ended, owner = threading.Event(), threading.Event(), os.getpid()
 
     def leave() -> None:
         asked.wait()
@@ -151,14 +151,14 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         finally:
-            left.set()
+            ended.set()
 
     def at_exit() -> None:
         if os.getpid() != owner:  # a fork has this registration, but neither the thread nor the group's
             return
         gc.collect()
         asked.set()
-        if not left.wait(limit_s):
+        if not ended.wait(limit_s):
             logger.warning("the process group has not ended within %g s; the process ends without it", limit_s)
 
     threading.Thread(target=leave, name="leave-group", daemon=True).start()  # at exit Python starts no threads any more
@@ -208,8 +208,8 @@ def init_distributed(
         watch()
         return
     if dist_init_required is False:
-        what = "dist_init_required=False, but there is no process group"
-        raise UsageError(f"{what}; start one before, or leave the argument out.")
+        reason = "dist_init_required=False, but there is no process group"
+        raise UsageError(f"{reason}; start one before, or leave the argument out.")
     env: dict[str, str] = dict(os.environ)
     if rank >= 0 and world_size > 0:
         env.update(RANK=str(rank), WORLD_SIZE=str(world_size))

@@ -40,10 +40,10 @@ def _inside(frame: FrameType | None) -> bool:
     frames = [*outwards(frame)]
     if any(f.f_code in _DROPPING or f.f_code.co_name == "__del__" for f in frames):
         return True
-    for place, each in enumerate(frames):
-        file = each.f_code.co_filename
-        whose = origin(file)
-        if whose == "user" or (whose == "torch" and _LOADERS in file) or file.startswith(_SAVES):
+    for place, caller in enumerate(frames):
+        file = caller.f_code.co_filename
+        owner = origin(file)
+        if owner == "user" or (owner == "torch" and _LOADERS in file) or file.startswith(_SAVES):
             return _updating(frames[place:])
         if file.startswith(_RUNTIME):
             return True
@@ -51,11 +51,11 @@ def _inside(frame: FrameType | None) -> bool:
 
 
 def _updating(frames: list[FrameType]) -> bool:
-    for each in frames:
-        file = each.f_code.co_filename
+    for frame in frames:
+        file = frame.f_code.co_filename
         if file == _KEEPER:
             return False  # saves behind an update
-        if file.startswith(_UPDATES) or (file == _ENGINE and each.f_code.co_name == "step"):
+        if file.startswith(_UPDATES) or (file == _ENGINE and frame.f_code.co_name == "step"):
             return True
     return False
 
@@ -149,9 +149,9 @@ def at_door() -> None:
                 placed.waits = before.waits
             _PLACED[number] = placed
             signal.signal(number, placed)
-    for each in _PLACED.values():
-        if each.waits:
-            each.come_through()
+    for postponed in _PLACED.values():
+        if postponed.waits:
+            postponed.come_through()
 
 
 def give_back() -> None:
@@ -159,8 +159,8 @@ def give_back() -> None:
     if threading.current_thread() is threading.main_thread():
         ended = [*_PLACED.values()]
         _PLACED.clear()
-        for each in ended:
-            each.end()
-        for each in ended:
-            if each.waits:
-                each.come_through()
+        for postponed in ended:
+            postponed.end()
+        for postponed in ended:
+            if postponed.waits:
+                postponed.come_through()

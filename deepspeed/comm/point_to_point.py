@@ -57,7 +57,7 @@ def exchange(
         works = [receive(tensor, peer, group) for tensor, peer in receives]
         return Several(works + [send(tensor, peer, group) for tensor, peer in sends])
     # nccl runs what is not grouped one after the other, and two ranks that both send first would wait for each other
-    ends = [group.note(op, tensor) for op, each in (("receive", receives), ("send", sends)) for tensor, _ in each]
+    ends = [group.note(op, tensor) for op, pairs in (("receive", receives), ("send", sends)) for tensor, _ in pairs]
     calls = [dist.P2POp(dist.irecv, as_bytes(t), group=group.pg, group_peer=peer) for t, peer in receives]
     calls += [dist.P2POp(dist.isend, as_bytes(t), group=group.pg, group_peer=peer) for t, peer in sends]
     return Collective(dist.batch_isend_irecv(calls), *(t for t, _ in (*receives, *sends)), then=tuple(ends))

@@ -127,7 +127,7 @@ class EngineCheckpoint:
             extra = functools.partial(write_client_files, client_state=kept, level=level, whole=whole, bf16=bf16)
         folder = Path(save_dir).absolute()  # a background save must not follow the process elsewhere
         order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
-        self._saver.save(order, content, behind=config.in_background)
+        self._saver.save(order, content, background=config.in_background)
         if shown:
             gradients.show()
         return True

@@ -95,8 +95,8 @@ class Connection:
             # Its own session: Ctrl-C in the terminal must not end the connection over which it is to be passed on.
             self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except OSError as error:
-            what = "install an ssh client, or name another program in DS_SSH"
-            raise UsageError(f"cannot start {argv[0]}: {error.strerror}; {what}") from error
+            hint = "install an ssh client, or name another program in DS_SSH"
+            raise UsageError(f"cannot start {argv[0]}: {error.strerror}; {hint}") from error
         assert self._process.stdin is not None
         self._input = self._process.stdin
         streams = ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer))
@@ -205,10 +205,10 @@ class FanOut(EventLoop):
         if node.joined:
             self._decide(lost(node.host, rank, f"closed its connection: {why}"))
         else:
-            what = "cannot be reached" if status == _SSH_FAILED else "could not start its launcher"
+            failure = "cannot be reached" if status == _SSH_FAILED else "could not start its launcher"
             # A launcher that refuses its command line or its port ends with the status for that, which stays so.
             own_status = BAD_INPUT if status == BAD_INPUT else LOST_HOST_STATUS
-            self._decide(Verdict(own_status, f"deepspeed: host {node.host} (node {rank}) {what}: {why}\n"))
+            self._decide(Verdict(own_status, f"deepspeed: host {node.host} (node {rank}) {failure}: {why}\n"))
 
     def _decide(self, verdict: Verdict, *, hang_up: bool = True) -> None:
         """Keep the first verdict and give the nodes time to end; ``hang_up``: tell nodes that do not know it yet."""
@@ -364,9 +364,9 @@ def check_reachable(hosts: Sequence[str], options: Namespace) -> None:
         failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
     if failed:
         (first, why), *more = failed
-        others = f" (nor are {len(more)} more: {', '.join(host for host, _ in more[:5])})" if more else ""
+        rest = f" (nor are {len(more)} more: {', '.join(host for host, _ in more[:5])})" if more else ""
         raise UsageError(
-            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' work "
+            f"host {first} cannot be reached: \"{why}\"{rest}; make '{' '.join(options.ssh)} {first} true' work "
             "without a password, or skip this test with --no_ssh_check"
         )
 

@@ -31,8 +31,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
-def read_entries(path: str, what: str) -> list[tuple[str, str]]:
-    """Return place (for messages) and text of every line that is neither blank nor a comment; ``what`` names the file.
+def read_entries(path: str, kind: str) -> list[tuple[str, str]]:
+    """Return place (for messages) and text of every line that is neither blank nor a comment; ``kind`` names the file.
 
     Raises DeepSpeedConfigError (a ValueError) when the file cannot be read.
     """
@@ -41,8 +41,8 @@ def read_entries(path: str, what: str) -> list[tuple[str, str]]:
             lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise DeepSpeedConfigError(f"{what} {path} cannot be read ({why}); check the path and its lines") from error
-    return numbered_lines(lines, f"{what} {path}")
+        raise DeepSpeedConfigError(f"{kind} {path} cannot be read ({why}); check the path and its lines") from error
+    return numbered_lines(lines, f"{kind} {path}")
 
 
 def numbered_lines(lines: Iterable[str], name: str) -> list[tuple[str, str]]:
@@ -101,10 +101,10 @@ def parse_filter(spec: str) -> dict[str, list[int] | None]:
         try:
             slots = {int(slot) for slot in slot_text.split(",")} if colon else set()
         except ValueError as error:
-            what = f"filter {spec!r}: slots of host {host!r} must be numbers, got {slot_text!r}"
-            raise DeepSpeedConfigError(what) from error
-        known = chosen.get(host, [])
-        chosen[host] = None if known is None or not colon else sorted(slots | set(known))
+            message = f"filter {spec!r}: slots of host {host!r} must be numbers, got {slot_text!r}"
+            raise DeepSpeedConfigError(message) from error
+        previous = chosen.get(host, [])
+        chosen[host] = None if previous is None or not colon else sorted(slots | set(previous))
     return chosen
 
 
@@ -119,11 +119,11 @@ def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclu
     for host, wanted in chosen.items():
         if host not in hosts:
             hint = nearest_hint(host, hosts) or f"; known: {', '.join(list(hosts)[:10])}{', ...' * (len(hosts) > 10)}"
-            what = f"which is not one of the {len(hosts)} host(s) of this job{hint}"
-            raise DeepSpeedConfigError(f"the filter names host {host!r}, {what}")
+            problem = f"which is not one of the {len(hosts)} host(s) of this job{hint}"
+            raise DeepSpeedConfigError(f"the filter names host {host!r}, {problem}")
         if missing := [slot for slot in wanted or () if slot not in hosts[host]]:
-            what = f"slot {missing[0]} of host {host!r}, which has slots {list(hosts[host])}"
-            raise DeepSpeedConfigError(f"the filter names {what}")
+            problem = f"slot {missing[0]} of host {host!r}, which has slots {list(hosts[host])}"
+            raise DeepSpeedConfigError(f"the filter names {problem}")
     result: dict[str, list[int]] = {}
     for host, slots in hosts.items():
         named = chosen.get(host, [])
@@ -155,8 +155,8 @@ def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
                 # Not the line itself: what has lost its name may be a password.
                 raise DeepSpeedConfigError(f"{where} has no '='; expected KEY=VALUE")
             if not _NAME.match(key):
-                what = "is not a variable name; use letters, digits and underscores"
-                raise DeepSpeedConfigError(f"{where}: {key!r} {what}")
+                problem = "is not a variable name; use letters, digits and underscores"
+                raise DeepSpeedConfigError(f"{where}: {key!r} {problem}")
             if "\0" in value:
                 raise DeepSpeedConfigError(f"{where}: the value of {key} has a zero byte, which no variable can hold")
             variables[key] = value

@@ -104,13 +104,13 @@ class Job:
 
 def add_flags(group: argparse._ActionsContainer, flags: Flags) -> None:
     """Add flags given as a table."""
-    for names, what in flags.items():
-        if isinstance(what, str):
-            group.add_argument(*names.split(), action="store_true", help=what)
-        elif isinstance(what[1], tuple):
-            group.add_argument(*names.split(), default=what[0], choices=what[1], help=what[2])
+    for names, spec in flags.items():
+        if isinstance(spec, str):
+            group.add_argument(*names.split(), action="store_true", help=spec)
+        elif isinstance(spec[1], tuple):
+            group.add_argument(*names.split(), default=spec[0], choices=spec[1], help=spec[2])
         else:
-            default, metavar, text = what
+            default, metavar, text = spec
             kind = int if metavar in _NUMBERS else str
             group.add_argument(*names.split(), default=default, metavar=metavar, type=kind, help=text)
 
@@ -118,10 +118,10 @@ def add_flags(group: argparse._ActionsContainer, flags: Flags) -> None:
 def parse_line(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``args`` (default: the command line); a malformed line ends the process with status 2, as argparse does."""
     parser.add_argument("user_script", metavar="script", help="path of the script (or a module or program, see above)")
-    behind = parser.add_argument(
+    remainder = parser.add_argument(
         "user_args", metavar="arguments", nargs=argparse.REMAINDER, help="passed on to it as is"
     )
-    behind.required = False  # so that an error names the script alone
+    remainder.required = False  # so that an error names the script alone
     given = list(sys.argv[1:] if args is None else args)
     options = parser.parse_args(given)
     if options.no_python and options.module:

@@ -22,8 +22,8 @@ SYSFS = "/sys/devices/system"
 def is_this_machine(host: str) -> bool:
     """Tell whether ``host``, as a hostfile names it, is this machine: by name, or by one of its addresses."""
     name = host.rpartition("@")[2].lower()
-    mine = socket.gethostname().lower()
-    if name in ("localhost", mine) or name == mine.partition(".")[0] or name.partition(".")[0] == mine:
+    hostname = socket.gethostname().lower()
+    if name in ("localhost", hostname) or name == hostname.partition(".")[0] or name.partition(".")[0] == hostname:
         return True
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM):
@@ -64,8 +64,8 @@ def parse_core_list(text: str) -> list[int]:
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item, re.ASCII)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first or (cores and first <= cores[-1]):
-            what = "expected ascending numbers or ranges without blanks, as in 0-3,8,10-11"
-            raise DeepSpeedConfigError(f"core list {text!r}: {item!r} is none, or does not ascend; {what}")
+            hint = "expected ascending numbers or ranges without blanks, as in 0-3,8,10-11"
+            raise DeepSpeedConfigError(f"core list {text!r}: {item!r} is none, or does not ascend; {hint}")
         cores += range(first, last + 1)
     return cores
 
@@ -85,17 +85,17 @@ def usable_cores(allowed: Collection[int], root: str = SYSFS) -> list[int]:
     """Return the first allowed CPU of every physical core, by NUMA node, so that equal shares cross few borders."""
     siblings = _read_lists(root, "cpu", "topology/thread_siblings_list")  # some containers show neither
     nodes = _read_lists(root, "node", "cpulist")
-    home = {cpu: node for node, cpus in sorted(nodes.items(), reverse=True) for cpu in cpus}
+    node_of = {cpu: node for node, cpus in sorted(nodes.items(), reverse=True) for cpu in cpus}
     first = {min({cpu, *siblings.get(cpu, ())} & set(allowed)) for cpu in allowed}
-    return sorted(first, key=lambda cpu: (home.get(cpu, 0), cpu))
+    return sorted(first, key=lambda cpu: (node_of.get(cpu, 0), cpu))
 
 
 def share_cores(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     """Give each rank equally many neighbouring cores. Raises UsageError (an AssertionError) for fewer than ranks."""
-    each = len(cores) // ranks
-    if each == 0:
+    per_rank = len(cores) // ranks
+    if per_rank == 0:
         raise UsageError(f"{ranks} ranks cannot be bound to {len(cores)} core(s); start fewer, or list more")
-    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    return [tuple(cores[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks)]
 
 
 def plan_cores(

@@ -91,15 +91,15 @@ def _filtered(slots: Mapping[str, Sequence[int]], options: Namespace, leaves: st
 
 def select(hosts: Mapping[str, int], options: Namespace) -> World:
     """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError rather than start less."""
-    nodes, each = options.num_nodes, options.num_gpus
+    nodes, gpus = options.num_nodes, options.num_gpus
     if nodes > len(hosts):
         raise UsageError(f"--num_nodes {nodes}, but the hostfile lists {len(hosts)} host(s); add some, or ask for less")
     slots = {host: range(count) for host, count in list(hosts.items())[: nodes if nodes > 0 else None]}
-    for host, numbers in slots.items() if each > 0 else ():
-        if each > len(numbers):
-            what = f"--num_gpus {each}, but the hostfile gives host {host} {len(numbers)} slot(s)"
-            raise UsageError(f"{what}; lower the number")
-        slots[host] = numbers[:each]
+    for host, numbers in slots.items() if gpus > 0 else ():
+        if gpus > len(numbers):
+            problem = f"--num_gpus {gpus}, but the hostfile gives host {host} {len(numbers)} slot(s)"
+            raise UsageError(f"{problem}; lower the number")
+        slots[host] = numbers[:gpus]
     return _filtered(slots, options, f"no slot of the hostfile's {len(slots)} host(s)")
 
 
@@ -112,13 +112,13 @@ def _check_count(options: Namespace, devices: LocalDevices) -> None:
 
 
 def _on_this_machine(options: Namespace, devices: LocalDevices) -> Location:
-    node_rank, each = None if options.force_multi else 0, options.num_gpus
+    node_rank, gpus = None if options.force_multi else 0, options.num_gpus
     if devices.count == 0:
         if options.exclude:
             why = "no accelerator is used here; give --num_gpus for ranks on the CPU"
             raise UsageError(f"--exclude has nothing to leave out, because {why}")
         named = [slot for slots in parse_filter(options.include or LOCALHOST).values() for slot in slots or ()]
-        count = each if each > 0 else max(named, default=0) + 1
+        count = gpus if gpus > 0 else max(named, default=0) + 1
         world = _filtered({LOCALHOST: range(count)}, options, "nothing")
         return Location(world, node_rank, on_devices=False, uses_devices=False)
     _check_count(options, devices)
@@ -126,9 +126,9 @@ def _on_this_machine(options: Namespace, devices: LocalDevices) -> Location:
     if numbers is None and (options.include or options.exclude):
         raise UsageError(f"filters take device numbers, but {devices.described} does not; use --num_gpus")
     # Devices without numbers: the ranks see all of them, in that order, and each takes the one of its local rank.
-    known = range(devices.count) if numbers is None else numbers
-    chosen = _filtered({LOCALHOST: known}, options, f"no device of {devices.described}")[LOCALHOST]
-    world = {LOCALHOST: chosen[: each if each > 0 else None]}
+    available = range(devices.count) if numbers is None else numbers
+    chosen = _filtered({LOCALHOST: available}, options, f"no device of {devices.described}")[LOCALHOST]
+    world = {LOCALHOST: chosen[: gpus if gpus > 0 else None]}
     return Location(world, node_rank, on_devices=numbers is not None, uses_devices=True)
 
 
@@ -140,8 +140,8 @@ def _by_hand(world: World, node_rank: int, devices: LocalDevices) -> Location:
         return Location(world, node_rank, on_devices=False, uses_devices=False)
     numbers = devices.numbers
     if numbers is None and (len(slots) > devices.count or slots != tuple(range(len(slots)))):
-        what = f"slots {list(slots)} of host {host} cannot be found in {devices.described}"
-        raise UsageError(f"{what}, which names no numbers; unset it")
+        problem = f"slots {list(slots)} of host {host} cannot be found in {devices.described}"
+        raise UsageError(f"{problem}, which names no numbers; unset it")
     if numbers is not None and (missing := [str(slot) for slot in slots if slot not in numbers]):
         raise UsageError(
             f"host {host} is this machine and has no device {', '.join(missing)}: this process sees "
@@ -151,15 +151,15 @@ def _by_hand(world: World, node_rank: int, devices: LocalDevices) -> Location:
 
 
 def _by_hand_without_hostfile(options: Namespace, devices: LocalDevices) -> Location:
-    nodes, each = options.num_nodes, options.num_gpus
-    given = {"--num_nodes": nodes > 0, "--num_gpus": each > 0, "--master_addr": nodes == 1 or bool(options.master_addr)}
+    nodes, gpus = options.num_nodes, options.num_gpus
+    given = {"--num_nodes": nodes > 0, "--num_gpus": gpus > 0, "--master_addr": nodes == 1 or bool(options.master_addr)}
     missing = ", ".join(flag for flag, value in given.items() if not value)
     if missing or options.include or options.exclude:
         needs = "--num_nodes, --num_gpus and --master_addr, the same on every node, and no --include or --exclude"
         why = f"; missing: {missing}" if missing else ""
         raise UsageError(f"--node_rank without a hostfile needs {needs}{why}")
     _check_count(options, devices)
-    world = {f"node{node}": tuple(range(each)) for node in range(nodes)}
+    world = {f"node{node}": tuple(range(gpus)) for node in range(nodes)}
     # The nodes must agree on the slots, and each may have another variable: slots are only counted, and that one holds.
     place = _by_hand(world, options.node_rank, LocalDevices(devices.count))
     return place._replace(on_devices=place.on_devices and devices.visible is None)

@@ -242,11 +242,11 @@ def check_ranks(options: argparse.Namespace, ranks: int) -> None:
     """Raise UsageError for a number of ranks that the script's configuration (--deepspeed_config) cannot divide."""
     for name, config in named_configs(options.user_args).items():
         block = config.get("tensor_parallel")
-        ways = block.get("autotp_size") if isinstance(block, dict) else None
-        if isinstance(ways, int) and ways > 1 and ranks % ways:
+        tp_size = block.get("autotp_size") if isinstance(block, dict) else None
+        if isinstance(tp_size, int) and tp_size > 1 and ranks % tp_size:
             raise UsageError(
-                f"{name}: tensor_parallel.autotp_size {ways} does not divide the {ranks} ranks of this job; "
-                f"start a multiple of {ways}"
+                f"{name}: tensor_parallel.autotp_size {tp_size} does not divide the {ranks} ranks of this job; "
+                f"start a multiple of {tp_size}"
             )
 
 

@@ -215,30 +215,30 @@ def _openmpi(job: Job, options: Namespace) -> RunnerCommand:
 def _hydra(job: Job, options: Namespace) -> RunnerCommand:
     """Build the command of MPICH's mpirun, from which those of Intel and MVAPICH descend."""
     _refuse(job, options)
-    each = _equal_slots(job, options)
+    per_node = _equal_slots(job, options)
     variables, become = _variables(job), RANK_FROM_MPI
     if options.launcher == "mvapich":
         variables, become = {**_MVAPICH, **({"MV2_USE_CUDA": "1"} if job.on_devices else {}), **variables}, ()
     else:
-        variables |= {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": each}
+        variables |= {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": per_node}
     if options.launcher == "impi":
         variables["I_MPI_PIN"] = "0"  # its pinning would confine all threads of a rank to one core
     words = [word for name, value in variables.items() for word in ("-genv", name, value)]
-    head = ("mpirun", "-n", str(job.world_size), "-ppn", each, *options.launcher_args, *words)
+    head = ("mpirun", "-n", str(job.world_size), "-ppn", per_node, *options.launcher_args, *words)
     return RunnerCommand((*head, "-hosts", ",".join(job.hosts), *become, *_rank_command(job)))
 
 
 def _slurm(job: Job, options: Namespace) -> RunnerCommand:
     _refuse(job, options, mpi=False)
-    each = _equal_slots(job, options)
+    per_node = _equal_slots(job, options)
     for host, slots in job.world.items():
-        if slots != tuple(range(int(each))):
+        if slots != tuple(range(int(per_node))):
             raise UsageError(
                 f"--launcher slurm can only use the first devices of every host, but {host} is to use "
                 f"{','.join(map(str, slots))}; use --num_gpus, or --launcher ssh"
             )
-    devices = ("--gpus-per-node", each) if options.num_gpus > 0 else ()
-    hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", each)
+    devices = ("--gpus-per-node", per_node) if options.num_gpus > 0 else ()
+    hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", per_node)
     # --export separates values with commas and cannot quote them, so they travel in srun's own environment.
     head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, *devices, "--export=ALL")
     return RunnerCommand((*head, *_rank_command(job)), _variables(job))

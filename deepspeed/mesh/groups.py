@@ -77,8 +77,8 @@ class Mesh:
     def title(self, rank: int) -> str:
         """Name the global ``rank`` for people, with pipeline stage and tensor-parallel rank if there are several."""
         names = {"pp": "pipeline stage", "tp": "tensor-parallel rank"} if self.topology is not None else {}
-        axes = [(what, self.topology.axis(rank, axis)) for axis, what in names.items() if self.topology is not None]
-        places = ", ".join(f"{what} {axis.index}" for what, axis in axes if axis.size > 1)
+        axes = [(name, self.topology.axis(rank, axis)) for axis, name in names.items() if self.topology is not None]
+        places = ", ".join(f"{name} {axis.index}" for name, axis in axes if axis.size > 1)
         return f"rank {rank} ({places})" if places else f"rank {rank}"
 
 
@@ -87,8 +87,8 @@ def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
     alone = not dist.is_initialized()
     pg = None if alone else group or dist.group.WORLD
     ranks = (0,) if alone else tuple(dist.get_process_group_ranks(pg))
-    everyone = AxisGroup(pg, len(ranks), 0 if alone else ranks.index(dist.get_rank()), ranks, backend)
-    return Mesh((everyone,), everyone, everyone, everyone, None)
+    job = AxisGroup(pg, len(ranks), 0 if alone else ranks.index(dist.get_rank()), ranks, backend)
+    return Mesh((job,), job, job, job, None)
 
 
 def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
@@ -130,13 +130,13 @@ def group_over(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.Process
 class _Maker:
     """Make the groups of one mesh; for one set of ranks there is one group, whichever axes span it."""
 
-    def __init__(self, backend: str, job: AxisGroup, known: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, backend: str, job: AxisGroup, groups: Sequence[dist.ProcessGroup]) -> None:
         self._backend = backend
         # A name that no mesh over these ranks has had, the same on all of them.
         count = c10d._get_default_store().add(f"deepspeed/meshes/{job.ranks[job.index]}", 1)
         self.name = f"deepspeed/mesh{max(gather_objects(count, job))}"
         self.made: list[AxisGroup] = []
-        self._over = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in known), job)}
+        self._over = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in groups), job)}
 
     def new(self, axis: Axis | AxisGroup, label: str, kind: str) -> AxisGroup:
         self.made.append(_new_group(f"{self.name}/{label}", axis, kind))
@@ -170,25 +170,25 @@ def build_mesh(
     Raises UsageError when a group cannot be made, DeepSpeedConfigError for sizes of more or fewer ranks.
     """
     plain = plain_mesh(backend, group=group)
-    everyone, rank = plain.job, dist.get_rank() if dist.is_initialized() else 0
-    topology = dense_topology(tuple(order or everyone.ranks), pp=pp, sp=sp, tp=tp, inner_size=inner_size)
-    if everyone.size == 1:
+    job, rank = plain.job, dist.get_rank() if dist.is_initialized() else 0
+    topology = dense_topology(tuple(order or job.ranks), pp=pp, sp=sp, tp=tp, inner_size=inner_size)
+    if job.size == 1:
         return plain
-    maker = _Maker(backend, everyone, known)
+    maker = _Maker(backend, job, known)
     new, over = maker.new, maker.over
     zero = over(topology.axis(rank, "dp_outer", "dp", "sp"))
-    messages = backend if everyone.alike else "gloo"
-    host = new(everyone, "host", messages) if zero.size < everyone.size else None
+    messages = backend if job.alike else "gloo"
+    host = new(job, "host", messages) if zero.size < job.size else None
     asks = new(zero, "control", messages) if control and zero.size > 1 else None
     axes = shard_axes(topology, rank)
     data = over(topology.axis(rank, "dp_outer", "dp"))
-    shares: Any = {axis: over(topology.axis(rank, axis)) for axis, ways in (("tp", tp), ("pp", pp)) if ways > 1}
+    shares: Any = {axis: over(topology.axis(rank, axis)) for axis, size in (("tp", tp), ("pp", pp)) if size > 1}
     groups = (zero,) if len(axes) == 1 else tuple(over(axis) for axis in axes)
     first = groups[0]
     apart = new(first, "reductions", backend) if reducing and first.size > 1 else None
     if backend == "gloo":  # else it carries a few control messages, which should not wait
         take_turns()
-    mesh = Mesh(groups, everyone, data, zero, asks, maker.name, host=host, topology=topology, **shares)
+    mesh = Mesh(groups, job, data, zero, asks, maker.name, host=host, topology=topology, **shares)
     return replace(mesh, reducing=apart, made=tuple(maker.made))
 
 

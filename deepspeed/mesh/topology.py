@@ -73,12 +73,12 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
     Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group.
     """
     pp, outer, *inner = dense.sizes
-    ways = prod(inner)
-    if ep < 1 or ways % ep:
+    size = prod(inner)
+    if ep < 1 or size % ep:
         raise DeepSpeedConfigError(
-            f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor"
+            f"expert-parallel size {ep} does not divide the {size} ranks of one pipeline stage; use a divisor"
         )
-    return Topology(("pp", "dp_outer", "edp", "ep"), (pp, outer, ways // ep, ep), dense.ranks)
+    return Topology(("pp", "dp_outer", "edp", "ep"), (pp, outer, size // ep, ep), dense.ranks)
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:

@@ -42,8 +42,8 @@ def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
     def run(command: list[str], sign: str = "") -> None:
         status, output = tools.run_tool(command, limit_s=tools.COMPILE_LIMIT_S)
         if status != 0 and sign in output:
-            what = f"{compiler.command[0]} fails with status {status}: {tools.first_error(output)}"
-            raise BuildError(f"op {op.name}: {what}")
+            failure = f"{compiler.command[0]} fails with status {status}: {tools.first_error(output)}"
+            raise BuildError(f"op {op.name}: {failure}")
 
     with cache.work_folder(library.parent, op.name) as work:
         targets = [(source, work / f"{index}.o") for index, source in enumerate(op.files())]
@@ -60,8 +60,8 @@ def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
         built = work / f"{op.name}.so"
         run(compiler.link_command(op, list(commands), built))
         if not built.is_file():
-            what = "ended well but made no library; CXX must name a C++ compiler"
-            raise BuildError(f"op {op.name}: {compiler.command[0]} {what}")
+            failure = "ended well but made no library; CXX must name a C++ compiler"
+            raise BuildError(f"op {op.name}: {compiler.command[0]} {failure}")
         origin = {"op": op.name, "compiler": list(compiler.command), "version": compiler.version}
         origin |= {"targets": list(compiler.targets)} if op.kind == "cuda" else {}
         cache.publish(built, library, origin)
@@ -69,7 +69,7 @@ def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
 
 def _build_into(library: Path, op: OpSpec, compiler: Compiler) -> None:
     """Build ``library``, or wait while another process builds it. BuildError when either build fails."""
-    begin, lock, what = time.time(), cache.BuildLock(library.parent, op.name), {"stem": library.stem}
+    begin, lock, fields = time.time(), cache.BuildLock(library.parent, op.name), {"stem": library.stem}
     with lock.owned():
         if cache.is_good(library):
             return
@@ -77,7 +77,7 @@ def _build_into(library: Path, op: OpSpec, compiler: Compiler) -> None:
         if last.get("failed") and last.get("stem") == library.stem and float(last.get("time", 0)) > begin:
             raise BuildError(str(last["failed"]))
         begin = time.time()
-        lock.write(**what, time=begin)
+        lock.write(**fields, time=begin)
         if op.kind == "cuda":
             logger.info("op %s: compiling with %s, which takes a minute or two, once", op.name, compiler.command[0])
         try:
@@ -86,7 +86,7 @@ def _build_into(library: Path, op: OpSpec, compiler: Compiler) -> None:
             where = f"op {op.name}: cannot be built in {library.parent}"
             raise BuildError(f"{where}: {error}; {cache.ELSEWHERE}") from error
         except BuildError as error:
-            lock.write(**what, time=time.time(), failed=str(error))
+            lock.write(**fields, time=time.time(), failed=str(error))
             raise
         logger.info("op %s: built in %.1f s, kept in %s", op.name, time.time() - begin, library)
 
@@ -128,9 +128,9 @@ def checked_compiler(kind: Kind, *, limit_s: float = tools.PROBE_LIMIT_S) -> Com
     ours, theirs = re.search(r"cuda_(\d+)", compiler.version), torch_build().get("cuda", "").partition(".")[0]
     # the driver is only known to be as new as torch needs it; an older toolkit's libraries run on any newer driver
     if ours and theirs and int(ours[1]) > int(theirs) and os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
-        what = f"{compiler.command[0]} is CUDA {ours[1]}, torch is built for CUDA {theirs}"
+        mismatch = f"{compiler.command[0]} is CUDA {ours[1]}, torch is built for CUDA {theirs}"
         hint = f"set CUDA_HOME to a toolkit of CUDA {theirs}, or DS_SKIP_CUDA_CHECK=1 if the driver is new enough"
-        raise CUDAMismatchException(f"{what}: what it compiles may need a newer driver; {hint}")
+        raise CUDAMismatchException(f"{mismatch}: what it compiles may need a newer driver; {hint}")
     return compiler
 
 

@@ -217,14 +217,14 @@ FusedLionBuilder = _builder("FusedLionBuilder", CUDAOpBuilder, ops.FUSED_LION)
 
 _HOST = (AsyncIOBuilder, GDSBuilder, PinMemoryBuilder, CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder)
 _CLASSES = (*_HOST, CPUChecksumBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder)
-ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType({each.NAME: each() for each in _CLASSES})
+ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType({op.NAME: op() for op in _CLASSES})
 
 
 def states(*, limit_s: float) -> dict[str, OpState]:
     """Return the state of every op by name. Each compiler is asked once; each answer may take ``limit_s`` seconds."""
     ask = functools.cache(functools.partial(_ask, limit_s=limit_s))
-    return {name: each.state(ask) for name, each in ALL_OPS.items()}
+    return {name: op.state(ask) for name, op in ALL_OPS.items()}
 
 
-compatible_ops: Mapping[str, bool] = MappingProxyType({name: each.is_compatible() for name, each in ALL_OPS.items()})
-installed_ops: Mapping[str, bool] = MappingProxyType({name: each.is_shipped() for name, each in ALL_OPS.items()})
+compatible_ops: Mapping[str, bool] = MappingProxyType({name: op.is_compatible() for name, op in ALL_OPS.items()})
+installed_ops: Mapping[str, bool] = MappingProxyType({name: op.is_shipped() for name, op in ALL_OPS.items()})

@@ -127,10 +127,10 @@ def _is_dead(work: Path) -> bool:
 @contextlib.contextmanager
 def work_folder(folder: Path, name: str) -> Iterator[Path]:
     """Yield a folder for one build and remove it afterwards. Folders of builds that were killed are removed first."""
-    for left in folder.glob(f".{name}@*@*@*"):
+    for stale in folder.glob(f".{name}@*@*@*"):
         with contextlib.suppress(OSError):
-            if _is_dead(left):
-                shutil.rmtree(left, ignore_errors=True)
+            if _is_dead(stale):
+                shutil.rmtree(stale, ignore_errors=True)
     prefix = f".{name}@{socket.gethostname()}@{os.getpid()}@"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as work:
         yield Path(work)

@@ -40,17 +40,17 @@ def first_error(text: str) -> str:
 
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
     """Run ``command``; return its status and output. BuildError if it cannot run or takes over ``limit_s`` seconds."""
-    what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
+    label, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
     with tempfile.TemporaryFile() as output:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         try:
             child = subprocess.Popen(command, start_new_session=True, env=plain, **options)
         except OSError as error:
-            raise BuildError(f"{what} cannot be started: {error}") from error
+            raise BuildError(f"{label} cannot be started: {error}") from error
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{what} took more than {limit_s:.0f} s and was stopped") from error
+            raise BuildError(f"{label} took more than {limit_s:.0f} s and was stopped") from error
         finally:
             for kind in (signal.SIGTERM, signal.SIGKILL):
                 if child.poll() is None:
@@ -133,8 +133,8 @@ def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
         count = range(number.value) if not cuda.cuInit(0) and not cuda.cuDeviceGetCount(ctypes.byref(number)) else ()
         for device in count:
             parts = []
-            for what in (_MAJOR, _MINOR):
-                failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), what, device)
+            for attribute in (_MAJOR, _MINOR):
+                failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
                 parts.append(0 if failed else value.value)
             architectures.add(10 * parts[0] + parts[1])
     return tuple(map(str, sorted(architectures - {0})))
@@ -164,18 +164,18 @@ def covers(targets: Sequence[str], devices: Sequence[str]) -> bool:
 
 def gencode(targets: Sequence[str]) -> list[str]:
     """Return nvcc's flags for machine code of all ``targets``, and for PTX of the last target, for newer devices."""
-    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in targets]
+    codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
     return [*codes, f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}"]
 
 
 def locate(kind: Kind) -> tuple[str, ...]:
     """Return the command of the compiler for ``kind`` without running anything; BuildError when none is found."""
     if kind == "cuda":
-        homes = [os.path.join(home, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+        homes = [os.path.join(root, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (root := os.environ.get(name))]
         path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", os.defpath), *NVCC_FOLDERS]))
         if path is None:
-            what = "no CUDA compiler: nvcc is neither in CUDA_HOME nor on PATH"
-            raise MissingCUDAException(f"{what}; install the CUDA toolkit or set CUDA_HOME")
+            reason = "no CUDA compiler: nvcc is neither in CUDA_HOME nor on PATH"
+            raise MissingCUDAException(f"{reason}; install the CUDA toolkit or set CUDA_HOME")
         return (path,)
     # an explicit wish: taking another compiler behind the user's back would hide its fault
     wish, *arguments = shlex.split(os.environ.get("CXX", "")) or [""]
@@ -207,6 +207,6 @@ def _known_targets(command: tuple[str, ...], limit_s: float) -> tuple[str, ...]:
     if wanted != present_targets() or os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return wanted
     _, answer = run_tool([*command, "--list-gpu-arch"], limit_s=limit_s)
-    known = sorted(map(int, re.findall(r"compute_(\d+)\b", answer)))
-    nearest = {max((k for k in known if k <= int(name)), default=int(name)) for name in wanted}
+    supported = sorted(map(int, re.findall(r"compute_(\d+)\b", answer)))
+    nearest = {max((k for k in supported if k <= int(name)), default=int(name)) for name in wanted}
     return tuple(map(str, sorted(nearest)))

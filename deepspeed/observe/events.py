@@ -44,14 +44,14 @@ class Events(list[Listener]):
         finally:
             end()
 
-    def note_wait(self, transfer: Any, what: str) -> None:
+    def note_wait(self, transfer: Any, subject: str) -> None:
         """Wait for ``transfer``, a Transfer, and tell of the wait where bytes travel."""
-        with self.span(WAIT, what) if transfer.nbytes else contextlib.nullcontext():
+        with self.span(WAIT, subject) if transfer.nbytes else contextlib.nullcontext():
             transfer.wait()
 
-    def range(self, what: str, kind: str, subject: Any) -> contextlib.AbstractContextManager[object]:
-        """Tell of what is done inside, as ``what`` to a torch profiler that records now (NVTX: ``emit_nvtx()``)."""
-        named = profiler.record_function(what) if profiler._is_profiler_enabled else contextlib.nullcontext()
+    def range(self, name: str, kind: str, subject: Any) -> contextlib.AbstractContextManager[object]:
+        """Tell of what is done inside, as ``name`` to a torch profiler that records now (NVTX: ``emit_nvtx()``)."""
+        named = profiler.record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
         return self._both(named, kind, subject) if self else named
 
     @contextlib.contextmanager

@@ -86,4 +86,4 @@ def slow_ranks(paces: Mapping[int, RankPace], *, ranks: int, factor: float, step
     if middle <= 0:
         return []
     slow = [SlowRank(p, p.work.median / middle, middle) for p in paces.values() if p.work.median >= factor * middle]
-    return sorted(slow, key=lambda each: -each.times)
+    return sorted(slow, key=lambda entry: -entry.times)

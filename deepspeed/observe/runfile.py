@@ -218,10 +218,10 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     run.read_on()
     starts = run.of("start")
     if not starts:
-        what = "only a line that is not complete yet" if not run.damaged and run.place == 0 else "no line of a start"
+        text = "only a line that is not complete yet" if not run.damaged and run.place == 0 else "no line of a start"
         size = (run.folder / RECORDS).stat().st_size
-        what = what if size else "nothing yet"
-        raise UsageError(f"{run.folder / RECORDS} holds {what}: the run has just begun, or another program wrote it")
-    if (known := starts[0].get("format")) != FORMAT:
-        raise UsageError(f"{run.folder / RECORDS} has the format {known!r}; this release reads {FORMAT!r}")
+        text = text if size else "nothing yet"
+        raise UsageError(f"{run.folder / RECORDS} holds {text}: the run has just begun, or another program wrote it")
+    if (stored := starts[0].get("format")) != FORMAT:
+        raise UsageError(f"{run.folder / RECORDS} has the format {stored!r}; this release reads {FORMAT!r}")
     return run

@@ -23,7 +23,7 @@ def memory_report() -> str:
     if accelerator.device_name() != "cpu":
         rows.insert(0, ("allocated", accelerator.memory_allocated(), accelerator.max_memory_allocated()))
         rows.insert(1, ("reserved", accelerator.memory_reserved(), accelerator.max_memory_reserved()))
-    used = [f"{what} {now / 2**30:.2f} GB (peak {peak / 2**30:.2f} GB)" for what, now, peak in rows]
+    used = [f"{name} {now / 2**30:.2f} GB (peak {peak / 2**30:.2f} GB)" for name, now, peak in rows]
     machine = f"machine {(total - hostmem.host_available_bytes()) / 2**30:.2f} of {total / 2**30:.2f} GB"
     return ", ".join([*used, machine])
 

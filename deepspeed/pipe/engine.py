@@ -187,11 +187,11 @@ class PipelineEngine(DeepSpeedEngine):
         finally:
             self._in_engine_backward = False
 
-    def _give_up(self, error: BaseException, *, known: bool = False) -> None:
-        """Count the batch as not run. ``known``: all ranks raise; else end every wait for this rank."""
+    def _give_up(self, error: BaseException, *, agreed: bool = False) -> None:
+        """Count the batch as not run. ``agreed``: all ranks raise; else end every wait for this rank."""
         self._links.forget()
         failed = self.runtime.failures
-        if known:
+        if agreed:
             failed.note_known(error)
         elif isinstance(error, Exception):
             failed.note_known(error)
@@ -217,7 +217,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._give_up(failure)
             raise failure from error
         if failed or broken:
-            self._give_up(failure := self._failure(faults), known=True)
+            self._give_up(failure := self._failure(faults), agreed=True)
             if broken:
                 self.runtime.failures.break_off(str(failure))
             raise failure from fault
@@ -232,9 +232,9 @@ class PipelineEngine(DeepSpeedEngine):
         """Note that this rank has lost the batch, also for the ranks that share its layers and may wait for it."""
         fault, tp = outcome.fault, self.mesh.tp
         if tp.size > 1 and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
-            others = " or ".join(self.mesh.title(rank) for rank in tp.ranks if rank != tp.ranks[tp.index])
+            peers = " or ".join(self.mesh.title(rank) for rank in tp.ranks if rank != tp.ranks[tp.index])
             place, cause = str(fault).partition(": ")[0], fault.__cause__
-            fault = PipelineError(f"{place}: {others} does not answer and has ended or is out of reach")
+            fault = PipelineError(f"{place}: {peers} does not answer and has ended or is out of reach")
             fault.__cause__ = cause
             outcome.fault = None if leave_note(self.mesh, "") else fault  # where the one that has not come tells why
         self.runtime.failures.lose_batch(fault or PipelineError("another rank has lost what this one needs"))
@@ -281,16 +281,16 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _as_before(self, read: _Read | None, count: int) -> bool:
         """Return whether all have inputs of the last kinds, equal labels, and equal inputs where layers are shared."""
-        known = self._kinds is not None and len(self._kinds) == count
-        odd = not known or (read is not None and (read.fault is not None or read.kinds != self._kinds))
+        cached = self._kinds is not None and len(self._kinds) == count
+        odd = not cached or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.
         tp, labels, inputs = self.mesh.tp, 0, 0
-        ways, index = (1, 0) if tp.alike else (tp.size, tp.index)
+        tp_size, index = (1, 0) if tp.alike else (tp.size, tp.index)
         if read is not None:
-            others, first = len(self.module.readers) * ways - 1, self.stage_id == self.module.readers[0]
-            labels = (others if first and index == 0 else -1) * _digest(self.mesh.data.index, read.labels)
-            inputs = (ways - 1 if index == 0 else -1) * _digest(tp.ranks, read.inputs)
-        return not any(self._sum([int(odd), labels, inputs if ways > 1 else 0], torch.int64))
+            num_peers, first = len(self.module.readers) * tp_size - 1, self.stage_id == self.module.readers[0]
+            labels = (num_peers if first and index == 0 else -1) * _digest(self.mesh.data.index, read.labels)
+            inputs = (tp_size - 1 if index == 0 else -1) * _digest(tp.ranks, read.inputs)
+        return not any(self._sum([int(odd), labels, inputs if tp_size > 1 else 0], torch.int64))
 
     def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """Sum ``numbers`` over all ranks."""
@@ -298,16 +298,16 @@ class PipelineEngine(DeepSpeedEngine):
         values: list[Any] = sum_in_place(torch.tensor(numbers, dtype=dtype, device=device), self.mesh.talk).tolist()
         return values
 
-    def _compare(self, everyone: list[tuple[int, _Read | None]], count: int) -> list[str]:
+    def _compare(self, gathered: list[tuple[int, _Read | None]], count: int) -> list[str]:
         """Return the kinds of this rank's micro-batches. Raise on all ranks where some read less, or other data."""
         ranks = self.mesh.job.ranks
-        for rank, (other, _) in zip(ranks, everyone, strict=True):
-            if other != everyone[0][0]:
+        for rank, (other, _) in zip(ranks, gathered, strict=True):
+            if other != gathered[0][0]:
                 raise PipelineError(
-                    f"{self.mesh.title(ranks[0])} runs {everyone[0][0]} micro-batches and {self.mesh.title(rank)} "
+                    f"{self.mesh.title(ranks[0])} runs {gathered[0][0]} micro-batches and {self.mesh.title(rank)} "
                     f"{other}; call set_train_batch_size() and eval_batch(num_micro_batches=) alike on all ranks"
                 )
-        readers = {rank: read for rank, (_, read) in zip(ranks, everyone, strict=True) if read is not None}
+        readers = {rank: read for rank, (_, read) in zip(ranks, gathered, strict=True) if read is not None}
         if all(read.fault == "" for read in readers.values()):
             raise StopIteration(f"the data iterator has none of {count} micro-batches left")
         ended = f"the data iterator ended after 0 of {count} micro-batches"
@@ -317,15 +317,15 @@ class PipelineEngine(DeepSpeedEngine):
         for rank, read in readers.items():
             together = (rank,) if grid is None else grid.axis(rank, "pp", "tp").ranks
             first, sharer = next(r for r in together if r in readers), self.mesh.sharers(rank)[0]
-            for what, other, mine, theirs in (
+            for kind, other, expected, actual in (
                 ("inputs of other shapes", first, readers[first].kinds, read.kinds),
                 ("other inputs", sharer, readers[sharer].inputs, read.inputs),
                 ("other labels", first, readers[first].labels, read.labels),
             ):
-                odd = next((m for m in range(count) if mine[m] != theirs[m]), None)
+                odd = next((m for m in range(count) if expected[m] != actual[m]), None)
                 if odd is not None:
                     raise PipelineError(
-                        f"{self.mesh.title(other)} and {self.mesh.title(rank)} have read {what} for micro-batch {odd}; "
+                        f"{self.mesh.title(other)} and {self.mesh.title(rank)} have read {kind} for micro-batch {odd}; "
                         "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
         column = self.mesh.pp.ranks
@@ -375,8 +375,8 @@ class DualPipeVEngine(PipelineEngine):
         return super().train_batch(data_iter)
 
 
-def _digest(*what: Any) -> int:
-    return zlib.crc32(repr(what).encode())
+def _digest(*values: Any) -> int:
+    return zlib.crc32(repr(values).encode())
 
 
 def _checksum(value: Any) -> int:

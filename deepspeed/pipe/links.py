@@ -56,9 +56,9 @@ def unpack(value: Any) -> tuple[Signature, list[torch.Tensor | None]]:
     items = [value] if single else list(value) if isinstance(value, (tuple, list)) else None
     odd = [type(i) for i in items if not (i is None or isinstance(i, torch.Tensor))] if items is not None else []
     if items is None or odd:
-        what = f"a {type(value).__name__}" if items is None else f"a tuple with a {odd[0].__name__}"
+        kind = f"a {type(value).__name__}" if items is None else f"a tuple with a {odd[0].__name__}"
         raise UsageError(
-            f"returned {what}, which cannot go to the next pipeline stage; a tensor can, or a tuple of tensors and None"
+            f"returned {kind}, which cannot go to the next pipeline stage; a tensor can, or a tuple of tensors and None"
         )
     parts = (None if t is None else Part(tuple(t.shape), t.dtype, t.requires_grad) for t in items)
     return Signature(tuple(parts), single), items
@@ -87,8 +87,8 @@ class Links:
         self._sent: set[Message] = set()
         self._taken: set[Message] = set()
         self._incoming: dict[Message, _Incoming | None] = {}
-        others = [r for r in range(order.ranks if order is not None else 0) if r != self.rank]
-        self._queues = {r: deque(order.messages(r, self.rank)) for r in others} if order is not None else {}
+        peers = [r for r in range(order.ranks if order is not None else 0) if r != self.rank]
+        self._queues = {r: deque(order.messages(r, self.rank)) for r in peers} if order is not None else {}
 
     def forget(self) -> None:
         """Forget all known shapes after a failure: the ends of a link may know different ones."""
@@ -101,10 +101,10 @@ class Links:
     def _on_host(self, rank: int) -> int:
         return self._host.ranks.index(self._rising.ranks[rank])
 
-    def _trouble(self, what: str, message: Message, peer: int, error: Exception) -> BrokenLinkError:
+    def _trouble(self, verb: str, message: Message, peer: int, error: Exception) -> BrokenLinkError:
         kind = "activations" if message.op == "F" else "gradients"
         return BrokenLinkError(
-            f"{self._name(self.rank)} {what} {kind} of chunk {message.chunk}, micro-batch {message.micro}, and "
+            f"{self._name(self.rank)} {verb} {kind} of chunk {message.chunk}, micro-batch {message.micro}, and "
             f"{self._name(peer)} does not answer: its process has ended or is out of reach "
             f"({str(error).partition(chr(10))[0]})"
         )
@@ -112,10 +112,10 @@ class Links:
     def send(self, message: Message, target: int, shape: Signature, tensors: Sequence[torch.Tensor | None]) -> None:
         """Send an activation, of ``shape``. Raise UsageError if its kind had another shape before."""
         place = (message.chunk, self._keys[message.micro])
-        known = None if self.dynamic else self._known.get(place)
-        if known is not None and known != shape:
+        prior = None if self.dynamic else self._known.get(place)
+        if prior is not None and prior != shape:
             raise UsageError(
-                f"made {_words(shape)} of micro-batch {message.micro}, but {_words(known)} of one whose inputs had the "
+                f"made {_words(shape)} of micro-batch {message.micro}, but {_words(prior)} of one whose inputs had the "
                 "same shapes; build the PipelineModule with dynamic_shape=True"
             )
         self._announce(message, target, shape)

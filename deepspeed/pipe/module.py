@@ -170,7 +170,7 @@ class PipelineModule(nn.Module):
         try:
             # In the order of the whole list, so that tied parameters come in one order on all stages.
             keys = dict.fromkeys(s.key for s in self._specs if isinstance(s, TiedLayerSpec))
-            local = [i for i, home in self._layer_homes() if home == self.rank_of_pipe]
+            local = [i for i, rank in self._layer_homes() if rank == self.rank_of_pipe]
             for index in local:
                 self._calls[index] = self._build_one(index)
             for key in [k for k in keys if k in self.tied_modules]:
@@ -210,8 +210,8 @@ class PipelineModule(nn.Module):
                     send_object(values, self._grid.stage_to_global(rank), self._world).wait()
                 elif rank == self.rank_of_pipe:
                     values = receive_object(self._grid.stage_to_global(source), self._world)
-                    mine = {n: t for n, t, _ in _values(self.get_submodule(name))}
-                    if {n: v.shape for n, v, _ in values} != {n: local_of(t).shape for n, t in mine.items()}:
+                    local = {n: t for n, t, _ in _values(self.get_submodule(name))}
+                    if {n: v.shape for n, v, _ in values} != {n: local_of(t).shape for n, t in local.items()}:
                         fault = (
                             f"builds {name!r} with other parameters or buffers than it has on pipeline stage {source}, "
                             "from where the configuration takes it: change its structure behind initialize, or pass "
@@ -219,13 +219,13 @@ class PipelineModule(nn.Module):
                         )
                         continue
                     for n, value, trained in values:
-                        point(mine[n], value.to(mine[n].device))  # also of another dtype
-                        mine[n].requires_grad_(trained)
+                        point(local[n], value.to(local[n].device))  # also of another dtype
+                        local[n].requires_grad_(trained)
         return fault
 
     def _layer_homes(self) -> Iterator[tuple[int, int]]:
-        for chunk, home in enumerate(self.homes):
-            yield from ((i, home) for i in range(self.boundaries[chunk], self.boundaries[chunk + 1]))
+        for chunk, rank in enumerate(self.homes):
+            yield from ((i, rank) for i in range(self.boundaries[chunk], self.boundaries[chunk + 1]))
 
     def _check_specs(self) -> None:
         for index, spec in enumerate(self._specs):
@@ -243,13 +243,13 @@ class PipelineModule(nn.Module):
     def _check_sharing(self) -> None:
         """Raise UsageError for an untied parameter in layers of several ranks: each would train its own copy."""
         homes: dict[nn.Parameter, tuple[int, int]] = {}
-        for index, home in self._layer_homes():
+        for index, rank in self._layer_homes():
             layer = self._specs[index]
             for param in layer.parameters() if isinstance(layer, nn.Module) else ():
-                other, first = homes.setdefault(param, (home, index))
-                if other != home:
+                other, first = homes.setdefault(param, (rank, index))
+                if other != rank:
                     raise UsageError(
-                        f"layers {first} and {index} share a parameter and are on pipeline stages {other} and {home}; "
+                        f"layers {first} and {index} share a parameter and are on pipeline stages {other} and {rank}; "
                         "write both as TiedLayerSpec with one key"
                     )
 
@@ -301,9 +301,9 @@ class PipelineModule(nn.Module):
         """Return the scalar loss of the last layer's output. Raise UsageError if it is no scalar."""
         loss = self.loss_fn(output, batch.labels) if self.loss_fn is not None else output
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            kind = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             who = "loss_fn" if self.loss_fn is not None else "the last layer, as there is no loss_fn,"
-            raise UsageError(f"{who} has to return a scalar tensor, got {what}")
+            raise UsageError(f"{who} has to return a scalar tensor, got {kind}")
         return loss.reshape(())
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
@@ -320,20 +320,20 @@ class PipelineModule(nn.Module):
     def micro_batch(self, item: Any) -> Micro:
         """Return the inputs and labels of an item of the data iterator. Raise UsageError if it is no pair."""
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            what = f"{len(item)} items" if isinstance(item, (tuple, list)) else f"a {type(item).__name__}"
+            kind = f"{len(item)} items" if isinstance(item, (tuple, list)) else f"a {type(item).__name__}"
             raise UsageError(
-                f"the data iterator has to yield (inputs, labels), got {what}; engine.set_batch_fn converts"
+                f"the data iterator has to yield (inputs, labels), got {kind}; engine.set_batch_fn converts"
             )
         return Micro(*item)
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
         """Return, by name of each module, the pipeline ranks that hold it."""
         holders: dict[str, set[int]] = {}
-        for index, home in self._layer_homes():
+        for index, rank in self._layer_homes():
             spec = self._specs[index]
             if isinstance(spec, (LayerSpec, nn.Module)):
                 name = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
-                holders.setdefault(name, set()).add(home)
+                holders.setdefault(name, set()).add(rank)
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
@@ -342,13 +342,13 @@ class PipelineModule(nn.Module):
 
     def describe(self, rank: int) -> str:
         """Name the layers of a pipeline rank, for people."""
-        chunks = [c for c, home in enumerate(self.homes) if home == rank]
+        chunks = [c for c, holder in enumerate(self.homes) if holder == rank]
         return "layers " + ", ".join(f"{self.boundaries[c]}-{self.boundaries[c + 1] - 1}" for c in chunks)
 
     def title(self, rank: int) -> str:
         """Name a rank of the job, for people."""
-        home = self._topo.get_coord(rank).pipe
-        return f"rank {rank} (pipeline stage {home}, {self.describe(home)})"
+        stage = self._topo.get_coord(rank).pipe
+        return f"rank {rank} (pipeline stage {stage}, {self.describe(stage)})"
 
     num_pipeline_stages = answers("num_stages")
     partitions = answers(lambda self: list(self.boundaries), "Positions at which the list of layers is cut.")
@@ -494,8 +494,8 @@ def _topology(topology: ProcessTopology | None, num_stages: int | None, world: i
         )
     if topology.world_size() != world:
         raise UsageError(f"the topology is of {topology.world_size()} ranks, and there are {world}")
-    known = [axis for axis in ("pipe", "data", "model") if axis in topology.axes]
-    if known != topology.axes or "pipe" not in known:
+    ordered = [axis for axis in ("pipe", "data", "model") if axis in topology.axes]
+    if ordered != topology.axes or "pipe" not in ordered:
         raise NotYetError(
             f"a topology with the axes {topology.axes}; they have to be pipe, data and model, in that order"
         )

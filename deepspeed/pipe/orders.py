@@ -84,8 +84,8 @@ class Program:
         """Return the other rank that waits for the result of ``action``, or None."""
         step = {"F": 1, "B": -1, "I": -1}.get(action.op, 0)
         chunk = action.chunk + step
-        away = step and 0 <= chunk < self.chunks and self.homes[chunk] != self.homes[action.chunk]
-        return self.homes[chunk] if away else None
+        remote = step and 0 <= chunk < self.chunks and self.homes[chunk] != self.homes[action.chunk]
+        return self.homes[chunk] if remote else None
 
     def messages(self, source: int, target: int) -> list[Message]:
         """Return the messages from ``source`` to ``target``, in the order in which they are made."""
@@ -126,7 +126,7 @@ def forward_only(homes: tuple[int, ...], micros: int) -> Program:
     """Plan the forwards of an evaluation."""
     ranks = max(homes) + 1
     programs = [
-        tuple(Action("F", chunk, m) for chunk, home in enumerate(homes) if home == rank for m in range(micros))
+        tuple(Action("F", chunk, m) for chunk, holder in enumerate(homes) if holder == rank for m in range(micros))
         for rank in range(ranks)
     ]
     return Program("forward", micros, homes, tuple(programs))

@@ -90,7 +90,7 @@ class PlainPipeline(PipelineModule):
         model = self._model
         self.__dict__.update(_list=recursive_getattr(model, self._path))
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
-        local = {i for i, home in self._layer_homes() if home == self.rank_of_pipe}
+        local = {i for i, rank in self._layer_homes() if rank == self.rank_of_pipe}
         for index in [i for i in self._whole if i not in local]:
             del self._list._modules[str(index)]
             self._whole.pop(index), self._specs.__setitem__(index, _Absent())
@@ -99,19 +99,19 @@ class PlainPipeline(PipelineModule):
             (n, m) for n, m in model.named_modules() if any(id(p) not in inside for p in m.parameters(recurse=False))
         ]
         before = [(n, m) for n, m in outside if isinstance(m, nn.Embedding) or n in self._first]
-        behind = [(n, m) for n, m in outside if (n, m) not in before]
+        after = [(n, m) for n, m in outside if (n, m) not in before]
         early = {id(p) for _, m in before for p in m.parameters(recurse=False)}
-        late = {id(p) for _, m in behind for p in m.parameters(recurse=False)}
+        late = {id(p) for _, m in after for p in m.parameters(recurse=False)}
         self._tied = {n: (self.homes[0], self.homes[-1]) for n, p in model.named_parameters() if id(p) in early & late}
         if self.rank_of_pipe != self.homes[-1]:
-            for name, _ in behind:
+            for name, _ in after:
                 recursive_setattr(model, name, _Absent())
         for _, module in before if self.rank_of_pipe != self.homes[0] else ():
             for name, param in list(module._parameters.items()):
                 if not (self.rank_of_pipe == self.homes[-1] and id(param) in early & late):
                     module._parameters[name] = None
             module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
-        self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in behind]
+        self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in after]
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
 
@@ -165,10 +165,10 @@ class PlainPipeline(PipelineModule):
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
         """Return the parameters of the blocks, and of what runs before the first and behind the last."""
-        before, behind = self._ends
+        before, after = self._ends
         modules = [self._whole[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1])]
         modules += before if chunk == 0 else []
-        modules += behind if chunk + 1 == len(self.homes) else []
+        modules += after if chunk + 1 == len(self.homes) else []
         return list(dict.fromkeys(p for m in modules for p in m.parameters()))
 
     def tied_homes(self) -> dict[str, tuple[int, ...]]:

@@ -94,10 +94,10 @@ class Pass:
         return self.outcome
 
     def _located(self, error: Exception, action: Action) -> Exception:
-        what = {"F": "forward", "W": "weight gradients"}.get(action.op, "backward")
+        phase = {"F": "forward", "W": "weight gradients"}.get(action.op, "backward")
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
         place = self._module.place(action.chunk, backward=action.op != "F")
-        fault = PipelineError(f"{what} of micro-batch {action.micro} at {place}: {text}")
+        fault = PipelineError(f"{phase} of micro-batch {action.micro} at {place}: {text}")
         fault.__cause__ = error
         return fault
 

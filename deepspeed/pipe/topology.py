@@ -66,9 +66,9 @@ class ProcessTopology:
         """Return the groups of ranks that differ on ``axis`` only; empty if there is no such axis."""
         if axis not in self.axes:
             return []
-        others = [other for other in self.axes if other != axis]
-        places = product(*(range(self.get_dim(other)) for other in others))
-        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+        other_axes = [other for other in self.axes if other != axis]
+        places = product(*(range(self.get_dim(other)) for other in other_axes))
+        return [self.filter_match(**dict(zip(other_axes, place, strict=True))) for place in places]
 
     def __str__(self) -> str:
         return str(self.mapping)
@@ -114,10 +114,10 @@ class PipelineParallelGrid:
         if self._mesh is not None:
             return getattr(self._mesh, name).pg
         if self._job.pg is None or self._job.size < self.world_size:
-            what = f"this grid of {self.world_size} ranks has no process groups before deepspeed.init_distributed()"
-            raise UsageError(f"{what} by as many; there are {self._job.size}")
-        others = {a: way for a, way in self._topo.get_coord(self.global_rank)._asdict().items() if a != axis}
-        ranks = self._topo.filter_match(**others) if axis in self._topo.axes else [self.global_rank]
+            problem = f"this grid of {self.world_size} ranks has no process groups before deepspeed.init_distributed()"
+            raise UsageError(f"{problem} by as many; there are {self._job.size}")
+        coords = {a: way for a, way in self._topo.get_coord(self.global_rank)._asdict().items() if a != axis}
+        ranks = self._topo.filter_match(**coords) if axis in self._topo.axes else [self.global_rank]
         return group_over(self._job.pg, tuple(self._job.ranks[rank] for rank in ranks))
 
     topology = answers("_topo", "The grid of all ranks.")
@@ -132,7 +132,7 @@ class PipelineParallelGrid:
     get_data_parallel_group = answers(lambda self: self._group("data", "data"))
     get_model_parallel_group = get_slice_parallel_group = answers(lambda self: self._group("model", "tp"))
 
-    def stage_to_global(self, stage_id: int, **others: int) -> int:
-        """Return the rank of another stage at this rank's place on the other axes; ``others`` changes some of these."""
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank of another stage at this rank's place on the other axes; ``kwargs`` changes some of these."""
         place = self._topo.get_coord(self.global_rank)._asdict()
-        return self._topo.get_rank(**(place | others | {"pipe": stage_id}))
+        return self._topo.get_rank(**(place | kwargs | {"pipe": stage_id}))

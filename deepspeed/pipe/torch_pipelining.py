@@ -53,8 +53,8 @@ def make_order(name: str, ranks: int, micros: int, *, chunks_per_rank: int = 1) 
 def _programs(torch_name: str, homes: tuple[int, ...], ranks: int, micros: int) -> tuple[tuple[Action, ...], ...]:
     """Return the programs that torch's class plans, for stages with only the attributes that its constructor reads."""
     plain = {"num_stages": len(homes), "group_size": ranks, "group_rank": 0, "submod": nn.Identity()}
-    mine = [i for i, home in enumerate(homes) if home == 0]
-    parts: list[Any] = [SimpleNamespace(stage_index=i, is_first=i == 0, is_last=False, **plain) for i in mine]
+    stages = [i for i, holder in enumerate(homes) if holder == 0]
+    parts: list[Any] = [SimpleNamespace(stage_index=i, is_first=i == 0, is_last=False, **plain) for i in stages]
     schedules = import_module(f"{_TORCH}.schedules")
     torch_log = logging.getLogger(schedules.__name__)
     level = torch_log.level

@@ -55,11 +55,11 @@ class LayerWatch:
         except (OSError, RuntimeError) as error:  # the others wait; whoever updates meets the same error
             logger.warning("step %d: gradients were not looked at: %s", self._runtime.steps + 1, error)
         mesh = self._runtime.mesh
-        known = dict(zip(self._names, sum_in_place(sum_in_place(sums, mesh.zero), mesh.tp).tolist(), strict=True))
+        norms = dict(zip(self._names, sum_in_place(sum_in_place(sums, mesh.zero), mesh.tp).tolist(), strict=True))
         self._updates += 1
-        for name, value in known.items():
+        for name, value in norms.items():
             self._zero_for[name] = self._zero_for[name] + 1 if value == 0 else 0
-        self._say("is not finite", [n for n, value in known.items() if not math.isfinite(value)])
+        self._say("is not finite", [n for n, value in norms.items() if not math.isfinite(value)])
         text = f"has been zero for {_PATIENCE} updates: nothing trains it"
         self._say(text, [n for n, count in self._zero_for.items() if count >= _PATIENCE])
         if self._updates % self._window == 0:
@@ -90,14 +90,14 @@ class LayerWatch:
                 self._say(text, [name], kind="dead")
             self._touched[name].zero_()
 
-    def _say(self, what: str, names: Sequence[str], kind: str = "") -> None:
+    def _say(self, finding: str, names: Sequence[str], kind: str = "") -> None:
         """Warn once for each parameter, on the first of the ranks that share it; of dead rows, for each part of it."""
         mesh = self._runtime.mesh
         first = mesh.zero.index == 0 and (mesh.tp.index == 0 or (kind == "dead" and names[0] in self._parts))
-        new = [name for name in names if (kind or what, name) not in self._noted]
-        self._noted.update((kind or what, name) for name in new)
+        new = [name for name in names if (kind or finding, name) not in self._noted]
+        self._noted.update((kind or finding, name) for name in new)
         if new and first:
             more = f" and {len(new) - _SHOWN} others" if len(new) > _SHOWN else ""
             logger.warning(
-                "step %d: the gradient of %s%s %s", self._runtime.steps + 1, ", ".join(new[:_SHOWN]), more, what
+                "step %d: the gradient of %s%s %s", self._runtime.steps + 1, ", ".join(new[:_SHOWN]), more, finding
             )

@@ -81,8 +81,8 @@ class UpdateMetrics:
                 values["grad_norm_clipped"] = clipped_norm(norm, engine.gradient_clipping())
         values |= self._rates(engine) | _memory(engine) | self._communication(engine)
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent_ms.items() if time > 0}
-        known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
-        self._monitor.write_events([(name, value, engine.global_samples) for name, value in known.items()])
+        events = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
+        self._monitor.write_events([(name, value, engine.global_samples) for name, value in events.items()])
 
     def _communication(self, engine: Any) -> dict[str, float]:
         """Return milliseconds of the newest update that the device has passed: collectives under way, and waits."""

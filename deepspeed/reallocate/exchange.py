@@ -80,18 +80,18 @@ class ParameterReallocation:
             fault = error
         self._agree(fault, "cannot be planned")
         settings = (most, convert_dtype, strict)
-        everyone = collectives.gather_objects((sides, settings, socket.gethostname()), self._job)
-        for rank, (_, theirs, _) in zip(self._job.ranks, everyone, strict=True):
-            if theirs != everyone[0][1]:
+        gathered = collectives.gather_objects((sides, settings, socket.gethostname()), self._job)
+        for rank, (_, theirs, _) in zip(self._job.ranks, gathered, strict=True):
+            if theirs != gathered[0][1]:
                 raise UsageError(f"rank {rank} passes other options than rank {self._job.ranks[0]}; make them equal")
         self._ours = sides
         sources, targets = (
-            {rank: ours[i] for rank, (ours, _, _) in zip(self._job.ranks, everyone, strict=True) if ours[i] is not None}
+            {rank: ours[i] for rank, (ours, _, _) in zip(self._job.ranks, gathered, strict=True) if ours[i] is not None}
             for i in (0, 1)
         )
         self._match = match(sources, targets, convert=convert_dtype, strict=strict)
         shapes, resting, needed = self._match.shapes, self._match.resting, self._match.needed
-        nodes = {rank: node for rank, (_, _, node) in zip(self._job.ranks, everyone, strict=True)}
+        nodes = {rank: node for rank, (_, _, node) in zip(self._job.ranks, gathered, strict=True)}
         self.plan = plan_reallocation(shapes, resting, needed, nodes=nodes, piece_bytes=min(PIECE_BYTES, most))
         rounds = in_rounds(self.plan, shapes, most)
         self._sends = [self._messages(one, sends=True) for one in rounds]
@@ -106,9 +106,9 @@ class ParameterReallocation:
             if ours == self._rank:
                 by_peer.setdefault(peer, []).append((transfer, nbytes))
         made, at = list[_Message](), 0
-        for peer, each in sorted(by_peer.items()):
+        for peer, peer_transfers in sorted(by_peer.items()):
             begin, parts = at, []
-            for transfer, nbytes in sorted(each, key=lambda one: -self._match.shapes[one[0].name].width):
+            for transfer, nbytes in sorted(peer_transfers, key=lambda one: -self._match.shapes[one[0].name].width):
                 parts.append((transfer, at, at + nbytes))
                 at += nbytes
             made.append(_Message(self._job.ranks.index(peer), begin, at, parts))

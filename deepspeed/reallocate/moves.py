@@ -167,7 +167,7 @@ def plan_reallocation(
                     received[target] += nbytes
                     across += nbytes if places.get(source) != places.get(target) else 0
     # Side by side: everybody sends what it has in its own order.
-    side_by_side = sorted(transfers, key=lambda each: each[0])
+    side_by_side = sorted(transfers, key=lambda item: item[0])
     return ReallocationPlan(tuple(t for _, t in side_by_side), tuple(copies), bound, sent, received, across)
 
 
@@ -186,13 +186,13 @@ def _parts(shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequ
     parts: list[_Part] = [(region, []) for span in needs for region in regions_of(shape, span)]
     for place, ranks in holders.items():
         split: list[_Part] = []
-        for region, known in parts:
+        for region, owners in parts:
             both = common(region, place)
             if both is None:
-                split.append((region, known))
+                split.append((region, owners))
             else:
-                split.append((both, [*known, *ranks]))
-                split += [(rest, known) for rest in without(region, both)]
+                split.append((both, [*owners, *ranks]))
+                split += [(rest, owners) for rest in without(region, both)]
         parts = split
     return parts
 

@@ -55,8 +55,8 @@ class Side:
         units = units_of(tensors)
         if not self._engine and any(runtime_of(unit) is not None for unit in units):
             raise UsageError(f"the {self.role} is the module of an engine; pass the engine")
-        if away := next((name for name, tensor in tensors.items() if local_of(tensor).is_meta), None):
-            raise UsageError(f"{away} of the {self.role} is on meta, without memory; give it some with to_empty()")
+        if on_meta := next((name for name, tensor in tensors.items() if local_of(tensor).is_meta), None):
+            raise UsageError(f"{on_meta} of the {self.role} is on meta, without memory; give it some with to_empty()")
         if self.role == "target":
             if busy := next((unit for unit in units if not unit.idle), None):
                 raise UsageError(
@@ -128,13 +128,13 @@ def match(sources: Inventories, targets: Inventories, *, convert: bool, strict: 
     has, wants = _entries(sources), _entries(targets)
     stored = _pairs(has, wants, sources, targets)
     used = set(stored.values())
-    for what, names in {
+    for reason, names in {
         "in the target and not in the source": [name for name in wants if name not in stored],
         "in the source and not in the target": [name for name in has if name not in used],
     }.items():
         if names and strict:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            raise UsageError(f"{', '.join(names[:_LISTED])}{more}: {what}; strict=False moves what both have")
+            raise UsageError(f"{', '.join(names[:_LISTED])}{more}: {reason}; strict=False moves what both have")
     shapes, wire = {}, {}
     for name, real in stored.items():
         one, two = has[real], wants[name]
@@ -172,10 +172,10 @@ def _entries(side: Inventories) -> dict[str, FlowTensor]:
     entries: dict[str, tuple[int, FlowTensor]] = {}
     for rank, ours in side.items():
         for name, entry in ours.entries.items():
-            first, known = entries.setdefault(name, (rank, entry))
-            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            first, reference = entries.setdefault(name, (rank, entry))
+            if (reference.dtype, reference.shape) != (entry.dtype, entry.shape):
                 raise UsageError(
-                    f"{name} is {known.dtype} {list(known.shape)} on rank {first} and {entry.dtype} "
+                    f"{name} is {reference.dtype} {list(reference.shape)} on rank {first} and {entry.dtype} "
                     f"{list(entry.shape)} on rank {rank}"
                 )
     return {name: entry for name, (_, entry) in entries.items()}
@@ -190,10 +190,10 @@ def _pairs(
     for alias, real in {a: r for ours in targets.values() for a, r in ours.aliases.items()}.items():
         names[real].append(alias)
     stored = {}
-    for name, known in names.items():
-        reals = list(dict.fromkeys(n if n in has else real_names[n] for n in known if n in has or n in real_names))
+    for name, tied in names.items():
+        reals = list(dict.fromkeys(n if n in has else real_names[n] for n in tied if n in has or n in real_names))
         if len(reals) > 1:
-            raise UsageError(f"{' and '.join(known)} are tied in the target, but not in the source; untie them there")
+            raise UsageError(f"{' and '.join(tied)} are tied in the target, but not in the source; untie them there")
         if reals:
             stored[name] = reals[0]
     return stored

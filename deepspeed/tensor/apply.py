@@ -42,11 +42,11 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
     """
     rules = wanted.partition_config is not None and wanted.partition_config.layer_specs
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)] if rules else []
-    others = None if mesh.pp.alike else [name for some in gather_objects(names, mesh.pp) for name in some]
+    all_names = None if mesh.pp.alike else [name for some in gather_objects(names, mesh.pp) for name in some]
     unfit = ("sequence_parallel_norms", "vocab_parallel_lm_head")
     if mesh.pp.size > 1 and (asked := [key for key in unfit if getattr(wanted, key)]):
         raise DeepSpeedConfigError(f"tensor_parallel.{asked[0]} is not for pipeline stages; set it to false")
-    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, mesh.tp.index, others=others).make()
+    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, mesh.tp.index, all_names=all_names).make()
     _refuse(model, plan, mesh)
     shared, modules = SharedInput(group, random=draws(model)), dict(model.named_modules(remove_duplicate=False))
     back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})

@@ -41,8 +41,8 @@ class _Replacement(NamedTuple):
     value: Any
 
 
-def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int, rank: int = 0) -> TensorPlan:
-    """Plan how ``ways`` ranks share the layers of ``model`` while it generates, by ``wanted``'s rules. Changes nothing.
+def plan_parts(model: nn.Module, wanted: TensorParallelConfig, tp_size: int, rank: int = 0) -> TensorPlan:
+    """Plan how ``tp_size`` ranks share ``model``'s layers while it generates, by ``wanted``'s rules. Changes nothing.
 
     DeepSpeedConfigError where nothing, or no heads, can be split; NotYetError for weights that are codes.
     """
@@ -50,13 +50,13 @@ def plan_parts(model: nn.Module, wanted: TensorParallelConfig, ways: int, rank: 
         if is_composed(param) or not castable(param.dtype):
             kind = type(param).__name__ if is_composed(param) else param.dtype
             raise NotYetError(
-                f"{KEY} is {ways}, but {name} is {kind}, and only floating-point weights can be dealt out in this "
+                f"{KEY} is {tp_size}, but {name} is {kind}, and only floating-point weights can be dealt out in this "
                 "release; set it to 1"
             )
     local = wanted.vocab_parallel_lm_head
     rules = wanted.model_copy(update={"vocab_parallel_lm_head": None if local else local})  # every rank needs all words
-    plan = Planner(model, rules, ways, rank, key=KEY).make()
-    plan.check(model, KEY, ways)
+    plan = Planner(model, rules, tp_size, rank, key=KEY).make()
+    plan.check(model, KEY, tp_size)
     return plan
 
 
@@ -73,22 +73,22 @@ def _in_place(entries: Sequence[_Replacement]) -> Iterator[None]:
 
 
 class PartsForGeneration:
-    """Layers of ``model`` as ``plan`` deals them out to ``ways`` consecutive ranks of the engine on ``mesh``.
+    """Layers of ``model`` as ``plan`` deals them out to ``tp_size`` consecutive ranks of the engine on ``mesh``.
 
     Made without a collective and without memory for weights. ``check``, ``marks``, ``fill`` and ``drop`` are for one
     rank alone; ``take``, ``open`` and forwards inside ``shown`` are collective.
     """
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, mesh: Mesh, *, ways: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, mesh: Mesh, *, tp_size: int, device: torch.device) -> None:
         job, self._mesh, self._device = mesh.job, mesh, device
-        first = job.index - job.index % ways
-        self.ranks = job.ranks[first : first + ways]
+        first = job.index - job.index % tp_size
+        self.ranks = job.ranks[first : first + tp_size]
         self._opened: Mesh | None = None  # with the group of these ranks alone
         self._groups = 0
-        group = AxisGroup(None, ways, job.index - first, self.ranks, job.backend)
+        group = AxisGroup(None, tp_size, job.index - first, self.ranks, job.backend)
         self._shared = SharedInput(group, random=draws(model))
-        each = ((p, _hollow(p, tuple(p.shape), device)) for p in model.parameters())
-        self._parts = {p: nn.Parameter(hollow, requires_grad=False) for p, hollow in each}
+        pairs = ((p, _hollow(p, tuple(p.shape), device)) for p in model.parameters())
+        self._parts = {p: nn.Parameter(hollow, requires_grad=False) for p, hollow in pairs}
         self._place(model, plan)
         self._target = nn.Module()
         for name, param in model.named_parameters():
@@ -102,8 +102,8 @@ class PartsForGeneration:
         """Make the parts of layers, and note which values to replace while the parts are shown."""
         modules = dict(model.named_modules(remove_duplicate=False))
         owners = list(dict.fromkeys(modules.values()))
-        each = ((m._parameters, n, p) for m in owners for n, p in m._parameters.items() if p is not None)
-        self._entries = [_Replacement(place, name, self._parts[p]) for place, name, p in each]
+        slots = ((m._parameters, n, p) for m in owners for n, p in m._parameters.items() if p is not None)
+        self._entries = [_Replacement(place, name, self._parts[p]) for place, name, p in slots]
         with _in_place(self._entries), ExitStack() as back:
             replace_layers(modules, plan, self._shared, back)
             split = [path for path, how in plan.splits.items() if how.way not in ("sum", "whole")]

@@ -120,9 +120,9 @@ class TensorParallelLayer(nn.Module):
         """Register ``parameter``, of which this rank's part is at ``place``; None: it is whole on every rank."""
         self.register_parameter(name, parameter)
         if parameter is not None and place is not None:
-            known = getattr(parameter, "tp_place", place)
-            if known != place:
-                raise UsageError(f"{self.name}.{name} is tied to a parameter that is cut in another way: {known}")
+            previous = getattr(parameter, "tp_place", place)
+            if previous != place:
+                raise UsageError(f"{self.name}.{name} is tied to a parameter that is cut in another way: {previous}")
             parameter.tp_place = place  # type: ignore[attr-defined]
             if self._alone:  # no engine will
                 self.cut_now()
@@ -203,7 +203,7 @@ class LinearLayer(TensorParallelLayer):
             out = functional.linear(value, weight, self.bias)
         else:
             stretches = [weight] if weight.dim() == 2 else weight.split(self._stretches())
-            out = torch.cat([value @ each.view(self.in_features, -1) for each in stretches], dim=-1)
+            out = torch.cat([value @ stretch.view(self.in_features, -1) for stretch in stretches], dim=-1)
             out = out if self.bias is None else out + self.bias
         return join_parts(out, self.group, -1, edges=self.edges) if self.gather_output else out
 
@@ -300,11 +300,11 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         lo, hi = self.edges[self.group.index], self.edges[self.group.index + 1]
-        others = (ids < lo) | (ids >= hi)
+        input_mask = (ids < lo) | (ids >= hi)
         pad = self.padding_idx
         pad = pad - lo if pad is not None and lo <= pad < hi else None
-        rows = functional.embedding((ids - lo).masked_fill(others, 0), self.weight, pad)
-        return sum_parts(rows.masked_fill(others.unsqueeze(-1), 0), self.group)
+        rows = functional.embedding((ids - lo).masked_fill(input_mask, 0), self.weight, pad)
+        return sum_parts(rows.masked_fill(input_mask.unsqueeze(-1), 0), self.group)
 
 
 class HiddenParallelEmbedding(TensorParallelLayer):

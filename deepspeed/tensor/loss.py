@@ -20,9 +20,9 @@ class _PartsCrossEntropy(torch.autograd.Function):
         lo, hi = edges[group.index], edges[group.index + 1]
         wide = logits.float()
         largest = wide.amax(-1)
-        everyone = largest.new_empty(group.size, len(largest))
-        all_gather(everyone.view(-1), largest.contiguous(), group).wait()
-        top = everyone.amax(0).unsqueeze(-1)
+        gathered = largest.new_empty(group.size, len(largest))
+        all_gather(gathered.view(-1), largest.contiguous(), group).wait()
+        top = gathered.amax(0).unsqueeze(-1)
         exponentials = wide.sub_(top) if wide is not logits else wide - top
         inside = (labels >= lo) & (labels < hi)
         rows = (labels - lo).masked_fill(~inside, 0).unsqueeze(-1)
@@ -68,10 +68,10 @@ def vocab_parallel_cross_entropy(
     ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32.
     """
     flat = labels.reshape(-1)
-    each = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, shared_input(group).group, ignore_index)
+    loss = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, shared_input(group).group, ignore_index)
     if reduction == "none":
-        return each.view(labels.shape)
-    return each.sum() / (flat != ignore_index).sum() if reduction == "mean" else each.sum()
+        return loss.view(labels.shape)
+    return loss.sum() / (flat != ignore_index).sum() if reduction == "mean" else loss.sum()
 
 
 class PartsCausalLoss:

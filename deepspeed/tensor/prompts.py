@@ -100,7 +100,7 @@ def _comparable(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return repr(sorted(value.to_dict().items(), key=lambda item: item[0]))
     numbers = value if isinstance(value, list | tuple) else (value,)
-    return repr(value) if all(isinstance(each, int | float | str) for each in numbers) else None
+    return repr(value) if all(isinstance(number, int | float | str) for number in numbers) else None
 
 
 def settings_of(module: nn.Module, generate: Callable[..., Any]) -> str:

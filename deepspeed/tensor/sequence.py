@@ -35,16 +35,16 @@ def split_sequence(
             f"tensor_parallel.sequence_parallel_norms: {type(model).__name__} cannot be cut so: {why}"
         )
     for path, block in blocks:
-        homes = {layer: home for home in block.modules() for layer in home.children() if layer in _layers(block)}
-        inside = [m for home in set(homes.values()) for m in home.modules()]
-        if block in homes.values() or any(type(m) is nn.Linear for m in inside):
+        owners = {layer: owner for owner in block.modules() for layer in owner.children() if layer in _layers(block)}
+        inside = [m for owner in set(owners.values()) for m in owner.modules()]
+        if block in owners.values() or any(type(m) is nn.Linear for m in inside):
             raise DeepSpeedConfigError(
                 f"tensor_parallel.sequence_parallel_norms: {path} has split layers beside its norms, or whole layers "
                 "beside split ones; they need modules of their own"
             )
-        for home in dict.fromkeys(homes.values()):
-            back.callback(home.register_forward_pre_hook(partial(_joined, shared.group), with_kwargs=True).remove)
-        for layer in homes:
+        for owner in dict.fromkeys(owners.values()):
+            back.callback(owner.register_forward_pre_hook(partial(_joined, shared.group), with_kwargs=True).remove)
+        for layer in owners:
             _on_parts(layer, sums)
         for module in (m for m in block.modules() if m not in inside):
             for parameter in module.parameters(recurse=False):

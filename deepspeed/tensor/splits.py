@@ -75,11 +75,11 @@ class TensorPlan:
     splits: dict[str, Split] = field(default_factory=dict)
     numbers: list[tuple[nn.Module, str, int]] = field(default_factory=list)
 
-    def check(self, model: nn.Module, key: str, ways: int) -> None:
-        """Raise DeepSpeedConfigError where everything stays whole; ``key`` asks for ``ways`` ranks."""
+    def check(self, model: nn.Module, key: str, tp_size: int) -> None:
+        """Raise DeepSpeedConfigError where everything stays whole; ``key`` asks for ``tp_size`` ranks."""
         if all(split.way in ("sum", "whole") for split in self.splits.values()):
             raise DeepSpeedConfigError(
-                f"{key} is {ways}, but no layer of {type(model).__name__} is known to be one that can be split; "
+                f"{key} is {tp_size}, but no layer of {type(model).__name__} is known to be one that can be split; "
                 "describe its layers in tensor_parallel.partition_config.layer_specs"
             )
 
@@ -104,20 +104,20 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 class Planner:
-    """Make the plan of a model, or stage, for ``ways`` ranks. ``others``: parameters of other stages, if known."""
+    """Make the plan of a model, or stage, for ``tp_size`` ranks. ``all_names``: of all parameters, if known."""
 
     def __init__(
         self,
         model: nn.Module,
         wanted: TensorParallelConfig,
-        ways: int,
+        tp_size: int,
         rank: int = 0,
         *,
-        others: Iterable[str] | None = (),
+        all_names: Iterable[str] | None = (),
         key: str = "tensor_parallel.autotp_size",
     ) -> None:
-        self.model, self.wanted, self.ways, self.rank = model, wanted, ways, rank
-        self.others, self.key = others, key
+        self.model, self.wanted, self.ways, self.rank = model, wanted, tp_size, rank
+        self.others, self.key = all_names, key
         self.rules = wanted.partition_config or PartitionConfig(layer_specs=())
         config = getattr(model, "config", None)
         text = getattr(config, "get_text_config", None)
@@ -153,7 +153,7 @@ class Planner:
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         seen: set[str] = set()
         for rule in self.rules.layer_specs:
-            if rule.model_types is not None and kind not in [each.lower() for each in rule.model_types]:
+            if rule.model_types is not None and kind not in [model_type.lower() for model_type in rule.model_types]:
                 continue
             hits = [name for name in names if any(re.match(pattern, name) for pattern in rule.patterns)]
             elsewhere = self.others is None or any(re.match(p, name) for p in rule.patterns for name in self.others)
@@ -201,8 +201,8 @@ class Planner:
         on_top = getattr(self.model, "tp_plan", None) or getattr(self.model, "_tp_plan", None) or {}
         base = getattr(self.config, "base_model_tp_plan", None) or {}
         for pattern, style in {**base, **on_top}.items():
-            known = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+"))
-            paths = [path for path in self.modules if known.fullmatch(path)]
+            regex = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+"))
+            paths = [path for path in self.modules if regex.fullmatch(path)]
             if paths and style in _REFUSED:
                 raise NotYetError(f"{paths[0]}: the tensor-parallel style {style!r} is not in this release")
             for path in paths if style in _STYLES else ():
@@ -287,8 +287,8 @@ class Planner:
         module = self.modules[path]
         if any(True for _ in module.parameters(recurse=False)):
             return False
-        others = [p for p in self.modules if p.startswith(f"{path}.") and p not in self.linears]
-        for other in others:
+        inner = [p for p in self.modules if p.startswith(f"{path}.") and p not in self.linears]
+        for other in inner:
             sizes = [p.numel() for p in self.modules[other].parameters(recurse=False)]
             if any(size != width for size in sizes):
                 return False

@@ -34,8 +34,8 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise DeepSpeedConfigError(f"tp_model_init: tp_size is a number of ranks, at least 1, not {tp_size!r}")
     name = str(dtype).removeprefix("torch.")
-    known = dtype if isinstance(dtype, torch.dtype) or dtype is None else DTYPES.get(name, getattr(torch, name, None))
-    recorded = Recorded(tp_size, known, kwargs.get("tp_group"))
+    parsed = dtype if isinstance(dtype, torch.dtype) or dtype is None else DTYPES.get(name, getattr(torch, name, None))
+    recorded = Recorded(tp_size, parsed, kwargs.get("tp_group"))
     before = getattr(model, "ds_tensor_parallel", recorded)
     if before != recorded:
         raise DeepSpeedConfigError(
@@ -45,30 +45,30 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
     return model
 
 
-def configured(model: nn.Module, source: Any, ways: Ways, ranks: int) -> tuple[DeepSpeedConfig, Ways]:
+def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[DeepSpeedConfig, Ways]:
     """Return the configuration for ``ranks`` ranks of one data axis, and their cut. Collective with a ``tp_group``.
 
     Raises DeepSpeedConfigError where configuration, ``tp_model_init`` and mpu do not agree.
     """
     recorded: Recorded | None = getattr(model, "ds_tensor_parallel", None) or _distributed(model)
-    known = 1 if ways.tp > 1 else None if recorded is None else recorded.size
-    if known is not None and ranks % known:
-        raise DeepSpeedConfigError(f"{known} tensor-parallel ranks do not divide {ranks} ranks; use a divisor")
-    cfg = load_config(source, world_size=ranks, ways=known)
+    tp_size = 1 if axes.tp > 1 else None if recorded is None else recorded.size
+    if tp_size is not None and ranks % tp_size:
+        raise DeepSpeedConfigError(f"{tp_size} tensor-parallel ranks do not divide {ranks} ranks; use a divisor")
+    cfg = load_config(source, world_size=ranks, ways=tp_size)
     size = cfg.tensor_parallel.autotp_size
-    others = {"mpu": ways.tp if ways.tp > 1 else None, "tp_model_init": recorded and recorded.size}
-    for who, other in others.items():
+    sizes = {"mpu": axes.tp if axes.tp > 1 else None, "tp_model_init": recorded and recorded.size}
+    for who, other in sizes.items():
         if other and size not in (0, other):
             raise DeepSpeedConfigError(
                 f"tensor_parallel.autotp_size is {size}, but {who} says {other}; make them equal"
             )
     if recorded is not None and recorded.group is not None:
-        if ways.known:
+        if axes.known:
             raise UsageError("tp_model_init(tp_group=...) and mpu both bring process groups; pass one of them")
-        return cfg, _of_group(recorded.group, ways)
-    if ways.tp == 1:
-        ways = replace(ways, tp=recorded.size if recorded is not None else cfg.tensor_parallel.ways)
-    return cfg, ways
+        return cfg, _of_group(recorded.group, axes)
+    if axes.tp == 1:
+        axes = replace(axes, tp=recorded.size if recorded is not None else cfg.tensor_parallel.ways)
+    return cfg, axes
 
 
 def _distributed(model: nn.Module) -> Recorded | None:
@@ -80,17 +80,15 @@ def _distributed(model: nn.Module) -> Recorded | None:
     return None
 
 
-def _of_group(group: Any, ways: Ways) -> Ways:
-    """Return ``ways`` with the ranks of all such groups, one group after the other. Collective."""
-    mine = plain_mesh("gloo", group=group).job
-    everyone = plain_mesh("gloo", group=ways.group).job
-    groups = sorted(set(gather_objects(mine.ranks, everyone)))
+def _of_group(group: Any, axes: Ways) -> Ways:
+    """Return ``axes`` with the ranks of all such groups, one group after the other. Collective."""
+    local = plain_mesh("gloo", group=group).job
+    job = plain_mesh("gloo", group=axes.group).job
+    groups = sorted(set(gather_objects(local.ranks, job)))
     order = tuple(rank for ranks in groups for rank in ranks)
-    if sorted(order) != sorted(everyone.ranks) or len({len(ranks) for ranks in groups}) > 1:
-        raise DeepSpeedConfigError(
-            f"the tensor-parallel groups {groups} do not divide the {everyone.size} ranks evenly"
-        )
-    return replace(ways, tp=mine.size, order=order, known=(*ways.known, group))
+    if sorted(order) != sorted(job.ranks) or len({len(ranks) for ranks in groups}) > 1:
+        raise DeepSpeedConfigError(f"the tensor-parallel groups {groups} do not divide the {job.size} ranks evenly")
+    return replace(axes, tp=local.size, order=order, known=(*axes.known, group))
 
 
 def split(

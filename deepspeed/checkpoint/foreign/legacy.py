@@ -49,8 +49,8 @@ class ReferenceSource:
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in listed or ()]
         if listed is None:
             if optim_files:
-                what = f"{model_files[0]} lists no parameters, but there is {optim_files[0].name}"
-                raise CheckpointError(f"{what}; the folder is mixed up")
+                reason = f"{model_files[0]} lists no parameters, but there is {optim_files[0].name}"
+                raise CheckpointError(f"{reason}; the folder is mixed up")
             more = add_unsharded(self._pieces, models[0], groups=groups, where=model_files[0])
         elif self.kind == "universal":
             more = add_universal(self._pieces, shapes, model=models[0], folder=path)
@@ -75,9 +75,9 @@ class ReferenceSource:
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
         """Read as ``Source.read``. Values that were stored in a smaller type are cast."""
-        what = f"{key[0]} of {key[1]}"
+        label = f"{key[0]} of {key[1]}"
         if key not in self._pieces:
-            raise CheckpointError(f"{self.path} has no {what}")
+            raise CheckpointError(f"{self.path} has no {label}")
         pieces = self._pieces[key]
         if wrong := outside(Wish(key, out, start, region), pieces.dtype, pieces.shape):
             raise ValueError(wrong)
@@ -86,7 +86,7 @@ class ReferenceSource:
             for at, inside, numel in runs(pieces.shape, Span(start, start + out.numel(), region), whole):
                 pieces.read(out[at - start : at - start + numel], inside)
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{what} cannot be read: {error}") from error
+            raise CheckpointError(f"{label} cannot be read: {error}") from error
 
     @property
     def unnamed(self) -> list[str]:
@@ -120,7 +120,7 @@ def _files(folder: Path) -> list[list[Path]]:
     names, by_kind = sorted(p.name for p in folder.iterdir()), list[list[Path]]()
     if other := next(filter(_OTHER.fullmatch, names), ""):
         raise CheckpointError(f"{folder / other} is of a pipeline or of experts, or swap files of NVMe; not read")
-    for what, pattern in _KINDS.items():
+    for kind, pattern in _KINDS.items():
         by_rank: dict[int, Path] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
             path, rank = folder / match.string, int(match["dp"] or 0)
@@ -129,7 +129,7 @@ def _files(folder: Path) -> list[list[Path]]:
             if by_rank.setdefault(rank, path) != path:
                 raise CheckpointError(f"{folder} holds {path.name} and {by_rank[rank].name} for the same rank")
         if gaps := [str(rank) for rank in range(len(by_rank)) if rank not in by_rank]:
-            raise CheckpointError(f"{folder} lacks the {what} state file of rank(s) {', '.join(gaps)}")
+            raise CheckpointError(f"{folder} lacks the {kind} state file of rank(s) {', '.join(gaps)}")
         by_kind.append([by_rank[rank] for rank in range(len(by_rank))])
     if not by_kind[0]:
         raise CheckpointError(f"{folder} is no complete checkpoint of DeepSpeed: no file *mp_rank_00_model_states.pt")

@@ -101,14 +101,14 @@ class Pieces(NamedTuple):
         shape = stored.shape if shape is None else shape
         return cls(stored.dtype, shape, [Piece(0, prod(shape), stored, at)])
 
-    def check(self, what: str, where: Path) -> "Pieces":
+    def check(self, label: str, where: Path) -> "Pieces":
         """Return self; CheckpointError when elements are missing or stored twice, or a stored tensor is too short."""
         if faults(prod(self.shape), [(lo, hi) for lo, hi, _, _ in self.parts]):
             have = sum(hi - lo for lo, hi, _, _ in self.parts)
-            raise CheckpointError(f"{where} has {have} of the {prod(self.shape)} elements of {what}; files do not fit")
+            raise CheckpointError(f"{where} has {have} of the {prod(self.shape)} elements of {label}; files do not fit")
         for lo, hi, stored, at in self.parts:
             if at + hi - lo > stored.numel:
-                raise CheckpointError(f"{stored.path} has {stored.numel} elements where {what} needs {at + hi - lo}")
+                raise CheckpointError(f"{stored.path} has {stored.numel} elements where {label} needs {at + hi - lo}")
         return self
 
     def read(self, out: torch.Tensor, start: int) -> None:
@@ -170,8 +170,8 @@ def _in_rows(states: States, shapes: Shapes, where: Sequence[Path]) -> _Cut:
     fit = all(sum(row_width(n, world) for _, n in run) == size for run, size in zip(runs, sizes[0], strict=False))
     if not fit or filled != ends[-1] or any(row != sizes[0] for row in sizes):
         odd = next((at for at, row in enumerate(sizes) if row != sizes[0]), 0)
-        what = f"flat groups of {sizes[odd]} elements, {where[0].name} of {sizes[0]}"
-        raise CheckpointError(f"{where[odd]} has {what}; these do not fit each other and the model's parameters")
+        detail = f"flat groups of {sizes[odd]} elements, {where[0].name} of {sizes[0]}"
+        raise CheckpointError(f"{where[odd]} has {detail}; these do not fit each other and the model's parameters")
     slices = [s for part, run in enumerate(runs) for s in rows(run, part, world)]
     groups = [  # "params" are the sub-groups, which are what ``shapes`` lists here
         {"names": [name for i in group["params"] for name, _ in runs[i]], "options": group_options(group)}
@@ -218,7 +218,7 @@ def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, wh
     homes: dict[str, list[tuple[Slice, _Shard]]] = {}
     for s in slices:
         homes.setdefault(s.name, []).append((s, shards[s.rank][s.part]))
-    for name, shape in (each for group in shapes for each in group.items()):
+    for name, shape in (item for group in shapes for item in group.items()):
         parts = homes.get(name, [])
         values: dict[str, list[Any]] = {"master": [shard.master for _, shard in parts]}
         for slot in dict.fromkeys(slot for _, shard in parts for slot in shard.slots):
@@ -230,8 +230,8 @@ def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, wh
             for (s, shard), value in zip(parts, stored, strict=True):
                 need, flat = shard.master.numel, isinstance(value, FileTensor) and len(value.shape) == 1
                 if not (flat and need <= value.shape[0] <= need + shard.padding):
-                    what = f"optim.{slot} of {name} of shape {getattr(value, 'shape', value)} for {need} elements"
-                    raise CheckpointError(f"{where[s.rank]} has {what}; state of such a shape is not read")
+                    detail = f"optim.{slot} of {name} of shape {getattr(value, 'shape', value)} for {need} elements"
+                    raise CheckpointError(f"{where[s.rank]} has {detail}; state of such a shape is not read")
         for kind, tensors in values.items():
             cuts = [Piece(s.lo, s.hi, tensor, s.at) for (s, _), tensor in zip(parts, tensors, strict=True)]
             dtype = torch.float32 if kind == "master" else tensors[0].dtype
@@ -259,22 +259,22 @@ def add_universal(
     else:
         groups = _named_groups(shapes, common.get("param_groups"))
     states: dict[str, set[str]] = {}
-    for name, shape in (each for group in shapes for each in group.items()):
-        home, states[name] = folder / "zero" / name, set()
-        if not (home / "fp32.pt").is_file():
-            raise CheckpointError(f"{home} lacks fp32.pt: the trained parameter {name} is missing from the checkpoint")
-        for path in sorted(home.glob("*.pt")):
+    for name, shape in (item for group in shapes for item in group.items()):
+        base, states[name] = folder / "zero" / name, set()
+        if not (base / "fp32.pt").is_file():
+            raise CheckpointError(f"{base} lacks fp32.pt: the trained parameter {name} is missing from the checkpoint")
+        for path in sorted(base.glob("*.pt")):
             value = load_restricted(path)
             value = value["param"] if isinstance(value, dict) else value
             kind = "master" if path.stem == "fp32" else f"optim.{path.stem}"
             if is_number(value) and kind != "master":
                 scalars.setdefault(name, {})[path.stem] = materialize(value)
                 continue
-            what = f"{kind} of {name}"
+            label = f"{kind} of {name}"
             if not isinstance(value, FileTensor) or value.numel != prod(shape):
                 shown = getattr(value, "shape", type(value).__name__)
-                raise CheckpointError(f"{path} holds {what} as {shown}, and the model state file says {shape}")
-            pieces[kind, name] = Pieces.of(value, shape).check(what, path)
+                raise CheckpointError(f"{path} holds {label} as {shown}, and the model state file says {shape}")
+            pieces[kind, name] = Pieces.of(value, shape).check(label, path)
             states[name].add(kind)
     every = set().union(*states.values())
     for name, present in states.items():

@@ -53,14 +53,14 @@ class _Records:
         info, crc = self.infos[first], 0
         if first in self._checked or not info.CRC:
             return
-        left = info.file_size
+        remaining = info.file_size
         with self.path.open("rb") as stream:
             stream.seek(first)
-            while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
-                crc, left = zlib.crc32(chunk, crc), left - len(chunk)
-        if left or crc != info.CRC:
-            what = f"the checksum of its record {info.filename.partition('/')[2]!r} does not match"
-            raise CheckpointError(f"{self.path} is damaged: {what}; use another copy")
+            while remaining and (chunk := stream.read(min(remaining, _CHUNK_BYTES))):
+                crc, remaining = zlib.crc32(chunk, crc), remaining - len(chunk)
+        if remaining or crc != info.CRC:
+            reason = f"the checksum of its record {info.filename.partition('/')[2]!r} does not match"
+            raise CheckpointError(f"{self.path} is damaged: {reason}; use another copy")
         self._checked.add(first)
 
 
@@ -158,8 +158,8 @@ def load_restricted(path: Path) -> Any:
     except Exception as error:  # whatever a malformed file leads zipfile and the unpickler to
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
         hint = "; save it with torch.save's own pickle_protocol=2" if "Unsupported operand" in reason else ""
-        what = f"{path} cannot be read as a file of torch.save (1.6 or later)"
-        raise CheckpointError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
+        text = f"{path} cannot be read as a file of torch.save (1.6 or later)"
+        raise CheckpointError(f"{text}: {type(error).__name__}: {reason}{hint}") from error
 
 
 def materialize(value: Any) -> Any:
@@ -274,22 +274,22 @@ def save_pickled(folder: Path, rank: int, objects: dict[str, Any]) -> dict[str, 
     return {"file": name, "nbytes": len(content), "crc32c": f"{crc32c(content):08x}", "paths": sorted(objects)}
 
 
-def checked(folder: Path, known: dict[str, Any]) -> bytes:
+def checked(folder: Path, entry: dict[str, Any]) -> bytes:
     """Return the file's bytes, not unpickled, after comparing size and checksum. Raises CheckpointError."""
-    path = folder / Path(str(known["file"])).name
+    path = folder / Path(str(entry["file"])).name
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; it holds pickled client state")
     content = path.read_bytes()
-    if len(content) != known["nbytes"] or f"{crc32c(content):08x}" != known["crc32c"]:
+    if len(content) != entry["nbytes"] or f"{crc32c(content):08x}" != entry["crc32c"]:
         raise CheckpointError(f"{path} is damaged: its checksum does not match, so it was not unpickled")
     return content
 
 
-def load_pickled(folder: Path, known: dict[str, Any], *, allow: bool) -> dict[str, Any]:
+def load_pickled(folder: Path, entry: dict[str, Any], *, allow: bool) -> dict[str, Any]:
     """Unpickle the objects by path. This runs code from the file, so it needs ``allow``. Raises CheckpointError."""
     if not allow:
         raise CheckpointError(
-            f"the client state of {folder} has pickled objects ({', '.join(known['paths'][:8])}) in {known['file']}; "
+            f"the client state of {folder} has pickled objects ({', '.join(entry['paths'][:8])}) in {entry['file']}; "
             'reading them can run any code; set "checkpoint": {"allow_pickle": true} if you trust whoever wrote it'
         )
-    return dict(torch.load(io.BytesIO(checked(folder, known)), map_location="cpu", weights_only=False))
+    return dict(torch.load(io.BytesIO(checked(folder, entry)), map_location="cpu", weights_only=False))

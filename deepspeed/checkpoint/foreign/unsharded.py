@@ -75,20 +75,20 @@ def _numbered(
     slots = [[inner["state"].get(number, {}) for number in group["params"]] for group in inner["param_groups"]]
     masters = state.get("fp32_groups") or [[None] * len(group) for group in slots]
     names = groups or [g.get("param_names") or [None] * len(g["params"]) for g in inner["param_groups"]]
-    counts, mine = [len(group) for group in slots], [len(group) for group in names]
-    if counts != mine:
-        raise CheckpointError(f"the checkpoint has groups of {counts} parameters, this optimizer of {mine}")
+    counts, expected = [len(group) for group in slots], [len(group) for group in names]
+    if counts != expected:
+        raise CheckpointError(f"the checkpoint has groups of {counts} parameters, this optimizer of {expected}")
     shapes = [[_shape(m, s) for m, s in zip(*pair, strict=True)] for pair in zip(masters, slots, strict=True)]
     # Masters are in an order of their own, which may fit by shape and be wrong: their values tell.
     nameless = len(names) == 1 and not any(names[0]) and not state.get("fp32_groups")
     if nameless and len(names[0]) == len(weights):
         pairs = zip(shapes[0], weights.values(), strict=True)
         names = [list(weights)] if all(shape in (None, w.shape) for shape, w in pairs) else names
-    left = dict(weights)
+    unmatched = dict(weights)
     for g, group in enumerate(zip(names, masters, slots, shapes, strict=True)):
         members = []
         for i, (given, master, values, shape) in enumerate(zip(*group, strict=True)):
-            name = given if given or master is None else _by_values(left, master, 0, master.shape)
+            name = given if given or master is None else _by_values(unmatched, master, 0, master.shape)
             if name and name in weights and shape is not None and prod(shape) != weights[name].numel:
                 where = f"parameter {i} of optimizer group {g}"
                 raise CheckpointError(f"{name} is {weights[name].shape}, and {where} is {shape}")
@@ -105,11 +105,11 @@ def _flat(
     state: Mapping[str, Any], inner: Mapping[str, Any], weights: _Weights, groups: _Names | None
 ) -> Iterator[list[_Optimized]]:
     """Read one flat tensor per group, in which parameters follow one another."""
-    left = dict(weights)
+    unmatched = dict(weights)
     for g, (flat, group) in enumerate(zip(state["fp32_groups_flat"], inner["param_groups"], strict=True)):
         slots = inner["state"].get(group["params"][0], {}) if group["params"] else {}
         given, at, members = iter(groups[g]) if groups is not None else None, 0, list[_Optimized]()
-        while name := next(given, None) if given is not None else _by_values(left, flat, at, None):
+        while name := next(given, None) if given is not None else _by_values(unmatched, flat, at, None):
             if name not in weights:
                 raise CheckpointError(f"optimizer group {g} has {name}, and the checkpoint no weight of that name")
             members.append(_Optimized(name, flat, slots, at))
@@ -121,13 +121,13 @@ def _flat(
         yield members
 
 
-def _by_values(left: dict[str, FileTensor], master: FileTensor, at: int, shape: Any) -> str | None:
-    """Pop from ``left`` the weight (of ``shape``) equal to ``master`` from ``at`` on, rounded; return its name."""
-    for name, weight in left.items():
+def _by_values(unmatched: dict[str, FileTensor], master: FileTensor, at: int, shape: Any) -> str | None:
+    """Pop from ``unmatched`` the weight (of ``shape``) equal to ``master`` from ``at`` on, rounded; return its name."""
+    for name, weight in unmatched.items():
         if shape in (None, weight.shape) and at + weight.numel <= master.numel and weight.numel:
             values = torch.empty(weight.numel, dtype=weight.dtype, device="cpu")
             master.read(values, start=at)
             if torch.equal(values, weight.tensor().view(-1)):
-                del left[name]
+                del unmatched[name]
                 return name
     return None

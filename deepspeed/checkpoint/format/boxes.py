@@ -83,8 +83,8 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
     if tiled and not any(faults(prod(region.shape), flat) for region, flat in by_region.items()):
         return []  # without counting rows, of which there may be millions
     everything = Span(0, _LARGEST)  # what lies behind the end is a fault too
-    each = (runs(shape, everything, Span(lo, hi, region)) for region, flat in by_region.items() for lo, hi in flat)
-    return faults(prod(shape), ((at, at + numel) for at, _, numel in itertools.chain.from_iterable(each)))
+    per_span = (runs(shape, everything, Span(lo, hi, region)) for region, flat in by_region.items() for lo, hi in flat)
+    return faults(prod(shape), ((at, at + numel) for at, _, numel in itertools.chain.from_iterable(per_span)))
 
 
 def faults(numel: int, spans: Iterable[tuple[int, int]]) -> list[Gap]:

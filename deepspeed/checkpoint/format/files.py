@@ -45,13 +45,13 @@ _READING = {
 
 
 @contextlib.contextmanager
-def explained(path: Path, what: str = "") -> Iterator[None]:
-    """Raise an OSError of the body as CheckpointError with advice, for writing ``path`` or reading ``what`` from it."""
+def explained(path: Path, label: str = "") -> Iterator[None]:
+    """Raise an OSError of the body as CheckpointError with advice, to write ``path`` or read ``label`` from it."""
     try:
         yield
     except OSError as error:
-        code, advice = error.errno or errno.EIO, _READING if what else _WRITING
-        verb = f", where {what} lies, cannot be read" if what else " cannot be written"
+        code, advice = error.errno or errno.EIO, _READING if label else _WRITING
+        verb = f", where {label} lies, cannot be read" if label else " cannot be written"
         more = f"; {advice[code]}" if code in advice else ""
         raise CheckpointError(f"{path}{verb}: {os.strerror(code)}{more}") from error
 
@@ -160,8 +160,8 @@ class ChunkWriter:
         if self._buffer is None:
             return
         now = time.monotonic()
-        while self.rate_bytes and (left := self._due - now) > 0:
-            time.sleep(min(left, _NAP_S))  # short naps: the rate may be lifted meanwhile
+        while self.rate_bytes and (delay := self._due - now) > 0:
+            time.sleep(min(delay, _NAP_S))  # short naps: the rate may be lifted meanwhile
             now = time.monotonic()
         if self.rate_bytes:
             self._due = max(self._due, now) + self._used / self.rate_bytes
@@ -212,13 +212,13 @@ class ChunkReader:
     def read_many(self, wanted: Iterable[Wanted]) -> None:
         """Fill many tensors in the order of the files. Raises CheckpointError that names file, offset and ``what``."""
         readers: dict[_Piece, list[Wanted]] = {}  # parts of one piece may go to several tensors
-        for each in wanted:
-            box, lo, out, _ = each
+        for request in wanted:
+            box, lo, out, _ = request
             hi = lo + out.numel()
             for index in range(lo // PIECE_BYTES, -(-hi // PIECE_BYTES) if lo < hi else 0):
                 start, end = index * PIECE_BYTES, min((index + 1) * PIECE_BYTES, box.extent)
                 piece = _Piece(box.file, box.offset + start, box.offset + end, box.crcs[index])
-                readers.setdefault(piece, []).append(each)
+                readers.setdefault(piece, []).append(request)
         ahead = iter(pieces := sorted(readers))
         if pieces and not self._buffer.numel():
             self._buffer = aligned_empty(PIECE_BYTES)
@@ -239,29 +239,29 @@ class ChunkReader:
             os.close(self._open.popitem()[1])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _load(self, piece: _Piece, what: str) -> torch.Tensor:
+    def _load(self, piece: _Piece, label: str) -> torch.Tensor:
         """Read ``piece`` into the shared buffer and check it; the result is valid until the next call."""
         file, start, end, crc = piece
-        fd, path, values = self._file(file, what), self.folder / file, self._buffer[: end - start]
+        fd, path, values = self._file(file, label), self.folder / file, self._buffer[: end - start]
         array: Any = values.numpy()
         memory, at = memoryview(array), 0
         while at < len(memory):
-            with explained(path, what):
+            with explained(path, label):
                 count = os.preadv(fd, [memory[at:]], start + at)
             if not count:
                 size = os.fstat(fd).st_size
-                raise CheckpointError(f"{path} is cut: it has {size} bytes, {what} lies up to byte {end}; {_AGAIN}")
+                raise CheckpointError(f"{path} is cut: it has {size} bytes, {label} lies up to byte {end}; {_AGAIN}")
             at += count
         if (actual := crc32c(values)) != crc:
-            text = f"where {what} lies: its checksum is {actual:08x}, not {crc:08x}; {_AGAIN}"
+            text = f"where {label} lies: its checksum is {actual:08x}, not {crc:08x}; {_AGAIN}"
             raise CheckpointError(f"{path} is damaged between bytes {start} and {end}, {text}")
         return values
 
-    def _file(self, name: str, what: str) -> int:
+    def _file(self, name: str, label: str) -> int:
         """Return a descriptor of the file; a few files stay open."""
         fd, path = self._open.pop(name, None), self.folder / name
         if fd is None:
-            with explained(path, what):  # opening a pipe would wait for somebody who writes
+            with explained(path, label):  # opening a pipe would wait for somebody who writes
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._open[name] = fd
         if len(self._open) > _OPEN_FILES:

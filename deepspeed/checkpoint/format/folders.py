@@ -52,9 +52,9 @@ def begin(save_dir: Path, tag: str) -> Path:
         raise CheckpointError(f"{save_dir} is a file, not a folder; save to another one")
     save_dir.mkdir(parents=True, exist_ok=True)
     repair(save_dir)
-    for left in left_behind(save_dir):
-        logger.warning("removing %s, which a process that died while saving has left behind", left)
-        discard(left)
+    for leftover in left_behind(save_dir):
+        logger.warning("removing %s, which a process that died while saving has left behind", leftover)
+        discard(leftover)
     folder = _hidden_name(save_dir / tag)
     folder.mkdir()
     return folder
@@ -168,9 +168,9 @@ def _hidden_name(path: Path) -> Path:
 @contextlib.contextmanager
 def temporary_for(path: Path) -> Iterator[Path]:
     """Yield a hidden name beside ``path``, removed at the end if it exists; remove dead processes' leftovers first."""
-    for left in left_behind(path.parent):
-        if left.name.startswith(f".{path.name}.saving-"):
-            discard(left)
+    for leftover in left_behind(path.parent):
+        if leftover.name.startswith(f".{path.name}.saving-"):
+            discard(leftover)
     hidden = _hidden_name(path)
     try:
         yield hidden
@@ -273,11 +273,11 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
         if newer:
             logger.warning("'latest' names %s; complete and newer, but not named: %s", named, ", ".join(newer))
         return folder
-    what = "is not there" if not folder.exists() else f"is not a complete checkpoint (it has no {MANIFEST})"
-    others = ", ".join(p.name for p in complete_tags(load_dir))
-    advice = f"complete ones here: {others}" if others else "there is no complete checkpoint here"
-    whose = "" if tag is not None else f", which {load_dir / LATEST} names,"
-    raise CheckpointError(f"checkpoint {folder}{whose} {what}; {advice}")
+    reason = "is not there" if not folder.exists() else f"is not a complete checkpoint (it has no {MANIFEST})"
+    tags = ", ".join(p.name for p in complete_tags(load_dir))
+    advice = f"complete ones here: {tags}" if tags else "there is no complete checkpoint here"
+    origin = "" if tag is not None else f", which {load_dir / LATEST} names,"
+    raise CheckpointError(f"checkpoint {folder}{origin} {reason}; {advice}")
 
 
 def prune(save_dir: Path, keep: int, *, protect: Iterable[str] = ()) -> list[str]:

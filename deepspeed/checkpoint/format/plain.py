@@ -209,14 +209,14 @@ class Encoded:
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
             return self._left_out(value, path)
-        known: tuple[Any, ...] = (id(value),)
+        key: tuple[Any, ...] = (id(value),)
         if value.numel():
             place = (value.device, value.data_ptr(), value.dtype, value.is_conj(), value.is_neg())
-            known = (*place, tuple(value.shape), tuple(value.stride()))
-        if known not in self._known:
-            ref = self._known[known] = _unused(path, self.tensors)
+            key = (*place, tuple(value.shape), tuple(value.stride()))
+        if key not in self._known:
+            ref = self._known[key] = _unused(path, self.tensors)
             self.tensors[ref] = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return {TAG: "tensor", "name": self._known[known], **({"requires_grad": True} if value.requires_grad else {})}
+        return {TAG: "tensor", "name": self._known[key], **({"requires_grad": True} if value.requires_grad else {})}
 
     def _array(self, value: Any, path: str) -> Any:
         if type(value) not in (np.ndarray, value.dtype.type) or value.dtype.kind not in NUMPY_KINDS:

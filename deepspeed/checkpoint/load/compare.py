@@ -44,16 +44,16 @@ def compare(a: Stream, b: Stream) -> TensorRow:
     worst, count, at, start = 0.0, 0, 0, 0
     narrow = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
     step = _CHUNK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
-    for left, right in zip(a.chunks(step * a.dtype.itemsize), b.chunks(step * b.dtype.itemsize), strict=True):
+    for lhs, rhs in zip(a.chunks(step * a.dtype.itemsize), b.chunks(step * b.dtype.itemsize), strict=True):
         if a.dtype != b.dtype:
-            left, right = left.to(narrow), right.to(narrow)
-        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            apart = ~((left == right) | ((left != left) & (right != right)))
+            lhs, rhs = lhs.to(narrow), rhs.to(narrow)
+        if not torch.equal(lhs.view(torch.uint8), rhs.view(torch.uint8)):
+            apart = ~((lhs == rhs) | ((lhs != lhs) & (rhs != rhs)))
             if bool(apart.any()):
-                gaps = (left[apart].double() - right[apart].double()).abs().nan_to_num(nan=float("inf"))
+                gaps = (lhs[apart].double() - rhs[apart].double()).abs().nan_to_num(nan=float("inf"))
                 at = at if count else start + int(apart.int().argmax())
                 worst, count = max(worst, float(gaps.max())), count + gaps.numel()
-        start += left.numel()
+        start += lhs.numel()
     if count:
         detail = f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}"
         return TensorRow(a.name, "different", detail)
@@ -123,12 +123,12 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRo
             through(whole_weights(model, pairs.tensors), take)
             shared.mine = (rows, pairs.extra)
         of_ranks, extra = zip(*shared.all, strict=True)
-        each = {
+        by_name = {
             name: [of_rank[name] for of_rank in of_ranks if name in of_rank]
             for name in (*pairs.tensors, *itertools.chain.from_iterable(of_ranks))
         }
         # In the model's order, then what others have: the first row that is not "equal", else any.
-        joined = [next((row for row in of_name if row.verdict != "equal"), of_name[0]) for of_name in each.values()]
+        joined = [next((row for row in of_name if row.verdict != "equal"), of_name[0]) for of_name in by_name.values()]
         return joined + in_no_model(extra)
     finally:
         source.close()

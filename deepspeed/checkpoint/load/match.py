@@ -55,10 +55,10 @@ def paired(
         names = [name, *(alias for alias, real in aliases.items() if real == name)]
         names += [stored[n] for n in names if n in stored]
         keys[name] = next(((state, n) for n in names for state in WEIGHTS if (state, n) in entries), None)
-    known = {*keys.values(), *(("buffer", name) for name in buffers)}
+    matched = {*keys.values(), *(("buffer", name) for name in buffers)}
     for name in buffers:
         keys[name] = next((key for key in ((prefer, name), ("buffer", name)) if key in entries), None)
-    return keys, [n for s, n in entries if s in (*WEIGHTS, "buffer") and (s, n) not in known]
+    return keys, [n for s, n in entries if s in (*WEIGHTS, "buffer") and (s, n) not in matched]
 
 
 def buffer_state(facts: Mapping[str, Any], mesh: Mesh) -> str:
@@ -102,13 +102,13 @@ def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Sou
     units, count = [u for u in states.units if u.master is not None], len(optimizer.param_groups)
     # then all parameters have the same slots, as one view may cover several
     uniform = all(u.layout.granularity is Granularity.ELEMENT for u in units)
-    known, used = {slot for slots in saved.values() for slot in slots}, set()
+    slot_names, used = {slot for slots in saved.values() for slot in slots}, set()
     for name in (s.name for u in units for s in u.layout.segments if 0 <= s.group < count and s.numel):
         stored = match.keys[name][1] if name in match.keys else name
         used.add(stored)
         match.slots[name], match.scalars[name] = saved.get(stored, {}), dict(scalars.get(stored, {}))
         # what an optimizer of whole tensors keeps of one without dimensions is a number
-        lacking = known - match.slots[name].keys()
+        lacking = slot_names - match.slots[name].keys()
         if (uniform or not (match.slots[name] or match.scalars[name])) and not match.opaque:
             match.missing += [f"optimizer state {slot!r} of {name}" for slot in sorted(lacking)]
     match.extra += [f"optimizer state {s!r} of {n}" for n, slots in saved.items() if n not in used for s in slots]
@@ -118,9 +118,9 @@ def verdict(match: Comparison, where: str, *, strict: bool) -> list[str]:
     """Describe what was skipped. Raises CheckpointError when the checkpoint does not fit."""
     other = {"missing there": match.missing, "there but not in this model": match.extra}
     lines: dict[str, str] = {}
-    for what, names in {"other shapes": match.wrong, **other}.items():
+    for label, names in {"other shapes": match.wrong, **other}.items():
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        lines |= {what: f"{what}: {', '.join(names[:_LISTED])}{more}"} if names else {}
+        lines |= {label: f"{label}: {', '.join(names[:_LISTED])}{more}"} if names else {}
     if match.wrong or strict and lines:
         raise CheckpointError(
             f"checkpoint {where} does not fit this engine, and nothing was loaded; {'; '.join(lines.values())}. It may "
@@ -151,16 +151,16 @@ def check_optimizer(states: States, source: Source) -> None:
     slots = ((k, v) for view in states.views for k, v in states.state_of(view).items())
     live = {k for k, v in slots if isinstance(v, torch.Tensor) and v.dim()}
     kind, saved_kind = type(states.optimizer).__name__, saved.get("type") or ""
-    known = _SLOTS.get(optimizer_kind(kind))
+    expected = _SLOTS.get(optimizer_kind(kind))
     other = bool(saved_kind) and optimizer_kind(saved_kind) != optimizer_kind(kind)
     if saved_kind:
         wrong = other and (not live or live != stored)
     else:
-        wrong = bool(live and stored and not live <= stored) or known is not None and not stored <= known
+        wrong = bool(live and stored and not live <= stored) or expected is not None and not stored <= expected
     if wrong:
-        keeps = ", ".join(sorted(live or known or ()))
+        keeps = ", ".join(sorted(live or expected or ()))
         text = f"{', '.join(sorted(stored)) or 'no tensors'}; {saved_kind or 'unknown class'}"
-        whose = f"{kind} keeps{f' ({keeps})' if keeps else ''}; use the same optimizer, {advice}"
-        raise CheckpointError(f"the checkpoint's optimizer state ({text}) is not what {whose}")
+        detail = f"{kind} keeps{f' ({keeps})' if keeps else ''}; use the same optimizer, {advice}"
+        raise CheckpointError(f"the checkpoint's optimizer state ({text}) is not what {detail}")
     if other:
         logger.warning("optimizer state of %s is loaded into %s", saved_kind, kind)

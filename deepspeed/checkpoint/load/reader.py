@@ -26,8 +26,8 @@ def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) 
         return OwnSource(folder, rank=rank, allow_pickle=allow_pickle)
     if folders.is_any(folder):
         return open_reference(folder)
-    what = f"has no {MANIFEST}, and no files of DeepSpeed's layout" if folder.is_dir() else "is no folder"
-    raise CheckpointError(f"{folder} is no checkpoint: it {what}")
+    reason = f"has no {MANIFEST}, and no files of DeepSpeed's layout" if folder.is_dir() else "is no folder"
+    raise CheckpointError(f"{folder} is no checkpoint: it {reason}")
 
 
 def located(path: Path, tag: str | None = None) -> Path:
@@ -82,19 +82,19 @@ class OwnSource:
         wanted: list[Wanted] = []
         for wish in wishes:
             (state, name), out, start, region = wish
-            entry, what = self.manifest.entries.get(wish.key), f"{state} of {name}"
+            entry, label = self.manifest.entries.get(wish.key), f"{state} of {name}"
             if entry is None:
-                raise CheckpointError(f"{self.path} has no {what}")
+                raise CheckpointError(f"{self.path} has no {label}")
             if wrong := outside(wish, entry.dtype, entry.shape):
                 raise ValueError(wrong)
             width, raw, missing = entry.dtype.itemsize, out.view(torch.uint8), out.numel()
             for box in entry.boxes:
                 for at, inside, numel in runs(entry.shape, Span(start, start + out.numel(), region), box.span):
                     target = raw[(at - start) * width : (at - start + numel) * width]
-                    wanted.append(Wanted(box, (inside - box.lo) * width, target, what))
+                    wanted.append(Wanted(box, (inside - box.lo) * width, target, label))
                     missing -= numel
             if missing:
-                raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
+                raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {label}")
         self._reader.read_many(wanted)
 
     def _check_files(self) -> None:
@@ -119,8 +119,8 @@ class OwnSource:
                 raise CheckpointError(f"{place} has a part outside of its tensor: {wrong}")
         for entry in self.manifest.entries.values():
             for gap in entry.faults():
-                what = f"{'several places' if gap.times else 'no bytes'} for elements {gap.lo} to {gap.hi}"
-                raise CheckpointError(f"{place} has {what} of {entry.state} of {entry.name}")
+                fault = f"{'several places' if gap.times else 'no bytes'} for elements {gap.lo} to {gap.hi}"
+                raise CheckpointError(f"{place} has {fault} of {entry.state} of {entry.name}")
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -128,10 +128,10 @@ class OwnSource:
         raw = self.manifest.facts
         try:
             ranks = raw.get("ranks") or []
-            mine = ranks[self._rank] if self._rank < len(ranks) else {}
-            client = mine if "client_state" in mine or not ranks else ranks[0]
-            known = client.get("pickled")
-            pickled = load_pickled(self.path, known, allow=self._allow_pickle) if known else None
+            local = ranks[self._rank] if self._rank < len(ranks) else {}
+            client = local if "client_state" in local or not ranks else ranks[0]
+            entry = client.get("pickled")
+            pickled = load_pickled(self.path, entry, allow=self._allow_pickle) if entry else None
             return {
                 **{k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")},
                 "shared": raw.get("shared") or {},
@@ -146,8 +146,8 @@ class OwnSource:
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            what = f"has facts this release does not understand: {type(error).__name__}: {error}"
-            raise CheckpointError(f"{self.path / MANIFEST} {what}") from error
+            reason = f"has facts this release does not understand: {type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.path / MANIFEST} {reason}") from error
 
     def _optimizer(self, raw: dict[str, Any] | None) -> dict[str, Any]:
         if raw is None:

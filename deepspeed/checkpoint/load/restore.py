@@ -67,12 +67,12 @@ def load_into(
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
-    mesh, what = states.mesh, f"loading {source.path}"
-    with together(mesh, what) as shared:
+    mesh, action = states.mesh, f"loading {source.path}"
+    with together(mesh, action) as shared:
         match = compare(states, source, module=module, optimizer=optimizer)
         shared.mine = match.extra
     match.extra = in_no_model(shared.all)
-    with together(mesh, what):
+    with together(mesh, action):
         for line in verdict(match, str(source.path), strict=strict):
             logger.warning("loading %s: %s", source.path, line)
         if optimizer:
@@ -81,7 +81,7 @@ def load_into(
         check()
     begin()
     nbytes = sum(u.shard.numel() * u.buffer.full.element_size() for u in states.units)
-    with together(mesh, what), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
+    with together(mesh, action), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
         if module:
             _fill_module(states, source, match, report)
         if optimizer:
@@ -224,9 +224,9 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
         region = region_of(segment)
         part = segment.name if region is None else collect.part_key(segment.name, region)
         fixed.append((slot, segment.name, (f"part.{slot}", part if by_parameter else "")))
-    for slot, whose, key in fixed:
+    for slot, owner, key in fixed:
         if key not in source.entries:
-            raise CheckpointError(f"optimizer state {slot!r} of {whose} {_CUT_ANEW}")
+            raise CheckpointError(f"optimizer state {slot!r} of {owner} {_CUT_ANEW}")
         fillings[slot] = _all_of(source, key)
     return fillings
 
@@ -256,8 +256,8 @@ def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dic
     for name, numbers in by_name.items():
         shared.setdefault(packed[name], numbers)
     most = next((key for key, _ in Counter(packed.values()).most_common(1)), "")
-    others = {name: shared[key] for name, key in packed.items() if key != most}
-    return {k: copied(v) for k, v in shared.get(most, {}).items()}, others
+    overrides = {name: shared[key] for name, key in packed.items() if key != most}
+    return {k: copied(v) for k, v in shared.get(most, {}).items()}, overrides
 
 
 def _fill_view(
@@ -297,17 +297,17 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                     if factor != 1.0:
                         values.mul_(factor)
                     unit.note_gradient(values)
-            mine = {
+            local = {
                 n: [k for k in parts[n] if int(k[0].partition("@")[2]) % zero.size == zero.index]
                 for n in names
                 if n in parts
             }
-            if not any(mine.values()):
+            if not any(local.values()):
                 continue
-            dtype = next(source.entries[k].dtype for keys in mine.values() for k in keys)
+            dtype = next(source.entries[k].dtype for keys in local.values() for k in keys)
             total, positions = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device), set[int]()
             for position, segment in enumerate(unit.layout.segments):
-                for key in mine.get(segment.name, []):
+                for key in local.get(segment.name, []):
                     arrived = torch.empty(segment.numel, dtype=dtype, device="cpu")
                     for lo, hi, at, region in regions(segment, 0, segment.numel):
                         source.read(key, arrived[lo:hi], start=at, region=region)

@@ -66,8 +66,8 @@ def outside(wish: Wish, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     if within and out.dtype == dtype and out.dim() == 1 and 0 <= start <= start + out.numel() <= numel:
         return ""
     part = "" if region is None else f" of the part {list(region.shape)} at {list(region.start)}"
-    what = f"{state} of {name} is {prod(shape)} elements of {dtype}"
-    return f"{what}, not {out.numel()} of {out.dtype} from {start} on{part}"
+    text = f"{state} of {name} is {prod(shape)} elements of {dtype}"
+    return f"{text}, not {out.numel()} of {out.dtype} from {start} on{part}"
 
 
 def whole(source: Source, key: Key) -> torch.Tensor:

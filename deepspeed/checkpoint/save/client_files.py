@@ -100,8 +100,8 @@ def _loadable(value: dict[Any, Any]) -> bytes | None:
     try:
         leaves = pytree.tree_leaves(value)  # of a view torch would write all that it is a view of
         wholes = [leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        if sum(wholes) + sum(others) > _SMALL:
+        sizes = [getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        if sum(wholes) + sum(sizes) > _SMALL:
             return None  # not even copied
         torch.save(value, buffer)
         if buffer.tell() > _SMALL:

@@ -134,8 +134,8 @@ def owned(unit: Unit, kind: StateKind) -> Iterator[Owned]:
     (replicas, index), (start, stop) = _turn(unit, kind), unit.range_of(kind)
     whole = unit.layout.granularity is Granularity.PARAMETER
     if not whole:
-        each = -(-(stop - start) // (replicas * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL
-        start, stop = min(stop, start + index * each), min(stop, start + (index + 1) * each)
+        per_replica = -(-(stop - start) // (replicas * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL
+        start, stop = min(stop, start + index * per_replica), min(stop, start + (index + 1) * per_replica)
     for position, segment in enumerate(unit.layout.segments):
         lo, hi = unit.layout.overlap(segment, start, stop)
         if lo < hi and (not whole or position % replicas == index):

@@ -141,13 +141,13 @@ def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
 def _add(rows: dict[Key, Row], row: Row, boxes: list[Any], rank: int) -> None:
     """Add ``boxes`` of the tensor of ``row`` to the known ones. CheckpointError when ranks differ about the tensor."""
     key = row["state"], row["name"]
-    known = rows.setdefault(key, row)
-    if known is not row and (known["dtype"], known["shape"]) != (row["dtype"], row["shape"]):
+    first = rows.setdefault(key, row)
+    if first is not row and (first["dtype"], first["shape"]) != (row["dtype"], row["shape"]):
         raise CheckpointError(
-            f"{key[0]} of {key[1]!r} is torch.{known['dtype']} {(*known['shape'],)} on one rank and "
+            f"{key[0]} of {key[1]!r} is torch.{first['dtype']} {(*first['shape'],)} on one rank and "
             f"torch.{row['dtype']} {(*row['shape'],)} on rank {rank}; ranks hold different models"
         )
-    known["boxes"] = [*known["boxes"], *boxes] if known is not row else boxes
+    first["boxes"] = [*first["boxes"], *boxes] if first is not row else boxes
 
 
 @dataclass
@@ -171,8 +171,8 @@ def join_lists(folder: Path, ranks: int) -> Joined:
         facts.append(part["facts"])
     for (state, name), row in whole.rows.items():
         for gap in gaps_in(row):
-            what = f"elements {gap.lo} to {gap.hi} of {state} of {name!r}"
-            raise CheckpointError(f"{what} were written by {gap.times} ranks; ranks do not agree on who holds them")
+            label = f"elements {gap.lo} to {gap.hi} of {state} of {name!r}"
+            raise CheckpointError(f"{label} were written by {gap.times} ranks; ranks do not agree on who holds them")
     whole.facts = join_facts(facts)
     return whole
 
@@ -265,10 +265,10 @@ class Saver:
         self._running: Background | None = None
         self._copies = Copies(self._arena)
 
-    def save(self, order: SaveOrder, content: Content, *, behind: bool = False) -> None:
+    def save(self, order: SaveOrder, content: Content, *, background: bool = False) -> None:
         """Save; return when the checkpoint has its name. Collective. Raises CheckpointError on every rank.
 
-        ``behind``: copy what training will change and return; a thread does the rest. Waits for an earlier save.
+        ``background``: copy what training will change and return; a thread does the rest. Waits for an earlier save.
         """
         self.settle(wait=True)
         with self._begin(order, content) as folder, contextlib.ExitStack() as undone:
@@ -277,26 +277,26 @@ class Saver:
                 undone.push(file)
                 content.hold(hurry := lambda: file.limit(0))
                 near, nbytes = [p for p in content.parts if p.elements.store is None], content.nbytes
-                if behind:
+                if background:
                     file.limit(order.rate_bytes)
                     near = self._copies.take(near)
                     content.parts = [p for p in content.parts if p.elements.store is not None]  # the rest may go
-            bar = progress(f"saving {order.tag}", nbytes, show=self._mesh.first and not behind)
+            bar = progress(f"saving {order.tag}", nbytes, show=self._mesh.first and not background)
 
             def write(stop: threading.Event) -> None:
-                file.tells = behind
+                file.tells = background
                 with file, _explained(folder), bar as report:
                     try:
                         file.write(content.away(), stop, report)  # first, as an update may wait for it
                     finally:
                         content.release()
-                    if behind:
+                    if background:
                         self._copies.arrive()
                     file.write(near, stop, report)
                     file.close()
 
             acts = (write, functools.partial(self._finish, folder, order))
-            if behind:
+            if background:
                 self._running = Background(order.tag, folder, acts, hurry)
             else:
                 for act in acts:
@@ -316,8 +316,8 @@ class Saver:
         while (save := self._running) is not None:
             finished = save.finished  # looked at before the error, which is final then
             error = None if save.error is None else str(save.error)
-            mine = self._mesh.job.ranks[self._mesh.job.index], finished, error
-            states = [mine] if alone else gather_objects(mine, self._mesh.talk)
+            local = self._mesh.job.ranks[self._mesh.job.index], finished, error
+            states = [local] if alone else gather_objects(local, self._mesh.talk)
             failed = [(rank, text) for rank, _, text in states if text is not None]
             if failed:
                 save.raised = True

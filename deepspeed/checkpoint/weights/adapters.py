@@ -66,21 +66,21 @@ def merged_parcels(module: nn.Module, names: Mapping[str, torch.Tensor], aliases
             f"stream_weights(merge_adapters=True): {type(module).__name__} has no layer with an adapter that can be "
             "merged (PEFT's LoRA and its kin); pass the PEFT model to deepspeed.initialize, or leave merge_adapters out"
         )
-    home = {name: next((p for p in _paths(name) if p in layers), "") for name in (*names, *aliases)}
+    layer_of = {name: next((p for p in _paths(name) if p in layers), "") for name in (*names, *aliases)}
     for alias, name in aliases.items():
-        if home[alias] and home.get(name) != home[alias]:
+        if layer_of[alias] and layer_of.get(name) != layer_of[alias]:
             raise UsageError(
                 f"stream_weights(merge_adapters=True): {alias} is tied to {name}, so an adapter on one of them makes "
                 "them differ; untie them before deepspeed.initialize, or leave the adapter away from tied layers"
             )
     parcels = {}
     for name in names:
-        path = home[name]
+        path = layer_of[name]
         if not path:
             parcels[name] = Parcel((name,), lambda tensors: {_plain(n): t for n, t in tensors.items()})
         elif path not in parcels:
             unpack = _Chosen(path, layers[path]) if _wraps(layers[path]) else _Merging(path, layers[path])
-            parcels[path] = Parcel(tuple(n for n in names if home[n] == path), unpack)
+            parcels[path] = Parcel(tuple(n for n in names if layer_of[n] == path), unpack)
     return list(parcels.values())
 
 

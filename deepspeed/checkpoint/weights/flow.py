@@ -136,10 +136,10 @@ class WeightFlow:
         self._over, self._cut = True, False
         self._mesh, self._device, self._target = mesh, device, target
         self._resting = RestingWeights(tensors)
-        everyone: list[dict[str, FlowTensor]] = collectives.gather_objects(self._resting.entries, mesh.talk)
-        names = dict.fromkeys(name for each in everyone for name in each)
-        self.entries = {name: next(each[name] for each in everyone if name in each) for name in names}
-        self._pieces = {n: sources(n, [each.get(n) for each in everyone], target) for n in names}
+        gathered: list[dict[str, FlowTensor]] = collectives.gather_objects(self._resting.entries, mesh.talk)
+        names = dict.fromkeys(name for of_rank in gathered for name in of_rank)
+        self.entries = {name: next(of_rank[name] for of_rank in gathered if name in of_rank) for name in names}
+        self._pieces = {n: sources(n, [of_rank.get(n) for of_rank in gathered], target) for n in names}
         self._message_bytes = max(_ALIGNED, min(_MESSAGE_BYTES, max_bytes // 8))
         parcels = parcels or [Parcel((name,)) for name in names]
         self._todo = plan_shards(parcels, max_bytes - self._message_bytes, self._nbytes)[::-1]  # the next one last

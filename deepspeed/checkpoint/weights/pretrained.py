@@ -28,8 +28,8 @@ def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
         revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
     if revert is not None:
         try:
-            each = [revert(module, {name: values}) for name, values in empty.items()]
-            made = {name: values for tensors in each for name, values in tensors.items()}
+            reverted = [revert(module, {name: values}) for name, values in empty.items()]
+            made = {name: values for tensors in reverted for name, values in tensors.items()}
             if made.keys() == set(revert(module, empty)):
                 return [Parcel((name,), partial(revert, module)) for name in kept], made
         except Exception as error:  # whatever a conversion makes of tensors without values

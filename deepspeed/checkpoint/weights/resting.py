@@ -81,9 +81,9 @@ class RestingWeights:
 
     def _open(self, unit: Unit) -> torch.Tensor:
         if unit not in self._opened:
-            away = [u for u in self._opened if u.on_drive(StateKind.PARAM)]
-            if unit.on_drive(StateKind.PARAM) and len(away) == _OPEN_AT_ONCE:
-                self._opened.pop(away[0])[0].__exit__(None, None, None)
+            on_nvme = [u for u in self._opened if u.on_drive(StateKind.PARAM)]
+            if unit.on_drive(StateKind.PARAM) and len(on_nvme) == _OPEN_AT_ONCE:
+                self._opened.pop(on_nvme[0])[0].__exit__(None, None, None)
             context = unit.values(StateKind.PARAM, write=self._write)
             self._opened[unit] = context, context.__enter__().detach()
         return self._opened[unit][1]

@@ -114,10 +114,10 @@ def load_state_dict_from_zero_checkpoint(
             plain[param] = torch.nn.Parameter(values, requires_grad=param.requires_grad)
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, plain[param])
-    left = model.load_state_dict(state, strict=False)
-    if left.missing_keys or left.unexpected_keys:
+    incompatible = model.load_state_dict(state, strict=False)
+    if incompatible.missing_keys or incompatible.unexpected_keys:
         text = "%s: not in the checkpoint: %s; not in the model: %s"
-        logger.warning(text, checkpoint_dir, left.missing_keys, left.unexpected_keys)
+        logger.warning(text, checkpoint_dir, incompatible.missing_keys, incompatible.unexpected_keys)
     return model
 
 

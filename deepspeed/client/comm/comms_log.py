@@ -141,14 +141,14 @@ class _Stragglers:
         """Return a row. Collective where the ranks have made the same calls; other calls are not compared."""
         if (op, nbytes) not in self._common:
             return _against(calls, calls)
-        mine = torch.tensor(calls, device=get_accelerator().current_device_name(), dtype=torch.float32)
-        everyone = [torch.empty_like(mine) for _ in self.late]
-        dist.all_gather(everyone, mine)
-        latencies = torch.stack(everyone).cpu()
+        local = torch.tensor(calls, device=get_accelerator().current_device_name(), dtype=torch.float32)
+        gathered = [torch.empty_like(local) for _ in self.late]
+        dist.all_gather(gathered, local)
+        latencies = torch.stack(gathered).cpu()
         for rank_number in latencies.argmin(0).tolist():
             self.late[rank_number] += 1
         self.calls += len(calls)
-        return _against(mine.tolist(), latencies.amin(0).tolist())
+        return _against(local.tolist(), latencies.amin(0).tolist())
 
     def verdict(self) -> str:
         """Describe how often each rank came last, the latest first; empty when no calls were compared."""
@@ -159,17 +159,17 @@ class _Stragglers:
 
 def _in_common() -> set[tuple[str, int]]:
     """Return the ops and sizes of which every rank has recorded the same number of calls. Collective."""
-    mine = {
+    local = {
         (op, nbytes): row["count"] for op, sizes in LOG.rows(lambda *_: {}).items() for nbytes, row in sizes.items()
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {key for key, count in mine.items() if all(other.get(key) == count for other in everyone)}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    return {key for key, count in local.items() if all(other.get(key) == count for other in gathered)}
 
 
 def _against(calls: list[float], fastest: list[float]) -> dict[str, Any]:
     least = torch.tensor(fastest, device="cpu", dtype=torch.float32)
-    waits = [max(0.0, mine - best) for mine, best in zip(calls, fastest, strict=True)]
+    waits = [max(0.0, latency - best) for latency, best in zip(calls, fastest, strict=True)]
     totals = {"total_comm_lat_ms": float(least.sum()), "total_straggler_ms": sum(waits)}
     return totals | {"avg_comm_lat_ms": trimmed_mean(fastest), "avg_straggler_ms": trimmed_mean(waits)}
 

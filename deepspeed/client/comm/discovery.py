@@ -57,8 +57,8 @@ class _Scheduler(NamedTuple):
 # the job's SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
 _MPI = ("COMM_WORLD_RANK", "COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_RANK", "COMM_WORLD_LOCAL_SIZE")
 _ROWS: list[list[str]] = [
-    ["Open MPI", *(f"OMPI_{what}" for what in _MPI), "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"],
-    ["MVAPICH", *(f"MV2_{what}" for what in _MPI)],
+    ["Open MPI", *(f"OMPI_{variable}" for variable in _MPI), "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"],
+    ["MVAPICH", *(f"MV2_{variable}" for variable in _MPI)],
     [
         *("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK PALS_LOCAL_RANKID"),
         *("MPI_LOCALNRANKS PMI_LOCAL_SIZE PALS_LOCAL_SIZE", "PMI_JOBID PALS_APID"),
@@ -180,14 +180,14 @@ def scheduled(env: Env) -> tuple[int, int] | None:
         return None
     row = min(rows, key=lambda row: not env.get(row.world_size))
     if not env.get(row.world_size):
-        what = f"{row.rank}={env[row.rank]} says that {row.name} started this process, but {row.world_size} is not set"
+        text = f"{row.rank}={env[row.rank]} says that {row.name} started this process, but {row.world_size} is not set"
         hint = f"set it on every rank, or unset {row.rank} to run alone"
-        raise DeepSpeedConfigError(f"{what}, so the number of ranks is unknown; {hint}")
+        raise DeepSpeedConfigError(f"{text}, so the number of ranks is unknown; {hint}")
     world_size = _integer(env, row.world_size, least=1)
     if _optional(env, "WORLD_SIZE", least=1) not in (None, world_size):
-        what = f"WORLD_SIZE={env['WORLD_SIZE']}, but {row.name} started {world_size} ranks ({row.world_size})"
+        text = f"WORLD_SIZE={env['WORLD_SIZE']}, but {row.name} started {world_size} ranks ({row.world_size})"
         hint = "unset WORLD_SIZE, or set RANK too when the ranks are counted in another way"
-        raise DeepSpeedConfigError(f"{what}; {hint}")
+        raise DeepSpeedConfigError(f"{text}; {hint}")
     return _integer(env, row.rank), world_size
 
 
@@ -205,26 +205,26 @@ def discover(
     if started is None and len(missing) == 2:
         return Rendezvous(0, 1, _optional(env, "LOCAL_RANK") or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
     if started is None and missing:
-        what = f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set"
-        raise DeepSpeedConfigError(f"{what}; set both or neither")
+        text = f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set"
+        raise DeepSpeedConfigError(f"{text}; set both or neither")
     rank, world_size = started or (_integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1))
     if rank >= world_size:
-        what = f"RANK={rank} does not fit WORLD_SIZE={world_size}"
-        raise DeepSpeedConfigError(f"{what}; ranks go from 0 to WORLD_SIZE - 1")
+        text = f"RANK={rank} does not fit WORLD_SIZE={world_size}"
+        raise DeepSpeedConfigError(f"{text}; ranks go from 0 to WORLD_SIZE - 1")
     process = adopted(env, rank, world_size, devices)
     if world_size == 1:
         return process._replace(address=process.address or LOOPBACK)
     local_size = process.local_size
     if local_size is not None and not process.local_rank < local_size <= world_size:
-        what = f"local rank {process.local_rank} does not fit {local_size} ranks on this machine and"
+        text = f"local rank {process.local_rank} does not fit {local_size} ranks on this machine and"
         hint = "correct LOCAL_RANK and LOCAL_WORLD_SIZE (or what MPI or Slurm states)"
-        raise DeepSpeedConfigError(f"{what} WORLD_SIZE={world_size} in all; {hint}")
+        raise DeepSpeedConfigError(f"{text} WORLD_SIZE={world_size} in all; {hint}")
     scheduler = next(iter(_speaking(env, rank, world_size)), None)
     one_machine = local_size == world_size
     address = _address(env, scheduler, one_machine=one_machine)
     if address is None:
         who = f"{scheduler.name} started {world_size} ranks" if scheduler else f"WORLD_SIZE={world_size}"
-        what = f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set"
+        text = f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set"
         hint = "set it to that machine's name on every rank (for example mpirun -x MASTER_ADDR=host0 ...)"
-        raise DeepSpeedConfigError(f"{what}; {hint}")
+        raise DeepSpeedConfigError(f"{text}; {hint}")
     return process._replace(address=address, port=_port(env, scheduler, port, one_machine=one_machine))

@@ -70,31 +70,31 @@ def _axis(family: str, group_name: str | None) -> Axis:
     topology = cut if cut is not None and len(cut.ranks) == len(world) else dense_topology(world)
     if group_name is None:
         return topology.axis(dist.get_rank(), *_DENSE[family])
-    ways = group_name.removeprefix("ep_size_")
-    if not ways.isdigit() or ways == group_name:
+    ep_size = group_name.removeprefix("ep_size_")
+    if not ep_size.isdigit() or ep_size == group_name:
         name = "ep_size_<number of ranks that hold different experts>"
         raise UsageError(f"expert groups are named {name!r}, not {group_name!r}")
-    return expert_topology(topology, int(ways)).axis(dist.get_rank(), _EXPERTS[family])
+    return expert_topology(topology, int(ep_size)).axis(dist.get_rank(), _EXPERTS[family])
 
 
-def _answer(family: str, what: str, group_name: str | None = None) -> Any:
-    """Return ``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
+def _answer(family: str, kind: str, group_name: str | None = None) -> Any:
+    """Return ``kind`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
     for name in (family, _ALIASES.get(family, family)):
-        if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
+        if (getter := getattr(_Registered.mpu, f"get_{name}_{kind}", None)) is not None:
             return getter()
-        if what != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
-            return CALLS[f"get_{what}"](_answer(family, "group"))
+        if kind != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
+            return CALLS[f"get_{kind}"](_answer(family, "group"))
     axis = _axis(family, group_name)
-    if what == "group":
+    if kind == "group":
         world = dist.group.WORLD
         return world if axis.size == dist.get_world_size() else group_over(world, axis.ranks)
-    return axis.size if what == "world_size" else axis.index
+    return axis.size if kind == "world_size" else axis.index
 
 
-def _getter(family: str, what: str) -> Callable[..., Any]:
+def _getter(family: str, kind: str) -> Callable[..., Any]:
     if family in _DENSE:
-        return lambda: _answer(family, what)
-    return lambda group_name: _answer(family, what, group_name)
+        return lambda: _answer(family, kind)
+    return lambda group_name: _answer(family, kind, group_name)
 
 
 def _first_of(family: str) -> int:
@@ -102,7 +102,7 @@ def _first_of(family: str) -> int:
 
 
 GETTERS: dict[str, Callable[..., Any]] = {
-    **{f"get_{family}_{what}": _getter(family, what) for family in (*_DENSE, *_EXPERTS) for what in _WHAT},
+    **{f"get_{family}_{kind}": _getter(family, kind) for family in (*_DENSE, *_EXPERTS) for kind in _WHAT},
     "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
     "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
     "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),

@@ -32,8 +32,8 @@ def clip_grad_norm_(
         if first or getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
     ]
     device = given[0][1].device if given else torch.device("cpu")
-    each = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
-    total = each.max() if infinite else each.pow(norm_type).sum()
+    stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
+    total = stacked.max() if infinite else stacked.pow(norm_type).sum()
     if group is not None:
         dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     norm = total if infinite else total.pow(1 / norm_type)

@@ -95,7 +95,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> None:
     """Write a table of needs with and without offload to standard output, from the parameter count alone."""
     sizes = (total_params, num_gpus_per_node, num_nodes)
-    needs = [estimate_zero2_model_states_mem_needs(*sizes, away, additional_buffer_factor) for away in (True, False)]
+    needs = [estimate_zero2_model_states_mem_needs(*sizes, cpu, additional_buffer_factor) for cpu in (True, False)]
     rows = [(*need, f"offload_optimizer={place}") for need, place in zip(needs, ("cpu", "none"), strict=True)]
     _write_table(total_params, "", num_gpus_per_node, num_nodes, rows)
 

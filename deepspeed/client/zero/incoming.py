@@ -67,8 +67,8 @@ class Incoming:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
         # A module with its own way to load may read what is there, or write to a part of it.
-        others = {p for m in model.modules() if not _loads_plainly(m) for p in m.parameters(recurse=False)}
-        self._plain = {p for p in model.parameters() if p not in others}
+        custom = {p for m in model.modules() if not _loads_plainly(m) for p in m.parameters(recurse=False)}
+        self._plain = {p for p in model.parameters() if p not in custom}
         self._open: dict[Unit, int] = {}  # that have memory without values, with the version of the parameter
         self._noted: dict[Unit, FilePart] = {}
         self.read_bytes = self.sent_bytes = 0

@@ -74,10 +74,10 @@ def unset_z3_leaf_modules(
 
 
 def _by_label(
-    model: nn.Module, what: str, labels: _Labels, of: Callable[[str, str], bool], *, flag: bool, needed: bool
+    model: nn.Module, kind: str, labels: _Labels, of: Callable[[str, str], bool], *, flag: bool, needed: bool
 ) -> tuple[list[nn.Module], list[str]]:
     wanted = [labels] if isinstance(labels, str) else list(labels)
-    required = (what, wanted) if needed else None
+    required = (kind, wanted) if needed else None
     chosen = _mark(model, lambda name, _: any(of(name, label) for label in wanted), flag=flag, required=required)
     names = [name for name, _ in model.named_modules()]
     return chosen, [label for label in wanted if not any(of(name, label) for name in names)]

@@ -21,7 +21,7 @@ from deepspeed.zero.param import part_of, whole_of
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
 
-_MASTER, _GRAD = object(), object()  # as ``what``; every other is the name of an optimizer's slot
+_MASTER, _GRAD = object(), object()  # as ``key``; every other is the name of an optimizer's slot
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class _Opened:
 
 @contextmanager
 def _opened(
-    param: nn.Parameter, what: object, *, together: bool = False, write: bool = False
+    param: nn.Parameter, key: object, *, together: bool = False, write: bool = False
 ) -> Iterator[_Opened | None]:
     """Open a state of ``param`` in memory, wherever it rests; yields None without one. ``together``: on all ranks."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
     runtime = runtime_of(unit) if unit is not None else None
     with torch.no_grad():
-        if unit is None or (unit.master is None if what is not _GRAD else runtime is None):
+        if unit is None or (unit.master is None if key is not _GRAD else runtime is None):
             yield None
             return
         segment, kind, factor = unit.layout.segments[param._ds_position], StateKind.OPTIM, 1.0  # type: ignore[attr-defined]
         if together and runtime is not None and unit.trainable:
             groups = (unit.mesh.zero,) if segment.place is None else (unit.mesh.zero, unit.mesh.tp)
             runtime.update.wait_together(groups=groups, once=("states", *(group.ranks for group in groups)))
-        if what not in (_GRAD, _MASTER):
+        if key not in (_GRAD, _MASTER):
             with ExitStack() as attached:
-                yield _slots(unit, segment, str(what), attached, write=write)
+                yield _slots(unit, segment, str(key), attached, write=write)
             return
-        if what is _GRAD and runtime is not None:
+        if key is _GRAD and runtime is not None:
             runtime.gradients.settle()
             kind = StateKind.GRAD
             memory = write and unit.grad is not None and not unit.on_drive(kind)  # may be written to while empty
@@ -82,7 +82,7 @@ def _opened(
         with unit.values(kind, write=write) as flat:
             part = unit.part(kind, segment, flat.detach())
             yield _Opened(unit, segment, kind, [(start, part)], torch.promote_types(flat.dtype, torch.float32), factor)
-            if write and what is _GRAD:
+            if write and key is _GRAD:
                 unit.note_gradient(flat)
 
 
@@ -102,8 +102,8 @@ def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write
     return _Opened(unit, segment, StateKind.OPTIM, pieces, present=present)
 
 
-def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
-    with _opened(param, what, together=True) as state:
+def _full(param: nn.Parameter, key: object) -> torch.Tensor | None:
+    with _opened(param, key, together=True) as state:
         if state is None:
             return None
         if state.present is not None:
@@ -113,9 +113,9 @@ def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
         return state.whole().float().mul_(state.factor)
 
 
-def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool) -> _Opened | None:
+def _set(param: nn.Parameter, key: object, value: torch.Tensor, *, whole: bool) -> _Opened | None:
     """Write ``value``, the whole tensor or this rank's part, to a state of ``param``; return that state."""
-    with _opened(param, what, write=True, together=whole) as state:
+    with _opened(param, key, write=True, together=whole) as state:
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
         if whole and state.present is None and tuple(value.shape) != state.segment.whole_shape:

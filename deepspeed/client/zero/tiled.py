@@ -36,9 +36,9 @@ class TiledLinear(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        for what, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
+        for side, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= features:
-                raise UsageError(f"{type(self).__name__}: {what}_splits is {splits}, but has to be 1 to {features}")
+                raise UsageError(f"{type(self).__name__}: {side}_splits is {splits}, but has to be 1 to {features}")
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits

@@ -73,7 +73,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _words(report: RankReport, many: bool) -> str:  # noqa: FBT001 - grammar
     """Return the predicate of one line."""
     s = "" if many else "s"
-    what = {
+    predicate = {
         RAISED: f"raised {report.error}",
         SILENT: report.what,
         LEFT: f"{'have' if many else 'has'} left: {report.what}",
@@ -82,22 +82,22 @@ def _words(report: RankReport, many: bool) -> str:  # noqa: FBT001 - grammar
         LOADER: f"wait{s} for {report.what}",
         COLLECTIVE: f"wait{s} in {report.what}",
     }[report.state]
-    places = [f"for {report.unit}" if report.unit and report.unit not in what else ""]
+    places = [f"for {report.unit}" if report.unit and report.unit not in predicate else ""]
     places.append(f"in {report.module}" if report.module and report.module != report.unit else "")
-    where = " ".join(part for part in (what, *filter(None, places)) if part)
+    where = " ".join(part for part in (predicate, *filter(None, places)) if part)
     line = f" ({report.line})" if report.line else ""
     return f"{where}{line}" + (f", step {report.step}" if report.step is not None else "")
 
 
-def _behind(report: RankReport, others: Sequence[RankReport]) -> str:
+def _behind(report: RankReport, peers: Sequence[RankReport]) -> str:
     """Return a clause about the collectives that another rank waits in and this rank has not issued; else ""."""
-    for other in others:
+    for other in peers:
         if other.state != COLLECTIVE or other.group is None:
             continue
-        mine, theirs = report.numbers.get(other.group), other.numbers.get(other.group, 0)
-        if mine is not None and mine < theirs:
+        issued, latest = report.numbers.get(other.group), other.numbers.get(other.group, 0)
+        if issued is not None and issued < latest:
             return (
-                f"; {theirs - mine} behind rank {other.rank} on the group '{other.group}', whose collective {theirs} "
+                f"; {latest - issued} behind rank {other.rank} on the group '{other.group}', whose collective {latest} "
                 "it has not issued"
             )
     return ""
@@ -117,7 +117,7 @@ def _different(reports: Sequence[RankReport]) -> str:
         return f"the ranks have taken different numbers of steps ({listed})"
     for (group, number), calls in places.items():
         if group is not None and len(calls) > 1:
-            listed = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in calls.items())
+            listed = "; ".join(f"{_ranks(ranks)}: {call}" for call, ranks in calls.items())
             return (
                 f"the ranks issue collectives in different orders: number {number} of the group '{group}' is {listed}"
             )
@@ -146,18 +146,18 @@ def explain(reports: Sequence[RankReport], limit_s: float, *, ends: bool = True)
     ordered = sorted(reports, key=lambda r: (_ORDER.index(r.state), r.rank))
     alike: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report in ordered:
-        behind = _behind(report, [r for r in ordered if r is not report])
-        alike[_words(report, many=True), behind].append(report)
-    what = "hang_timeout" if ends else "nothing is ended: hang_timeout does that"
-    lines = [f"the job stands still: no rank has made progress for {limit_s:g} s ({what})"]
+        lag = _behind(report, [r for r in ordered if r is not report])
+        alike[_words(report, many=True), lag].append(report)
+    note = "hang_timeout" if ends else "nothing is ended: hang_timeout does that"
+    lines = [f"the job stands still: no rank has made progress for {limit_s:g} s ({note})"]
     lines += [f"  {text}" for text in _alone(ordered)]
     if different := _different(ordered):
         lines.append(f"  {different}")
-    for (_, behind), group in alike.items():
+    for (_, lag), group in alike.items():
         first = group[0]
         subject = _ranks([r.rank for r in group])
         process = f" (pid {first.pid} on {first.host})" if len(group) == 1 and first.pid else ""
-        lines.append(f"  {subject}{process} {_words(first, len(group) > 1)}{behind}")
+        lines.append(f"  {subject}{process} {_words(first, len(group) > 1)}{lag}")
     if len(lines) > _LINES:
         lines[_LINES:] = [f"  and {len(lines) - _LINES} more lines of ranks"]
     raised = [r for r in ordered if r.state == RAISED]

@@ -85,14 +85,14 @@ class Ledger:
     def _origin(self, op: str) -> tuple[str, tuple[CodeType, int] | None]:
         """Return the unit of the collective that begins, and the user's place in the code."""
         frame: Any = sys._getframe(2)
-        unit, known = "", self._whose
+        unit, cached = "", self._whose
         while frame is not None:
             code = frame.f_code
-            facts = known.get(code)
+            facts = cached.get(code)
             if facts is None:
-                users, ours = (origin(code.co_filename) == whose for whose in ("user", "deepspeed"))
+                users, ours = (origin(code.co_filename) == owner for owner in ("user", "deepspeed"))
                 ours = ours and ("unit" in code.co_varnames or code.co_filename.endswith("unit.py"))
-                facts = known[code] = users, ours
+                facts = cached[code] = users, ours
             if facts[0]:
                 return unit, (code, frame.f_lasti)
             if facts[1] and not unit and op != "merge":  # that is about what all ask for

@@ -126,10 +126,10 @@ def _torch_call(frames: list[FrameType]) -> tuple[str, str | None] | None:
 def _waiting_text(frame: FrameType) -> str:
     """Return the source text of the instruction at which ``frame`` is."""
     positions: Any = getattr(frame.f_code, "co_positions", tuple)()  # from Python 3.11 on
-    start, end, left, right = next(itertools.islice(positions, max(0, frame.f_lasti) // 2, None), (None,) * 4)
+    start, end, start_col, end_col = next(itertools.islice(positions, max(0, frame.f_lasti) // 2, None), (None,) * 4)
     if start is None or start != end:
         return linecache.getline(frame.f_code.co_filename, number_of(frame)).strip()
-    return linecache.getline(frame.f_code.co_filename, start).encode()[left:right].decode(errors="replace")
+    return linecache.getline(frame.f_code.co_filename, start).encode()[start_col:end_col].decode(errors="replace")
 
 
 def _work_waited_for(frame: FrameType) -> bool:
@@ -146,8 +146,8 @@ def _device_waited_for(frames: list[FrameType], *, busy: bool) -> str:
     text = "" if caller is None else _waiting_text(caller)
     if caller is None or not DEVICE_WAITS.search(text):
         return ""
-    whose = {"deepspeed": busy, "user": torch.accelerator.is_available()}
-    return text if whose.get(origin(caller.f_code.co_filename)) else ""
+    by_owner = {"deepspeed": busy, "user": torch.accelerator.is_available()}
+    return text if by_owner.get(origin(caller.f_code.co_filename)) else ""
 
 
 def _loader(frames: list[FrameType]) -> tuple[str, str] | None:
@@ -179,10 +179,10 @@ def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | Non
     """Return the wait of this package's frames (kind, what for, torch's name of the group, a mark), or None."""
     for frame in frames:
         file = frame.f_code.co_filename
-        whose = origin(file)
-        if whose == "user":
+        owner = origin(file)
+        if owner == "user":
             return None
-        if whose != "deepspeed":
+        if owner != "deepspeed":
             continue
         where = file.removeprefix(_OURS).split(os.sep)[0]
         holder: Any = frame.f_locals.get("self")
@@ -267,9 +267,9 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
 def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, busy: bool = False) -> Spot:
     """Return the place of ``thread``, or of a thread on which autograd works for it and waits."""
     current, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
-    mine = list(outwards(current.get(thread)))
-    spot = spot_of(mine, modules, whole=whole, busy=busy)
-    if spot.kind or not any("autograd" in frame.f_code.co_filename for frame in mine[:3]):
+    stack = list(outwards(current.get(thread)))
+    spot = spot_of(stack, modules, whole=whole, busy=busy)
+    if spot.kind or not any("autograd" in frame.f_code.co_filename for frame in stack[:3]):
         return spot
     for other, frame in current.items():
         frames = list(outwards(frame))

@@ -104,8 +104,8 @@ class HangWatch:
         self._met = (b"", -1), 0, 0
         self._blind_looks = 0  # in a row, as torch counts no collectives
         self._threads = [
-            threading.Thread(target=run, name=f"{WATCHERS}-{what}", daemon=True)
-            for what, run in (("look", self._look), ("talk", self._talk))
+            threading.Thread(target=run, name=f"{WATCHERS}-{role}", daemon=True)
+            for role, run in (("look", self._look), ("talk", self._talk))
         ]
 
     @property
@@ -133,7 +133,7 @@ class HangWatch:
             thread.join(_LAST_S)
         if not any(thread.is_alive() for thread in self._threads):
             with contextlib.suppress(RuntimeError, ValueError):
-                self._store.set(f"left/{self._rank}", self._report(left=why).to_text())
+                self._store.set(f"left/{self._rank}", self._report(reason=why).to_text())
             self._store = None  # whose connection ends with it
 
     def follow(self, engine: Any) -> None:
@@ -173,8 +173,8 @@ class HangWatch:
         """Warn once that with this backend no job is ever known to stand still."""
         self._blind_looks = 0 if counted else self._blind_looks + 1
         if self._blind_looks == _BLIND_LOOKS and self.ends:
-            what = f"the backend {dist.get_backend()!r} does not count its collectives"
-            logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", what)
+            reason = f"the backend {dist.get_backend()!r} does not count its collectives"
+            logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", reason)
 
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
         """Return this rank's place; an empty one where its stack cannot be read, as it moves meanwhile."""
@@ -231,23 +231,23 @@ class HangWatch:
             logger.debug("an error could not be read: %s", type(error).__name__)
             return Failure()
 
-    def _report(self, *, left: str = "") -> RankReport:
-        """Return this rank's report about itself; ``left``: why its watch ends."""
+    def _report(self, *, reason: str = "") -> RankReport:
+        """Return this rank's report about itself; ``reason``: why its watch ends."""
         named = () if (engine := self._engine()) is None else engine.module.named_modules()
         modules = {id(module): name or type(module).__name__ for name, module in named}
-        spot = Spot(ends=True) if left else self._glance(modules, whole=True)
+        spot = Spot(ends=True) if reason else self._glance(modules, whole=True)
         failure = self._failure(modules, ends=spot.ends)
-        state, what, entry = spot.kind or RUNS, spot.waits, self.ledger.waiting
-        if left or (spot.ends and state == RUNS):
-            others = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-            kept = f", and its process is kept by the threads {', '.join(others)}" if others else ""
-            state, what = LEFT, left or f"its script has ended{kept}"
-        if (what == "wait" or DEVICE_WAITS.search(what)) and entry is not None:
-            what = entry.text().partition(",")[0]
+        state, text, entry = spot.kind or RUNS, spot.waits, self.ledger.waiting
+        if reason or (spot.ends and state == RUNS):
+            threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+            kept = f", and its process is kept by the threads {', '.join(threads)}" if threads else ""
+            state, text = LEFT, reason or f"its script has ended{kept}"
+        if (text == "wait" or DEVICE_WAITS.search(text)) and entry is not None:
+            text = entry.text().partition(",")[0]
         if failure.text:
             state = RAISED
         return RankReport(
-            *(self._rank, self._host, os.getpid(), state, what, spot.unit),
+            *(self._rank, self._host, os.getpid(), state, text, spot.unit),
             module=(failure.module if state == RAISED else "") or spot.module,
             line=(failure.line if state == RAISED else "") or spot.line,
             group=spot.group,
@@ -263,13 +263,13 @@ class HangWatch:
 
     def _alarm(self) -> None:
         """Look whether any rank makes progress, as this one waits too long, if no other rank leads; else report."""
-        mine = f"{self._rank} {self._beats}".encode()
-        claim = self._store.compare_set("leader", "", mine.decode())
-        if claim != mine:
+        candidate = f"{self._rank} {self._beats}".encode()
+        claim = self._store.compare_set("leader", "", candidate.decode())
+        if claim != candidate:
             if self._lives(claim):
                 return
-            claim = self._store.compare_set("leader", claim.decode(), mine.decode())  # that rank has stopped, too
-            if claim != mine:
+            claim = self._store.compare_set("leader", claim.decode(), candidate.decode())  # that rank has stopped, too
+            if claim != candidate:
                 return
         # Few of the alarms that come to nothing, as others work, ask before they know; it leaves more time to answer.
         count = self._store.add("alarms", 1)
@@ -277,23 +277,23 @@ class HangWatch:
         first = self._pulses()
         self._pause(max(2.5 * self._beat_s, 2 * _BEAT_S if self._limit_s >= 2 else 0.0))
         second = self._pulses()
-        others = set(second) - {self._rank}
-        silent = {r for r in others if second[r].get("beat") == first[r].get("beat")}
-        left = {r for r in silent if self._store.check([f"left/{r}"])}
-        moved = bool(left - self._left) or any(second[r]["still"] < self._due_s for r in others - silent)
-        self._left = left  # who has ended since the last look has come further
+        peers = set(second) - {self._rank}
+        silent = {r for r in peers if second[r].get("beat") == first[r].get("beat")}
+        ended = {r for r in silent if self._store.check([f"left/{r}"])}
+        moved = bool(ended - self._left) or any(second[r]["still"] < self._due_s for r in peers - silent)
+        self._left = ended  # who has ended since the last look has come further
         text, processes = ("", []) if moved or not self._waits_too_long() else self._judge(second, silent, asked)
         if not text or self._stopped.is_set() or not self._waits_too_long():  # what it waited for has come meanwhile
-            self._store.compare_set("leader", mine.decode(), "")
+            self._store.compare_set("leader", candidate.decode(), "")
             return
         if self._due_s < self._limit_s:
             logger.warning("%s", text.rstrip())
             self._due_s, self._announced = self._limit_s, self._answered
             self._store.set("order", json.dumps({"kind": "announced", "turn": self._announced}))
-            self._store.compare_set("leader", mine.decode(), "")
+            self._store.compare_set("leader", candidate.decode(), "")
             return
-        ends = mine + b" ends"
-        if self._store.compare_set("leader", mine.decode(), ends.decode()) != ends:
+        ends = candidate + b" ends"
+        if self._store.compare_set("leader", candidate.decode(), ends.decode()) != ends:
             return  # this rank was so slow that another leads
         self._say(text)
         self._store.set("order", json.dumps({"kind": "end", "silent": processes}))
@@ -310,8 +310,8 @@ class HangWatch:
 
     def _beat_of(self, rank: int) -> int:
         """Return the beat that ``rank`` has last written; -1 before the first."""
-        known = self._store.check([key := f"pulse/{rank}"])
-        return int(json.loads(self._store.get(key))["beat"]) if known else -1
+        written = self._store.check([key := f"pulse/{rank}"])
+        return int(json.loads(self._store.get(key))["beat"]) if written else -1
 
     def _pause(self, seconds: float) -> None:
         """Wait, and heed orders meanwhile: others could take a silent leading rank for a stopped one."""
@@ -324,8 +324,8 @@ class HangWatch:
         """Return the last pulse of every rank; {} for a rank that has written none."""
         pulses = {}
         for rank in range(self._size):
-            known = self._store.check([key := f"pulse/{rank}"])
-            pulses[rank] = json.loads(self._store.get(key)) if known else {}
+            written = self._store.check([key := f"pulse/{rank}"])
+            pulses[rank] = json.loads(self._store.get(key)) if written else {}
             self._silent_store_s = 0.0
         return pulses
 
@@ -419,7 +419,7 @@ _USERS: list[object] = []
 
 
 def _living() -> HangWatch | None:
-    return next((each for each in _WATCHES if not each.ended), None)
+    return next((hang_watch for hang_watch in _WATCHES if not hang_watch.ended), None)
 
 
 def ended_ranks() -> list[RankReport]:

@@ -95,8 +95,8 @@ def examine(source: ConfigSource, *, world_size: int | None = None, resolved: bo
     data = _without_autos(source.data, "", autos)
     if set(autos) & set(BATCH_KEYS) and TRAIN not in data and MICRO not in data:
         data[MICRO] = 1
-    ways = None if world_size else 1
-    config, report = judge(replace(source, data=data), world_size=world_size or 1, ways=ways)
+    tp_size = None if world_size else 1
+    config, report = judge(replace(source, data=data), world_size=world_size or 1, degree=tp_size)
     for path in autos if resolved else ():
         report.fault(path, f"{path} {UNFILLED}")
     report.raise_faults()

@@ -38,11 +38,11 @@ _KINDS = {
 }
 
 
-def unknown_key(path: str, names: Iterable[str], what: str = "unknown key", most: int = _LISTABLE) -> str:
+def unknown_key(path: str, names: Iterable[str], text: str = "unknown key", most: int = _LISTABLE) -> str:
     """Return the sentence about a key that does not exist, with the nearest valid name."""
     valid = sorted(set(names))
     instead = f". Valid here: {', '.join(valid)}." if len(valid) <= most else ". Delete it."
-    return f"{path}: {what}{nearest_hint(path.rpartition('.')[2], valid) or instead}"
+    return f"{path}: {text}{nearest_hint(path.rpartition('.')[2], valid) or instead}"
 
 
 def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:

@@ -72,8 +72,8 @@ def _elastic_batch(cfg: Configuration, given: list[str]) -> dict[str, int]:
             f"{given[0]} is given beside elasticity.enabled, which chooses the batch sizes. Delete "
             f"{' and '.join(given)}, or set elasticity.ignore_non_elastic_batch_info to true."
         )
-    ways = cfg.tensor_parallel.ways
-    train, micro, _ = share_of(cfg.elasticity, cfg.world_size * ways, ways=ways)
+    tp_size = cfg.tensor_parallel.ways
+    train, micro, _ = share_of(cfg.elasticity, cfg.world_size * tp_size, mp_size=tp_size)
     return dict(zip(BATCH_KEYS, (train, micro, train // (micro * cfg.world_size)), strict=True))
 
 

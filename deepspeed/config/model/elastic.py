@@ -31,7 +31,7 @@ class ElasticityConfig(Block):
     def fault(self) -> str:
         """Return the first fault between the keys as a sentence; empty when there is none."""
         micro, missing = self.micro_batch_sizes, [name for name in _REQUIRED if name not in self.model_fields_set]
-        ways, node = self.model_parallel_size, self.num_gpus_per_node
+        mp_size, node = self.model_parallel_size, self.num_gpus_per_node
         if missing:
             return f"{_BLOCK}.{missing[0]} is required when {_BLOCK}.enabled is true. Write it."
         if not micro or min(micro) < 1:
@@ -40,18 +40,18 @@ class ElasticityConfig(Block):
             return f"{_BLOCK}.min_gpus {self.min_gpus} is above max_gpus {self.max_gpus}. Exchange them."
         if self.version > _NEWEST:
             return f"{_BLOCK}.version {self.version:g} does not exist. Use 0.1 or {_NEWEST}."
-        if self.version < _NEWEST and ways > 1:
-            return f"{_BLOCK}.model_parallel_size {ways} needs version {_NEWEST}."
-        if ways > 1 and node % ways and ways % node:
-            return f"{_BLOCK}.model_parallel_size {ways} and num_gpus_per_node {node} do not divide each other."
+        if self.version < _NEWEST and mp_size > 1:
+            return f"{_BLOCK}.model_parallel_size {mp_size} needs version {_NEWEST}."
+        if mp_size > 1 and node % mp_size and mp_size % node:
+            return f"{_BLOCK}.model_parallel_size {mp_size} and num_gpus_per_node {node} do not divide each other."
         if min(micro) > self.max_train_batch_size:
             return f"no micro batch of {_BLOCK}.micro_batch_sizes is within max_train_batch_size."
         return ""
 
 
-def allowed_sizes(batch: int, micros: Collection[int], sizes: Sequence[int], *, ways: int = 1) -> list[int]:
-    """Return the ``sizes`` (ranks, ``ways`` of which share one batch) at which some micro batch gives ``batch``."""
-    return [size for size in sizes if size % ways == 0 and any(batch % (m * (size // ways)) == 0 for m in micros)]
+def allowed_sizes(batch: int, micros: Collection[int], sizes: Sequence[int], *, mp_size: int = 1) -> list[int]:
+    """Return the ``sizes`` (ranks, ``mp_size`` of which share one batch) at which some micro batch gives ``batch``."""
+    return [size for size in sizes if size % mp_size == 0 and any(batch % (m * (size // mp_size)) == 0 for m in micros)]
 
 
 def best_batch(micros: Collection[int], largest: int, shares: Collection[int], *, prefer_larger: bool) -> int:
@@ -70,10 +70,10 @@ def elastic_batch(block: ElasticityConfig) -> tuple[int, list[int]]:
     if block.fault:
         raise ElasticityConfigError(block.fault)
     new = block.version >= _NEWEST
-    ways, node = (block.model_parallel_size, block.num_gpus_per_node) if new else (1, 1)
-    most = min(block.max_gpus, block.max_train_batch_size // min(block.micro_batch_sizes) * ways)
-    sizes = [size for size in range(block.min_gpus, most + 1) if size % ways == 0 and size % node == 0]
-    shares = [size // ways for size in sizes]
+    mp_size, node = (block.model_parallel_size, block.num_gpus_per_node) if new else (1, 1)
+    most = min(block.max_gpus, block.max_train_batch_size // min(block.micro_batch_sizes) * mp_size)
+    sizes = [size for size in range(block.min_gpus, most + 1) if size % mp_size == 0 and size % node == 0]
+    shares = [size // mp_size for size in sizes]
     micros, limit = block.micro_batch_sizes, block.max_train_batch_size
     batch = best_batch(micros, limit, shares, prefer_larger=block.prefer_larger_batch)
     if not batch:
@@ -82,10 +82,10 @@ def elastic_batch(block: ElasticityConfig) -> tuple[int, list[int]]:
             f"{block.min_gpus} to {block.max_gpus} with micro batches {list(micros)}. Raise the limit, or allow fewer "
             "ranks or smaller micro batches."
         )
-    return batch, allowed_sizes(batch, micros, sizes, ways=ways)
+    return batch, allowed_sizes(batch, micros, sizes, mp_size=mp_size)
 
 
-def share_of(block: ElasticityConfig, world_size: int, *, ways: int | None = None) -> tuple[int, int, list[int]]:
+def share_of(block: ElasticityConfig, world_size: int, *, mp_size: int | None = None) -> tuple[int, int, list[int]]:
     """Return (global batch, micro batch, allowed sizes) at ``world_size`` ranks: the largest micro batch that fits.
 
     Raises ElasticityIncompatibleWorldSize for a number of ranks that cannot keep the batch, ElasticityConfigError.
@@ -96,7 +96,7 @@ def share_of(block: ElasticityConfig, world_size: int, *, ways: int | None = Non
             f"{_BLOCK}: {world_size} rank(s) cannot keep the global batch of {batch} samples with micro batches "
             f"{list(block.micro_batch_sizes)}; {in_words(sizes)} can."
         )
-    share = world_size // (ways or (block.model_parallel_size if block.version >= _NEWEST else 1))
+    share = world_size // (mp_size or (block.model_parallel_size if block.version >= _NEWEST else 1))
     return batch, max(m for m in block.micro_batch_sizes if batch % (m * share) == 0), sizes
 
 
@@ -111,19 +111,19 @@ def kept_sizes(config: dict[str, Any], sizes: Sequence[int]) -> list[int]:
     Without a batch (none, or "auto") keep the multiples of autotp_size. Raise ElasticityConfigError for a faulty block.
     """
     block, parallel = config.get(_BLOCK), config.get("tensor_parallel")
-    ways = parallel.get("autotp_size") if isinstance(parallel, dict) else 1
-    ways = ways if isinstance(ways, int) and ways > 0 else 1
+    tp_size = parallel.get("autotp_size") if isinstance(parallel, dict) else 1
+    tp_size = tp_size if isinstance(tp_size, int) and tp_size > 0 else 1
     if isinstance(block, dict) and block.get("enabled") is True:
         allowed = elastic_batch(_read(block))[1]
         return [size for size in sizes if size in allowed]
     batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     steps = config.get("gradient_accumulation_steps")
     if not isinstance(batch, int):
-        return [size for size in sizes if size % ways == 0]
-    known = [n for n in (micro, steps) if isinstance(n, int)]
-    if len(known) == 2:  # micro batch and accumulation are both given: they fix the number of ranks
-        return [size for size in sizes if size == batch // (known[0] * known[1]) * ways]
-    return allowed_sizes(batch, known or [1], sizes, ways=ways)
+        return [size for size in sizes if size % tp_size == 0]
+    factors = [n for n in (micro, steps) if isinstance(n, int)]
+    if len(factors) == 2:  # micro batch and accumulation are both given: they fix the number of ranks
+        return [size for size in sizes if size == batch // (factors[0] * factors[1]) * tp_size]
+    return allowed_sizes(batch, factors or [1], sizes, mp_size=tp_size)
 
 
 def elasticity_enabled(ds_config: dict[str, Any]) -> bool:

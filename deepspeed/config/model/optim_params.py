@@ -195,16 +195,16 @@ def check_params(part: Part, block: Any, report: Judgement, *, lenient: bool) ->
         return
     if unknown := _unknown_type(part, name):
         report.fault(f"{part}.type", f"{part}.type {unknown}")
-    known, head, taken = {}, f"{part}.params", accepts(part, name)
+    accepted, head, taken = {}, f"{part}.params", accepts(part, name)
     for key_, value in params.items():
         if lenient and (is_auto(value) or f"{head}.{key_}" == _NORM):
             continue
         if objection := _objection(part, name, key_, value):
             report.fault(f"{head}.{key_}", objection)
         elif taken is not None:
-            known[key_] = value
+            accepted[key_] = value
     try:
-        PARAM_BLOCKS[part].model_validate(known)
+        PARAM_BLOCKS[part].model_validate(accepted)
     except ValidationError as error:
         for fault in error.errors(include_url=False):
             path = f"{head}.{fault['loc'][0]}"

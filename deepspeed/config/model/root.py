@@ -91,7 +91,7 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
 
 
 def judge(
-    source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True, ways: int | None = None
+    source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True, degree: int | None = None
 ) -> tuple[DeepSpeedConfig | None, Judgement]:
     """Resolve ``source``, with defaults for what could not be read; return it (None if that failed) and all faults."""
     read = source if isinstance(source, ConfigSource) else read_source(source)
@@ -111,11 +111,11 @@ def judge(
                 _remove(tree, place)
     if config is None:
         return None, report
-    ways = config.tensor_parallel.ways if ways is None else ways
-    if world_size % ways and not lenient:
-        text = f"tensor_parallel.autotp_size {ways} does not divide the number of ranks, {world_size}. Use a divisor."
+    degree = config.tensor_parallel.ways if degree is None else degree
+    if world_size % degree and not lenient:
+        text = f"tensor_parallel.autotp_size {degree} does not divide the number of ranks, {world_size}. Use a divisor."
         report.fault("tensor_parallel.autotp_size", text)
-    config = config.model_copy(update={"world_size": max(1, world_size // ways)})
+    config = config.model_copy(update={"world_size": max(1, world_size // degree)})
     try:
         config = config.model_copy(update=resolve_batch(config, lenient=lenient))
     except (LookupError, ValueError) as error:
@@ -152,7 +152,7 @@ def load_config(
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")
     source = source.source if isinstance(source, DeepSpeedConfig) else source
-    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support, ways=ways)
+    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support, degree=ways)
     for note in [] if lenient else report.notes:  # zero.Init reads the same configuration first; one mention is enough
         logger.warning("%s", note)
     report.raise_faults()

@@ -49,7 +49,7 @@ def keys_of(block: type[BaseModel]) -> tuple[tuple[str, str, FieldInfo], ...]:
     """Return (field name, key in the file, field) of ``block``; honoured keys first, keys that no code reads last."""
     fields = [(name, info.alias or name, info) for name, info in block.model_fields.items() if name not in _HIDDEN]
     ranks, unread = list(Support), list(UNREAD.values())
-    return tuple(sorted(fields, key=lambda each: (ranks.index(Key.of(each[2]).support), each[2].annotation in unread)))
+    return tuple(sorted(fields, key=lambda item: (ranks.index(Key.of(item[2]).support), item[2].annotation in unread)))
 
 
 def default_of(info: FieldInfo) -> Any:

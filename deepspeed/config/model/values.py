@@ -53,9 +53,9 @@ class Key:
     @property
     def text(self) -> str:
         """Return the meaning, and what this release does with the key unless it honours it."""
-        what = {Support.INERT: "No effect here", Support.NOT_YET: "Not in this release yet"}.get(self.support)
+        status = {Support.INERT: "No effect here", Support.NOT_YET: "Not in this release yet"}.get(self.support)
         note = f": {self.note}." if self.note else "."
-        return f"{self.meaning} {what}{note}" if what else self.meaning
+        return f"{self.meaning} {status}{note}" if status else self.meaning
 
     def __call__(self, schema: dict[str, Any]) -> None:
         schema["description"] = self.text

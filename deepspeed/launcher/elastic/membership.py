@@ -176,8 +176,8 @@ class Membership(RendezvousHandler):
     @property
     def over(self) -> str:
         """Return why this round has ended, on some node; empty while it goes on."""
-        known = self._takes_part and self._round_store.check([_OVER])
-        return self._round_store.get(_OVER).decode() if known else ""
+        ended = self._takes_part and self._round_store.check([_OVER])
+        return self._round_store.get(_OVER).decode() if ended else ""
 
     def end_round(self, why: str) -> str:
         """End this round on all nodes; return the reason that was given first."""
@@ -190,8 +190,8 @@ class Membership(RendezvousHandler):
 
     def lose(self, local_ranks: list[int]) -> None:
         """Leave out the devices of these ranks until the next checkpoint, but never all of the node."""
-        mine = self.round.world[list(self.round.world)[self.round.node]]
-        self._lost |= {mine[local] for local in local_ranks}
+        devices = self.round.world[list(self.round.world)[self.round.node]]
+        self._lost |= {devices[local] for local in local_ranks}
         if self._lost >= set(self._devices):
             self._lost = set()
 
@@ -269,27 +269,27 @@ class Membership(RendezvousHandler):
     def _divide(self, info: RendezvousInfo) -> Round | str:
         """Divide the ranks over the nodes: return the round, or why it cannot be. All nodes get the same result."""
         store, nodes = PrefixStore("deepspeed", info.store), range(info.world_size)
-        left = [d for d in self._devices if d not in self._lost]
+        remaining = [d for d in self._devices if d not in self._lost]
         beat(store, info.rank)
-        store.set(f"slots/{info.rank}", json.dumps([self._host, left, self._devices]))
-        nodes_say = [json.loads(_answer(store, f"slots/{node}")) for node in nodes]
+        store.set(f"slots/{info.rank}", json.dumps([self._host, remaining, self._devices]))
+        replies = [json.loads(_answer(store, f"slots/{node}")) for node in nodes]
         for whole in (1, 2):  # with the devices that are not lost, or else with all
-            size = self._limits.largest(sum(len(each[whole]) for each in nodes_say), info.world_size)
+            size = self._limits.largest(sum(len(reply[whole]) for reply in replies), info.world_size)
             if size:
                 break
         else:
-            return too_few(self._limits, sum(len(each[2]) for each in nodes_say), info.world_size)
+            return too_few(self._limits, sum(len(reply[2]) for reply in replies), info.world_size)
         if whole == 2:
             self._lost = set()
-        shares = share_ranks([len(each[whole]) for each in nodes_say], size)
+        shares = share_ranks([len(reply[whole]) for reply in replies], size)
         if info.rank == 0:
             self._server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             number = self._job.add("rounds", 1) - 1
             store.set("start", json.dumps([number, self._address, self._server.port]))
         number, address, port = json.loads(_answer(store, "start"))
-        names = [each[0] for each in nodes_say]
+        names = [reply[0] for reply in replies]
         unique = names if len(set(names)) == len(names) else [f"{name}#{node}" for node, name in enumerate(names)]
-        world = {name: tuple(each[whole][:share]) for name, each, share in zip(unique, nodes_say, shares, strict=True)}
+        world = {name: tuple(reply[whole][:share]) for name, reply, share in zip(unique, replies, shares, strict=True)}
         return Round(number, info.rank, world, address, port)
 
     def _checkpoints(self) -> int:

@@ -35,7 +35,7 @@ def share_ranks(slots: Sequence[int], size: int) -> list[int]:
 
 def named_configs(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return file -> content of the configurations named in a script's arguments (--deepspeed_config)."""
-    line = [word for each in arguments for word in each.split("=", 1)]
+    line = [word for argument in arguments for word in argument.split("=", 1)]
     names = [line[i + 1] for i, word in enumerate(line[:-1]) if word in ("--deepspeed_config", "--deepscale_config")]
     return {name: read_config_source(name) for name in names if os.path.isfile(name)}
 

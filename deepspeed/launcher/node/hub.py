@@ -239,15 +239,15 @@ class Spoke:
         end = time.monotonic() + self._join_s
         address, port = self._job.master_addr, self.port.get(timeout=self._join_s)
         await_port(address, port, end - time.monotonic())
-        left = timedelta(seconds=max(5.0, end - time.monotonic()))
-        store = TCPStore(address, port, is_master=False, timeout=left, wait_for_workers=False)
+        remaining = timedelta(seconds=max(5.0, end - time.monotonic()))
+        store = TCPStore(address, port, is_master=False, timeout=remaining, wait_for_workers=False)
         if store.get(_KEY).decode() != encode_world(self._job.world):
-            what = "it was started with other hosts or slots than node 0; give every node the same hostfile and filters"
+            why = "it was started with other hosts or slots than node 0; give every node the same hostfile and filters"
         elif store.add(f"{_KEY}/claim/{self._node}", 1) > 1:
-            what = f"a launcher with --node_rank {self._node} is in this job already; give every node its own"
+            why = f"a launcher with --node_rank {self._node} is in this job already; give every node its own"
         else:
             return store
-        raise UsageError(f"node 0 cannot take this node in: {what}")
+        raise UsageError(f"node 0 cannot take this node in: {why}")
 
 
 def await_port(address: str, port: int, limit_s: float) -> None:
@@ -258,12 +258,12 @@ def await_port(address: str, port: int, limit_s: float) -> None:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
             return
         except OSError as error:
-            what = f"node 0 cannot be reached at {address}:{port} ({error.strerror or error})"
+            failure = f"node 0 cannot be reached at {address}:{port} ({error.strerror or error})"
         waited = time.monotonic() - started
         if waited > limit_s:
             check = "--master_addr and --master_port, the launcher of node 0, and the firewalls between"
-            raise UsageError(f"{what}, tried for {waited:.0f} s; check {check}")
+            raise UsageError(f"{failure}, tried for {waited:.0f} s; check {check}")
         if silent and waited > SAY_AFTER_S:
             silent = False
-            logger.info("%s yet; trying for up to %.0f s", what, limit_s)
+            logger.info("%s yet; trying for up to %.0f s", failure, limit_s)
         time.sleep(0.1)

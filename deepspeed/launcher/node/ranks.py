@@ -37,8 +37,8 @@ def made(folder: str) -> Iterator[str]:
     try:
         os.mkdir(folder, 0o700)
     except OSError as error:
-        what = "name a folder with space for temporary files in TMPDIR"
-        raise UsageError(f"cannot make {folder}: {error.strerror}; {what}") from error
+        hint = "name a folder with space for temporary files in TMPDIR"
+        raise UsageError(f"cannot make {folder}: {error.strerror}; {hint}") from error
     try:
         yield folder
     finally:
@@ -120,8 +120,8 @@ class Ranks:
                 )
         except OSError as error:
             self.kill_groups()
-            what = "look at ulimit -u, the free memory and the folder of log files"
-            raise UsageError(f"cannot start another process for a rank: {error}; {what}") from error
+            hint = "look at ulimit -u, the free memory and the folder of log files"
+            raise UsageError(f"cannot start another process for a rank: {error}; {hint}") from error
         self._processes.append((rank, process))
         self._guardian.watch(process.pid)
         threading.Thread(target=self._wait, args=(index, process.pid), daemon=True).start()

@@ -205,8 +205,8 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     """
     check_node_rank(node_rank, len(job.hosts))
     if len(job.hosts) > 1 and job.master_port == 0 and runner != "ssh":
-        what = "when nodes are started one by one: the others cannot know a port that node 0 chooses"
-        raise UsageError(f"--master_port is needed {what}")
+        reason = "when nodes are started one by one: the others cannot know a port that node 0 chooses"
+        raise UsageError(f"--master_port is needed {reason}")
     member = Member(job, node_rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(lambda number: member.post("signal", number), signal.SIGUSR1))

@@ -97,7 +97,7 @@ def preempted() -> Verdict:
 
 def signal_name(number: int) -> str:
     """Return the name of a signal, ``SIGKILL`` for 9; the number itself when it has no name."""
-    return next((known.name for known in signal.Signals if known == number), str(number))
+    return next((sig.name for sig in signal.Signals if sig == number), str(number))
 
 
 def shell_status(exitcode: int) -> int:

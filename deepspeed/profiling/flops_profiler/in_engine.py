@@ -103,9 +103,9 @@ class StepProfile:
         parts = (FORWARD, BACKWARD, RECOMPUTED)
         device = torch.empty(0, device=get_accelerator().current_device_name()).device
         sums = torch.tensor([figures.totals[part] for part in parts], dtype=torch.float64, device=device)
-        everyone = sum_in_place(sums, self._job).tolist()
-        self.flops_per_update = (everyone[0] + everyone[1]) / self._job.size
-        figures.notes.extend(self._notes(everyone))
+        totals = sum_in_place(sums, self._job).tolist()
+        self.flops_per_update = (totals[0] + totals[1]) / self._job.size
+        figures.notes.extend(self._notes(totals))
         s = self._settings
         if self._job.index:
             return
@@ -116,9 +116,9 @@ class StepProfile:
         write_report(text, s.output_file)
         log_dist(f"the flops profile of update {update - 1} is in {s.output_file}")
 
-    def _notes(self, everyone: list[float]) -> list[str]:
-        """Return lines for people about the whole update. ``everyone``: operations by part, of all ranks."""
-        model, again = everyone[0] + everyone[1], everyone[2]
+    def _notes(self, totals: list[float]) -> list[str]:
+        """Return lines for people about the whole update. ``totals``: operations by part, of all ranks."""
+        model, again = totals[0] + totals[1], totals[2]
         notes = [
             f"all {self._job.size} ranks, one update: {amount(model, 'FLOPS')}, and {amount(again, 'FLOPS')} recomputed"
         ]

@@ -108,15 +108,15 @@ class Board:
     def _look(self, *, last: bool = False) -> None:
         self._memory = self._measure()
         self._take_in(last=last)
-        mine = {
+        local = {
             **{"rank": self._rank, "step": self._last_step, "steps": self._pace.steps},
             **{"work": self._pace.work, "wait": self._pace.wait, "memory": self._memory},
             **self._facts,
         }
         if self._store is not None:
-            self._store.set(f"pace/{self._rank}", json.dumps(mine))
+            self._store.set(f"pace/{self._rank}", json.dumps(local))
         if self._rank == 0:
-            self._judge({0: mine} | self._others())
+            self._judge({0: local} | self._others())
 
     def _take_in(self, *, last: bool = False) -> None:
         """Sum up the updates that are over."""
@@ -153,12 +153,12 @@ class Board:
             for rank, s in states.items()
         }
         slow = slow_ranks(paces, ranks=self._ranks, factor=self._factor, steps=self._steps)
-        for each in slow:
-            if each.pace.rank not in self._named:
-                self._named.add(each.pace.rank)
-                self.slow.append(each)
-                logger.warning("%s", each.text())
-                self.write("slow", rank=each.pace.rank, times=each.times, median_ms=each.median_ms, text=each.text())
+        for item in slow:
+            if item.pace.rank not in self._named:
+                self._named.add(item.pace.rank)
+                self.slow.append(item)
+                logger.warning("%s", item.text())
+                self.write("slow", rank=item.pace.rank, times=item.times, median_ms=item.median_ms, text=item.text())
         if self.file is None:
             return
         self._state = {"ranks": [*states.values()], "slow": {str(s.pace.rank): s.times for s in slow}}

@@ -61,8 +61,8 @@ def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_o
         raise failure
 
 
-def _parts(mine: bytes, group: AxisGroup) -> Iterator[tuple[int, Any]]:
-    yield 0, json.loads(mine)
+def _parts(content: bytes, group: AxisGroup) -> Iterator[tuple[int, Any]]:
+    yield 0, json.loads(content)
     for rank in range(1, 1 if group.alike else group.size):
         Wire(group).send_number(0, rank)
         yield rank, json.loads(gzip.decompress(Wire(group).bytes(rank)))
@@ -76,10 +76,10 @@ def _write_rank(file: TraceFile, process: int, title: str, rows: list[Row], begi
     names: list[str] = []
     events: list[tuple[int, Row]] = []
     for kind, title_of in enumerate(ROWS):
-        mine = places.get(kind, [])
+        spans = places.get(kind, [])
         several = kind in (COLLECTIVES, TIERS)
-        taken = lanes((r[2], r[2] + (r[3] or 0)) for r in mine) if several else [0] * len(mine)
-        events += [(len(names) + lane, row) for lane, row in zip(taken, mine, strict=True)]
+        taken = lanes((r[2], r[2] + (r[3] or 0)) for r in spans) if several else [0] * len(spans)
+        events += [(len(names) + lane, row) for lane, row in zip(taken, spans, strict=True)]
         names += [title_of] * max(1, 1 + max(taken, default=0))
     file.process(process, f"{title}; {lost} spans had no room" if lost else title, names)
     for place, (kind, name, at_ns, length, facts) in events:

@@ -82,8 +82,8 @@ class Listener:
         self._forwards: dict[nn.Module, Any] = {}
         self._unit, self._titles = "", dict[int, str]()  # what is issued now is for; names of units
         mesh = engine.mesh
-        each = (mesh.job, mesh.control, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, *mesh.groups)
-        groups = {id(g): g for g in each if isinstance(g, AxisGroup) and g.size > 1}.values()
+        axes = (mesh.job, mesh.control, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, *mesh.groups)
+        groups = {id(g): g for g in axes if isinstance(g, AxisGroup) and g.size > 1}.values()
         # the lists of listeners that this one is in unless it rests, and as what
         self._places: list[tuple[list[Any], Any]] = [(group.ledger, self._collective) for group in groups]
         self._places.append((engine.runtime.events, self._event))
@@ -168,9 +168,9 @@ class Listener:
                 self.step.hits += ready
                 self.step.misses += not ready
                 if self._detailed:
-                    what = "hit" if ready else "miss"
+                    outcome = "hit" if ready else "miss"
                     state = unit.state.name.lower()
-                    self.step.add(PREFETCH, what, self._mark(), None, {"unit": self._title(unit), "was": state})
+                    self.step.add(PREFETCH, outcome, self._mark(), None, {"unit": self._title(unit), "was": state})
 
     def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
         begin, nbytes, unit = self._mark(), numel * dtype.itemsize, self._unit
@@ -224,14 +224,14 @@ class Listener:
         finally:
             end()
 
-    def _file(self, what: str, method: Callable[..., Any], extent: Any, start: int, tensor: torch.Tensor) -> Any:
+    def _file(self, name: str, method: Callable[..., Any], extent: Any, start: int, tensor: torch.Tensor) -> Any:
         begin, transfer = self._mark(), method(extent, start, tensor)
         waits = transfer.wait
 
         def wait() -> None:
             vars(transfer).pop("wait", None)
             waits()
-            self.step.add(TIERS, what, begin, self._mark(), {"bytes": tensor.nbytes})
+            self.step.add(TIERS, name, begin, self._mark(), {"bytes": tensor.nbytes})
 
         vars(transfer)["wait"] = wait
         return transfer
@@ -243,8 +243,8 @@ class Listener:
         def after(_: nn.Module, __: Any, output: Any) -> None:
             begin = self._forwards.pop(module, None)
             if begin is not None:
-                what = "recompute" if inside_backward() else "forward"
-                self.step.add(COMPUTE, f"{what} {name}", begin, self._mark())
+                phase = "recompute" if inside_backward() else "forward"
+                self.step.add(COMPUTE, f"{phase} {name}", begin, self._mark())
             if torch.is_grad_enabled():
                 for origin in {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}:
                     hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook

@@ -181,7 +181,7 @@ class Observer:
             if step.known() and outcome.known() and (loss is None or loss.known()):
                 return
             time.sleep(0.01)
-        self._waiting = [each for each in self._waiting if each[0].known()]
+        self._waiting = [entry for entry in self._waiting if entry[0].known()]
 
     # -- what the engine does ---------------------------------------------------------------------------------------
     def _after_metrics(self, kind: str, _: object) -> None:
@@ -218,13 +218,13 @@ class Observer:
         self, method: Callable[..., Any], save_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         self._pass_saving()
-        begun, behind = time.monotonic(), self._engine._config.checkpoint.in_background
+        begun, in_background = time.monotonic(), self._engine._config.checkpoint.in_background
         name = str(tag) if tag is not None else f"global_step{self._engine.global_steps}"
         before = _version_of(save_dir, name)
         result = method(save_dir, tag, *args, **kwargs)
         path = str(Path(save_dir).absolute() / name)
         saving = {"step": self._engine.global_steps, "path": path, "begun": begun, "before": before, "bytes": 0}
-        self._saving.append(saving | {"seconds": time.monotonic() - begun, "in_background": behind})
+        self._saving.append(saving | {"seconds": time.monotonic() - begun, "in_background": in_background})
         self._pass_saving()
         return result
 
@@ -338,8 +338,8 @@ class Observer:
             logger.warning("observe.trace %s could not be written: %s", window.path, error)
         else:
             if mesh.first and steps:
-                what = f"updates {steps[0].number} to {steps[-1].number}"
-                logger.info("the trace of %s is in %s; open it at https://ui.perfetto.dev", what, window.path)
+                updates = f"updates {steps[0].number} to {steps[-1].number}"
+                logger.info("the trace of %s is in %s; open it at https://ui.perfetto.dev", updates, window.path)
         self._listener.turn()
 
 
@@ -353,8 +353,8 @@ def _version_of(folder: Any, name: str) -> tuple[int, int] | None:
 
 def _script_ends(observer: "weakref.ref[Observer]") -> None:
     """Close the observer of an engine that the script leaves to the interpreter."""
-    if (known := observer()) is not None:
-        known.close(script_ends=True)
+    if (live := observer()) is not None:
+        live.close(script_ends=True)
 
 
 def start_facts(engine: Any) -> dict[str, Any]:
