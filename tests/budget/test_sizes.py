@@ -22,9 +22,10 @@ FUNCTION_LINES = 60
 # how units are tied to a module turned out to be core, 600 of schedules, an mpu and the variables of launchers not.
 # A rank says which other has ended (surface, 38; what left for it are the prompts above). Parameters that were frozen
 # count their own updates (core, 93; what left are copies that were put back, and the refusal of such checkpoints).
-# An engine tells a list of listeners what it does (core, 29; methods that were replaced for that left surface, 40).
-CORE_LINES = 20_218
-SURFACE_LINES = 22_694
+# An engine tells a list of listeners what it does, and several transfers say whether one has failed (core, 32; methods
+# that were replaced for listeners left surface, 44).
+CORE_LINES = 20_221
+SURFACE_LINES = 22_690
 TOOLS_LINES = 11_472
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.

@@ -91,7 +91,7 @@ PIPELINES = (
     Mutant(
         "PL5",
         "deepspeed/pipe/engine.py",
-        "inputs if ways > 1 else 0]",
+        "inputs if tp_size > 1 else 0]",
         "0]",
         (f"{_CUT}::test_data_that_differ_between_ranks_of_one_pipeline[later inputs]",),
         "ranks that share layers read the same inputs in every batch",

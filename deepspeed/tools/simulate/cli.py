@@ -104,8 +104,8 @@ def _run(options: argparse.Namespace) -> int:
     from deepspeed.tools.simulate.pipeline.run import simulate_pipeline, ways_of
     from deepspeed.tools.simulate.run import RankJob, run_job
 
-    stages = ways_of(source, options.gpus)
-    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // stages)
+    depth = ways_of(source, options.gpus)
+    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus // depth)
     samples = config.train_micro_batch_size_per_gpu
     make = functools.partial(
         subject_of, options.model, samples=samples, sequence=options.sequence, recompute=options.recompute
@@ -113,10 +113,10 @@ def _run(options: argparse.Namespace) -> int:
     sharded = False if options.no_init else None
     job = RankJob(config.source, machine, options.gpus, options.rank, options.trace is not None, sharded, options.steps)
     subject = make()
-    if stages > 1:
+    if depth > 1:
         whole = simulate_pipeline(make, job)
         text, facts, outcomes = drawn.text(whole, machine, subject.name), drawn.facts(whole, machine), whole.steps
-        names = [f"stage {place}: " for place in range(stages)]
+        names = [f"stage {place}: " for place in range(depth)]
     else:
         outcome = run_job(job, subject)
         where = f"rank {options.rank} of {options.gpus} on {machine.name}"
@@ -128,7 +128,7 @@ def _run(options: argparse.Namespace) -> int:
             [""],
         )
     if options.trace is not None:
-        report.write_trace(outcomes, names if stages > 1 else ["one rank"], options.trace)
+        report.write_trace(outcomes, names if depth > 1 else ["one rank"], options.trace)
     say(json.dumps(facts, indent=1) if options.json else text)
     failures = [text for outcome, who in zip(outcomes, names, strict=True) for text in _failures(outcome, options, who)]
     for failure in failures:
