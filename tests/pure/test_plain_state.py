@@ -196,6 +196,15 @@ LEAVES = (
 HASHABLE = st.recursive(
     LEAVES.filter(lambda v: v == v), lambda s: st.tuples(s, s) | st.frozensets(s, max_size=3), max_leaves=5
 )
+
+
+def _namespace(entries: dict[str, object]) -> Namespace:
+    """Make one with any names, "self" too."""
+    made = Namespace()
+    vars(made).update(entries)
+    return made
+
+
 VALUES = st.recursive(
     LEAVES
     | st.binary(max_size=9).map(bytearray)
@@ -207,7 +216,7 @@ VALUES = st.recursive(
         | st.dictionaries(st.text() | st.just("$"), s, max_size=4)
         | st.dictionaries(HASHABLE, s, max_size=4)
         | st.dictionaries(HASHABLE, s, max_size=4).map(OrderedDict)
-        | st.dictionaries(st.text(max_size=5), s, max_size=3).map(lambda d: Namespace(**d))
+        | st.dictionaries(st.text(max_size=5), s, max_size=3).map(_namespace)
         | st.sets(HASHABLE, max_size=4)
     ),
     max_leaves=20,
