@@ -18,7 +18,7 @@ from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.partial import by_group, step_over
-from deepspeed.zero.update.pieces import Frozen, divided
+from deepspeed.zero.update.pieces import Divided, Frozen
 
 Groups = list[dict[str, Any]]  # the settings of an optimizer's groups, without parameters
 
@@ -48,24 +48,25 @@ def apply_rule(
     writes = hasattr(type(optimizer), "writing_outputs")
     outputs = _outputs(views, places, frozen) if writes else {}
     written: Any = ()
-    with divided(optimizer, views, frozen) as shown:
-        scales = _scales(shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
-        try:
-            for view in shown:
-                place = places.get(view.unit)
-                piece = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
-                grad = view.gradient(factor, source=piece, plain=view.param in scales)
-                if grad.dtype is not view.param.dtype:
-                    view.param.grad_dtype = None  # any
-                view.param.grad = grad
-            asked: Any = contextlib.nullcontext(())
-            if outputs or scales or skip is not None:
-                asked = ours.writing_outputs(outputs, skip=skip, scales=scales, undisturbed=undisturbed)
-            with asked as written:
-                step(shown)
-        finally:
-            for view in shown:
-                view.param.grad = None
+    divided = Divided(optimizer, views, frozen)
+    scales = _scales(divided.shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
+    try:
+        for view in divided.shown:
+            place = places.get(view.unit)
+            part = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
+            grad = view.gradient(factor, source=part, plain=view.param in scales)
+            if grad.dtype is not view.param.dtype:
+                view.param.grad_dtype = None  # any
+            view.param.grad = grad
+        asked: Any = contextlib.nullcontext(())
+        if outputs or scales or skip is not None:
+            asked = ours.writing_outputs(outputs, skip=skip, scales=scales, undisturbed=undisturbed)
+        with asked as written:
+            step(divided.shown)
+    finally:
+        divided.join()
+        for view in divided.shown:
+            view.param.grad = None
     return [view for view in views if view.param in written]
 
 

@@ -4,7 +4,6 @@ Plain PyTorch counts the updates of each parameter, and Adam's bias correction i
 for all of its parameters until some of them are frozen; from then on these have their own (``OptimView.numbers``).
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,22 +18,21 @@ from deepspeed.zero.unit import Unit
 Frozen = dict[Unit, set[str]]  # by unit the names of the parameters that stand still
 
 
-@contextlib.contextmanager
-def divided(
-    optimizer: torch.optim.Optimizer, views: Sequence[OptimView], frozen: Frozen
-) -> Iterator[Sequence[OptimView]]:
-    """Inside, ``optimizer`` keeps state for what is given: ``views``, or pieces in place of those with parameters that
-    are ``frozen``, which are left out, or have numbers of their own. On leaving, the views have the state again.
+class Divided:
+    """The views that an optimizer is shown (``shown``): ``views``, or pieces in place of those with parameters that are
+    ``frozen``, which are left out, or have numbers of their own. It keeps state for these until ``join``.
     """
-    cut = {id(view): _Cut(view, optimizer, frozen) for view in views if view.numbers or view.unit in frozen}
-    if not cut:
-        yield views
-        return
-    try:
-        yield [piece for view in views for piece in (cut[id(view)].show() if id(view) in cut else [view])]
-    finally:
-        for one in cut.values():
-            one.join()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, views: Sequence[OptimView], frozen: Frozen) -> None:
+        self._cut = {id(view): _Cut(view, optimizer, frozen) for view in views if view.numbers or view.unit in frozen}
+        self.shown = views
+        if cut := self._cut:
+            self.shown = [piece for v in views for piece in (cut[id(v)].show() if id(v) in cut else [v])]
+
+    def join(self) -> None:
+        """Give the views the state of their pieces."""
+        for cut in self._cut.values():
+            cut.join()
 
 
 class _Cut:
