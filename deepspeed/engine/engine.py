@@ -526,6 +526,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._hear()  # the log is told what was left out
         self._destroyed = True
         self._lasting.close()
+        self._events.clear()
+        self.runtime.events.clear()
         self._compiled.close()
         self._parts.hooks.remove()
         self._offload.forget()

@@ -32,12 +32,12 @@ class Several(Transfer):
         self.nbytes = sum(t.nbytes for t in self._transfers)
 
     def wait(self) -> None:
-        """Wait until all have ended, also when one fails; raise the first failure."""
-        failure: Exception | None = None
+        """Wait until all have ended, also when one fails with OSError; raise the first such failure."""
+        failure: OSError | None = None
         for transfer in self._transfers:
             try:
                 transfer.wait()
-            except Exception as error:
+            except OSError as error:
                 failure = failure or error
         if failure is not None:
             raise failure

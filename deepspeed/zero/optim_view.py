@@ -36,8 +36,8 @@ class OptimView:
     stop: int
     param: nn.Parameter
     name: str
-    # By name of parameters that were frozen for a while: what the optimizer keeps beside slots, as a count of updates.
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # By name of parameters that were frozen for a while: how many of the updates that the optimizer counts they missed.
+    missed: dict[str, int] = field(default_factory=dict)
 
     @property
     def on_drive(self) -> bool:

@@ -451,7 +451,8 @@ class Unit:
         self.window.reset()
         self.window.drop()
         self.abandon()
-        self.views, self.pins, self._keeper = [], 0, lambda: None
+        self.views, self.pins = [], 0
+        self.keep_by(lambda: None)
         self.master_is_param, self.tiled, self.pending = False, False, PendingWork()
         if self.state is UnitState.READY:
             self.release()
@@ -464,7 +465,7 @@ class Unit:
         self.buffer.drop()
         self.window.drop()
         self.rest[StateKind.PARAM] = TierStore(self.buffer.full)
-        self._keeper = lambda: None
+        self.keep_by(lambda: None)
 
     def keep_by(self, keeper: Callable[[], Keeper | None], events: Events | None = None) -> None:
         """Set ``keeper``, which returns the unit's owner; a weak reference, as no unit keeps a runtime alive. Tell the

@@ -2,6 +2,7 @@
 Adam's bias correction, so that a parameter that joins late takes the steps of a first update.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, start
+from tests.harness.training import make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(90)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
@@ -98,9 +100,46 @@ def test_each_parameter_counts_its_own_updates(pool2: RankPool, place: str, tmp_
     assert max(pool2.run(train, PLACES[place], str(tmp_path), "AdamW", None)) < 2e-6
 
 
-@pytest.mark.parametrize("place", ["stage 0", "stage 3", "stage 2 drive"])
-def test_so_do_clients_optimizers(pool2: RankPool, place: str, tmp_path: Path) -> None:
-    assert max(pool2.run(train, PLACES[place], str(tmp_path), "NAdam", None)) < 2e-6
+@pytest.mark.parametrize(
+    ("place", "kind"), [("stage 0", "RAdam"), ("stage 3", "Adagrad"), ("stage 3", "Adamax"), ("stage 2 drive", "RAdam")]
+)
+def test_so_do_clients_optimizers(pool2: RankPool, place: str, kind: str, tmp_path: Path) -> None:
+    assert max(pool2.run(train, PLACES[place], str(tmp_path), kind, None)) < 2e-6
+
+
+def rewound(zero: dict[str, Any]) -> tuple[float, str]:
+    """The error of an engine that was given the optimizer's state of another one half way, as a dict; and what is said
+    of steps behind ``state.clear()``.
+    """
+    engines = [start(build(), make_config(zero["stage"], zero=zero, optimizer=ADAM)) for _ in range(2)]
+
+    def step(engine: Any, number: int) -> None:
+        freeze(engine.module, number)
+        engine.backward(loss_of(engine, number, dist.get_rank()))
+        engine.step()
+
+    for number in range(4):
+        step(engines[0], number)
+    with deepspeed.zero.GatheredParameters([p for e in engines for p in e.module.parameters()], modifier_rank=0):
+        for theirs, ours in zip(engines[1].module.parameters(), engines[0].module.parameters(), strict=True):
+            theirs.data.copy_(ours.data)
+    step(engines[1], 1)  # whatever it has counted itself is replaced
+    engines[1].optimizer.load_state_dict(copy.deepcopy(engines[0].optimizer.state_dict()))
+    for number in range(4, STEPS):
+        step(engines[1], number)
+    whole, expected = full_parameters(engines[1].module), plain("AdamW")
+    error = max(scaled_error(value, expected[name].detach()) for name, value in whole.items())
+    engines[0].optimizer.state.clear()
+    said = outcome(lambda: [step(engines[0], number) for number in range(4, 7)])
+    for engine in engines:
+        engine.destroy()
+    return error, said
+
+
+@pytest.mark.parametrize("place", ["stage 1", "stage 3"])
+def test_the_optimizer_s_own_dict_has_the_counts_and_may_be_cleared(pool2: RankPool, place: str) -> None:
+    for error, said in pool2.run(rewound, PLACES[place]):
+        assert error < 2e-6 and not said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """From a checkpoint into an engine: every rank reads what its own ranges overlap with; one that fails tells all."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -186,7 +185,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
         group.update({k: v for k, v in values["options"].items() if k != "params"})
     for view in states.views:
         tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
-        fresh, (scalars, view.numbers) = _fillings(view, source, match), _scalars_of(view, match)
+        fresh, (scalars, view.missed) = _fillings(view, source, match), _scalars_of(view, match)
         if fresh.keys() != tensors or not fresh and not scalars:
             optimizer.state.pop(view.param, None)
         if not fresh and not scalars:
@@ -247,17 +246,21 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
             yield first + shift, last + shift, key, at, region
 
 
-def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the numbers most parameters of a view share, and by name those of parameters with other numbers."""
+def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the numbers of a view, and by name how many updates fewer than the most parameters have counted."""
     # A parameter without any is one that the checkpoint does not have (which strict loading refuses).
-    by_name = {s.name: numbers for s in segments_of(view) if (numbers := match.scalars.get(s.name))}
-    shared: dict[str, dict[str, Any]] = {}
-    packed = {name: repr({k: collect.pack_scalar(v) for k, v in by_name[name].items()}) for name in by_name}
-    for name, numbers in by_name.items():
-        shared.setdefault(packed[name], numbers)
-    most = next((key for key, _ in Counter(packed.values()).most_common(1)), "")
-    overrides = {name: shared[key] for name, key in packed.items() if key != most}
-    return {k: copied(v) for k, v in shared.get(most, {}).items()}, overrides
+    by_name = {s.name: numbers for s in segments_of(view) if (numbers := match.scalars.get(s.name))} or {"": {}}
+    counts = {name: numbers.get("step", 0) for name, numbers in by_name.items()}
+    names, most = [*by_name], max(counts, key=lambda name: float(counts[name]))
+    packed = [{k: collect.pack_scalar(v) for k, v in one.items() if k != "step"} for one in by_name.values()]
+    differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
+    if differing:
+        raise CheckpointError(
+            f"optimizer state {', '.join(differing)} differs between {names[0]} and {names[-1]}, but this layout keeps "
+            "one number for both; put them into different parameter groups, or load with load_optimizer_states=False"
+        )
+    missed = {name: int(counts[most] - count) for name, count in counts.items()}
+    return {k: copied(v) for k, v in by_name[most].items()}, {name: n for name, n in missed.items() if n}
 
 
 def _fill_view(

@@ -2,7 +2,7 @@
 
 import base64
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -221,18 +221,17 @@ def scalar_state(states: States) -> dict[str, dict[str, Any]]:
     for view in states.views:
         if _turn(view.unit, StateKind.OPTIM)[1] and view.unit.layout.granularity is Granularity.ELEMENT:
             continue
-        if packed := _packed(states.state_of(view)):
+        state = states.state_of(view)
+        packed = {
+            slot: pack_scalar(value)
+            for slot, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
+        }
+        if packed:
             scalars |= dict.fromkeys([s.name for s in segments_of(view)], packed)
-        scalars |= {name: _packed(numbers) for name, numbers in view.numbers.items()}
+            counts = {name: pack_scalar(state["step"] - missed) for name, missed in view.missed.items()}
+            scalars |= {name: {**packed, "step": count} for name, count in counts.items()}
     return scalars
-
-
-def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        slot: pack_scalar(value)
-        for slot, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
-    }
 
 
 def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -75,6 +75,7 @@ class DeepSpeedOptimizer:
         return {
             "base_optimizer_state": base,
             "fp32_flat": weights,
+            "missed_updates": [dict(view.missed) for view in self._views],
             "loss_scaler": self._engine._scaler.state_dict(),
             "overflow": self.overflow,
         }
@@ -90,6 +91,9 @@ class DeepSpeedOptimizer:
         with engine._whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
         engine.runtime.update.adopt_state()
+        missed = state.get("missed_updates") or [{}] * len(self._views)
+        for view, counts in zip(self._views, missed, strict=True):
+            view.missed = dict(counts)
         with torch.no_grad():
             for view, value in zip(self._views, saved, strict=True):
                 with engine.runtime.attached(view, write=True, publish=True):

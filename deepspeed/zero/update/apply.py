@@ -49,8 +49,8 @@ def apply_rule(
     outputs = _outputs(views, places, frozen) if writes else {}
     written: Any = ()
     divided = Divided(optimizer, views, frozen)
-    scales = _scales(divided.shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
     try:
+        scales = _scales(divided.shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
         for view in divided.shown:
             place = places.get(view.unit)
             part = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
@@ -114,7 +114,7 @@ def _outputs(
     views: Sequence[OptimView], places: Mapping[Unit, TierStore], frozen: Frozen
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Return the memory that the optimizer may round each view's weights to; none for views that it sees in pieces."""
-    whole = (view for view in views if not view.numbers and view.unit not in frozen)
+    whole = (view for view in views if not view.missed and view.unit not in frozen)
     outputs = {view.param: view.output(places.get(view.unit)) for view in whole}
     return {param: out for param, out in outputs.items() if out is not None}
 

@@ -1,11 +1,11 @@
 """Views of which some parameters stand still, or once did: the optimizer sees their parts as tensors of their own.
 
 Plain PyTorch counts the updates of each parameter, and Adam's bias correction is by that count. A view has one count
-for all of its parameters until some of them are frozen; from then on these have their own (``OptimView.numbers``).
+for all of its parameters; those that were frozen for a while have missed some of it (``OptimView.missed``).
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ Frozen = dict[Unit, set[str]]  # by unit the names of the parameters that stand 
 
 class Divided:
     """The views that an optimizer is shown (``shown``): ``views``, or pieces in place of those with parameters that are
-    ``frozen``, which are left out, or have numbers of their own. It keeps state for these until ``join``.
+    ``frozen``, which are left out, or have missed updates. It keeps state for these until ``join``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, views: Sequence[OptimView], frozen: Frozen) -> None:
-        self._cut = {id(view): _Cut(view, optimizer, frozen) for view in views if view.numbers or view.unit in frozen}
+        self._cut = {id(view): _Cut(view, optimizer, frozen) for view in views if view.missed or view.unit in frozen}
         self.shown = views
         if cut := self._cut:
             self.shown = [piece for v in views for piece in (cut[id(v)].show() if id(v) in cut else [v])]
@@ -36,70 +36,66 @@ class Divided:
 
 
 class _Cut:
-    """Cut one view into runs of parameters with the same numbers. Those that stand still are shown only until the
-    view has slots, which checkpoints need, and are put back.
+    """Cut one view into runs of parameters with the same count. Those that stand still are shown only until the view
+    has slots, which checkpoints need: as zeros, so that the slots are those of no update, and are put back.
     """
 
     def __init__(self, view: OptimView, optimizer: torch.optim.Optimizer, frozen: Frozen) -> None:
         self._states = vars(optimizer)["state"]  # the optimizer's own ``state`` would wait for this very update
         self._view, self._state = view, self._states.get(view.param) or {}
-        self._numbers = _numbers(self._state, view.param)
-        self._pieces: list[tuple[OptimView, torch.Tensor | None]] = []  # with the values to be put back
-        still, segments = frozen.get(view.unit, set()), segments_of(view)
-        if self._state and any(segment.name not in still for segment in segments):
-            stops = [s.name for s in segments if s.name in still and s.name not in view.numbers]
-            view.numbers |= dict.fromkeys(stops, self._numbers)
-        for (stands, _), run in itertools.groupby(segments, lambda s: (s.name in still, id(view.numbers.get(s.name)))):
-            if not (stands and self._state):
-                piece = self._piece([*run])
-                self._pieces.append((piece, piece.param.detach().clone() if stands else None))
+        self._missed = view.missed if self._state else {}  # a client may have cleared it
+        still, self._segments = frozen.get(view.unit, set()), segments_of(view)
+        runs = itertools.groupby(self._segments, lambda s: (s.name in still, self._missed.get(s.name, 0)))
+        self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and self._state)]
 
-    def show(self) -> Iterator[OptimView]:
+    def show(self) -> list[OptimView]:
         """Let the optimizer have the state of each piece."""
-        for piece, _ in self._pieces:
-            numbers = next(iter(piece.numbers.values()))
-            if numbers.get("step", self._state):  # what has had no update gets a new state
-                slots = {k: self._of(piece, v) for k, v in self._state.items() if _is_slot(v, self._view.param)}
-                self._states[piece.param] = slots | {k: copied(v) for k, v in numbers.items()}
-            yield piece
+        for piece, names, before in self._pieces:
+            if before is not None:
+                piece.param.detach().zero_()
+            if self._state and piece is not self._view:
+                state = {k: self._of(piece, v) if self._is_slot(k, v) else copied(v) for k, v in self._state.items()}
+                if "step" in state:
+                    state["step"] -= self._missed.get(names[0], 0)
+                self._states[piece.param] = state
+        return [piece for piece, *_ in self._pieces]
 
     def join(self) -> None:
         """Give the view what the optimizer has made of its pieces."""
-        view = self._view
-        for piece, before in self._pieces:
-            made = self._states.pop(piece.param, {})
-            for key in (key for key, value in made.items() if _is_slot(value, piece.param)):
-                whole = self._state.setdefault(key, made[key].new_zeros(view.param.shape))
-                self._of(piece, whole).copy_(made[key] if before is None else torch.zeros_like(made[key]))
-            numbers = _numbers(made, piece.param)
+        view, whole = self._view, self._state
+        last = float(whole.get("step", 0))
+        counts = {segment.name: last - self._missed.get(segment.name, 0) for segment in self._segments}
+        for piece, names, before in self._pieces:
             if before is not None:
                 piece.param.detach().copy_(before)
-                numbers |= {key: 0 * value for key, value in numbers.items() if key == "step"}
-            if before is None and (piece.param.shape == view.param.shape or not view.numbers.keys() & piece.numbers):
-                self._state |= numbers
-                view.numbers = {k: v for k, v in view.numbers.items() if k not in piece.numbers}
-            else:
-                view.numbers |= dict.fromkeys(piece.numbers, numbers)
-        if self._state:
-            self._states[view.param] = self._state
+            made = self._states.get(view.param, {}) if piece is view else self._states.pop(piece.param, {})
+            counts |= dict.fromkeys(names, 0.0 if before is not None else float(made.get("step", counts[names[0]])))
+            for key, value in made.items():
+                if piece is view or not isinstance(value, torch.Tensor) or value.shape != piece.param.shape:
+                    whole[key] = value
+                else:
+                    slot = whole.setdefault(key, value.new_zeros(view.param.shape))
+                    self._of(piece, slot).copy_(value)
+        if whole:
+            self._states[view.param] = whole
+        top = max(counts.values())
+        view.missed = (
+            {name: int(top - count) for name, count in counts.items() if count < top} if "step" in whole else {}
+        )
+        if view.missed or not top:
+            whole |= {key: value * 0 + top for key, value in whole.items() if key == "step"}
 
-    def _piece(self, run: list[Segment]) -> OptimView:
-        view = self._view
+    def _piece(self, run: list[Segment], *, still: bool) -> tuple[OptimView, list[str], torch.Tensor | None]:
+        """Return the piece, the names of its parameters, and the values that it is to have again if it stands still."""
+        view, piece = self._view, self._view
         start, stop = max(run[0].offset, view.start), min(run[-1].stop, view.stop)
-        numbers = {segment.name: view.numbers.get(segment.name, self._numbers) for segment in run}
-        piece = OptimView(view.unit, view.group, start, stop, view.param, f"{view.name}[{start}:{stop}]", numbers)
-        piece.param = nn.Parameter(self._of(piece, view.param.detach()))
-        return piece
+        if len(run) < len(self._segments):
+            piece = OptimView(view.unit, view.group, start, stop, view.param, f"{view.name}[{start}:{stop}]")
+            piece.param = nn.Parameter(self._of(piece, view.param.detach()))
+        return piece, [segment.name for segment in run], piece.param.detach().clone() if still else None
 
     def _of(self, piece: OptimView, values: torch.Tensor) -> torch.Tensor:
-        first, last = piece.start - self._view.start, piece.stop - self._view.start
-        return values if last - first == values.numel() else values[first:last]
+        return values[piece.start - self._view.start : piece.stop - self._view.start]
 
-
-def _numbers(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Copy what is kept beside slots."""
-    return {key: copied(value) for key, value in state.items() if not _is_slot(value, param)}
-
-
-def _is_slot(value: Any, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == param.shape
+    def _is_slot(self, key: str, value: Any) -> bool:
+        return key != "step" and isinstance(value, torch.Tensor) and value.shape == self._view.param.shape

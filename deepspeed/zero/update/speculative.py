@@ -255,7 +255,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         for view in unit.views:
             state, group = view.kept_by(optimizer), optimizer.param_groups[view.group]
             tensors = [view.param, *(state.get(name) for name in _MOMENTS)]
-            if view.numbers or any(t is None or t.dtype is not torch.float32 or not t.is_contiguous() for t in tensors):
+            if view.missed or any(t is None or t.dtype is not torch.float32 or not t.is_contiguous() for t in tensors):
                 return False  # before the first update there is nothing
             if any(group.get(key) for key in optimizer.torch_keys):
                 return False
