@@ -258,7 +258,7 @@ CORNERS: dict[str, str] = {
     r"test_memory_present.py::test_states_go_to_the_drive_until_they_fit\[2\]": "one rank stays",
     r"test_verify_training.py::test_splits_that_are_too_far_from_the_whole_batch_fail": "what passes stays",
     r"test_bad_input.py::test_the_command_names_what_is_missing_and_fails\[odd batch\]": "in one process it stays",
-    r"test_data_position.py::test_samplers_of_the_user\[.*-[013]-2\]": "two samplers stay with workers",
+    r"test_data_position.py::test_samplers_of_the_user\[.*-[01]-2\]": "three samplers stay with workers",
     r"test_data_position.py::test_only_batches_handed_out_count\[[0135]-2\]": "one stays with workers",
     r"test_invariant_i5_recomputation.py::test_invariant_i5_recomputation_never_releases\[.*-False\]": (
         "the other half of each stays"
