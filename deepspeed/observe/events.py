@@ -1,7 +1,7 @@
-"""What an engine tells while it works: beginnings and ends, to listeners.
+"""Events of a running engine, with begin and end, for a list of listeners.
 
-Without a listener telling costs one branch (``if events:``). Collectives are told in the same form by the list of their
-process group (``AxisGroup.ledger``). Ranges have their names in torch's profilers, too.
+Without a listener an event costs one branch (``if events:``). Collectives have the same form in the list of their
+process group (``AxisGroup.ledger``). Ranges also appear by name in torch's profilers.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ FLUSH = "flush"  # the end of a backward: what is left is reduced
 GRADIENTS = "gradients"  # units: their gradients are at rest, before an update. On every rank, which may communicate
 UPDATE = "update"  # the rule of the optimizer, and the publication of weights
 
-Listener = Callable[[str, Any], Callable[[], object] | None]  # given kind and subject; returns who is told of the end
+Listener = Callable[[str, Any], Callable[[], object] | None]  # takes kind and subject; returns a call for the end
 
 
 class Events(list[Listener]):
     """List of listeners, each called with a kind from above and its subject."""
 
     def begin(self, kind: str, subject: Any = None) -> Callable[[], None]:
-        """Tell that something begins; returns what tells that it has ended."""
+        """Notify the listeners of a begin; return the call that notifies them of the end."""
         ends = [call for listener in [*self] if (call := listener(kind, subject)) is not None]
 
         def end() -> None:
@@ -37,7 +37,7 @@ class Events(list[Listener]):
 
     @contextlib.contextmanager
     def span(self, kind: str, subject: Any = None) -> Iterator[None]:
-        """Tell of what is done inside."""
+        """Notify the listeners around the block."""
         end = self.begin(kind, subject)
         try:
             yield
@@ -45,12 +45,12 @@ class Events(list[Listener]):
             end()
 
     def note_wait(self, transfer: Any, subject: str) -> None:
-        """Wait for ``transfer``, a Transfer, and tell of the wait where bytes travel."""
+        """Wait for ``transfer``, a Transfer; notify the listeners of the wait if bytes travel."""
         with self.span(WAIT, subject) if transfer.nbytes else contextlib.nullcontext():
             transfer.wait()
 
     def range(self, name: str, kind: str, subject: Any) -> contextlib.AbstractContextManager[object]:
-        """Tell of what is done inside, as ``name`` to a torch profiler that records now (NVTX: ``emit_nvtx()``)."""
+        """Notify the listeners around the block, and name it in a recording torch profiler (NVTX: ``emit_nvtx()``)."""
         named = profiler.record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
         return self._both(named, kind, subject) if self else named
 

@@ -3,8 +3,10 @@ Adam's bias correction, so that a parameter that joins late takes the steps of a
 """
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.zero.update import pieces
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
@@ -147,3 +150,31 @@ def test_the_optimizer_s_own_dict_has_the_counts_and_may_be_cleared(pool2: RankP
 )
 def test_a_checkpoint_keeps_the_counts(pool2: RankPool, first: str, then: str, tmp_path: Path) -> None:
     assert max(pool2.run(train, PLACES[first], str(tmp_path), "AdamW", PLACES[then])) < 2e-6
+
+
+def failed_in_show(zero: dict[str, Any]) -> tuple[str, bool]:
+    """What is said where the second view cannot be shown at the first update, and whether all masters are as before."""
+    engine = start(build(), make_config(zero["stage"], zero=zero, optimizer=ADAM))
+    before = [view.param.detach().clone() for view in engine._views]
+    for param in engine.module.parameters():
+        param.requires_grad_(param.dim() == 1)
+    real, calls = pieces._Cut.show, itertools.count(1)
+
+    def show(cut: Any) -> Any:
+        shown = real(cut)
+        if next(calls) == 2:
+            raise MemoryError("no room for a piece")
+        return shown
+
+    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    with mock.patch.object(pieces._Cut, "show", show):
+        said = outcome(engine.step)
+    same = all(torch.equal(view.param, values) for view, values in zip(engine._views, before, strict=True))
+    engine.destroy()
+    return said, same
+
+
+def test_an_error_while_pieces_are_shown_leaves_the_weights(pool2: RankPool) -> None:
+    """Those that stand still are zeros for the time of the optimizer's call."""
+    for said, same in pool2.run(failed_in_show, {"stage": 3, "param_persistence_threshold": 0}):
+        assert "no room for a piece" in said and same

@@ -50,8 +50,9 @@ def apply_rule(
     written: Any = ()
     divided = Divided(optimizer, views, frozen)
     try:
-        scales = _scales(divided.shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
-        for view in divided.shown:
+        shown = divided.show()
+        scales = _scales(shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
+        for view in shown:
             place = places.get(view.unit)
             part = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
             grad = view.gradient(factor, source=part, plain=view.param in scales)
@@ -62,7 +63,7 @@ def apply_rule(
         if outputs or scales or skip is not None:
             asked = ours.writing_outputs(outputs, skip=skip, scales=scales, undisturbed=undisturbed)
         with asked as written:
-            step(divided.shown)
+            step(shown)
     finally:
         divided.join()
         for view in divided.shown:

@@ -1,4 +1,4 @@
-"""Views of which some parameters stand still, or once did: the optimizer sees their parts as tensors of their own.
+"""Pieces of views: an optimizer sees apart the parameters that train, where others of their view are or were frozen.
 
 Plain PyTorch counts the updates of each parameter, and Adam's bias correction is by that count. A view has one count
 for all of its parameters; those that were frozen for a while have missed some of it (``OptimView.missed``).
@@ -19,18 +19,22 @@ Frozen = dict[Unit, set[str]]  # by unit the names of the parameters that stand 
 
 
 class Divided:
-    """The views that an optimizer is shown (``shown``): ``views``, or pieces in place of those with parameters that are
-    ``frozen``, which are left out, or have missed updates. It keeps state for these until ``join``.
+    """Divide ``views`` where a parameter is ``frozen`` or has missed updates. ``optimizer`` keeps its state for the
+    pieces from ``show`` to ``join``, and for the views otherwise.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, views: Sequence[OptimView], frozen: Frozen) -> None:
         self._cut = {id(view): _Cut(view, optimizer, frozen) for view in views if view.missed or view.unit in frozen}
         self.shown = views
+
+    def show(self) -> Sequence[OptimView]:
+        """Return the views without those that are divided, and the pieces that train in place of these."""
         if cut := self._cut:
-            self.shown = [piece for v in views for piece in (cut[id(v)].show() if id(v) in cut else [v])]
+            self.shown = [piece for v in self.shown for piece in (cut[id(v)].show() if id(v) in cut else [v])]
+        return self.shown
 
     def join(self) -> None:
-        """Give the views the state of their pieces."""
+        """Move the state of the pieces to their views. Also after an error in ``show``."""
         for cut in self._cut.values():
             cut.join()
 
@@ -49,7 +53,7 @@ class _Cut:
         self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and self._state)]
 
     def show(self) -> list[OptimView]:
-        """Let the optimizer have the state of each piece."""
+        """Give the optimizer the state of each piece; return the pieces."""
         for piece, names, before in self._pieces:
             if before is not None:
                 piece.param.detach().zero_()
@@ -61,7 +65,7 @@ class _Cut:
         return [piece for piece, *_ in self._pieces]
 
     def join(self) -> None:
-        """Give the view what the optimizer has made of its pieces."""
+        """Move slots and counts of the pieces to the view."""
         view, whole = self._view, self._state
         last = float(whole.get("step", 0))
         counts = {segment.name: last - self._missed.get(segment.name, 0) for segment in self._segments}
@@ -82,8 +86,9 @@ class _Cut:
         view.missed = (
             {name: int(top - count) for name, count in counts.items() if count < top} if "step" in whole else {}
         )
-        if view.missed or not top:
-            whole |= {key: value * 0 + top for key, value in whole.items() if key == "step"}
+        if "step" in whole:
+            step = whole["step"]
+            whole["step"] = torch.full_like(step, top) if isinstance(step, torch.Tensor) else type(step)(top)
 
     def _piece(self, run: list[Segment], *, still: bool) -> tuple[OptimView, list[str], torch.Tensor | None]:
         """Return the piece, the names of its parameters, and the values that it is to have again if it stands still."""
