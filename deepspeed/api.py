@@ -28,7 +28,6 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.engine.reports import report_start
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.observe.log import log_dist
@@ -39,6 +38,7 @@ from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
+from deepspeed.profiling.start_report import report_start
 from deepspeed.profiling.timeline.observer import observe
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build

@@ -60,7 +60,7 @@ class EngineFacts:
     get_wall_clock_timers = answers("timers", "Timers by name, in ms; stand-ins unless ``wall_clock_breakdown`` is on.")
     memory_plan = answers("_parts.memory", "What a rank's states hold per tier, in bytes, as computed beforehand.")
     get_global_grad_norm = answers(
-        lambda self: self._hear()._result.norm,
+        lambda self: self._outcomes.hear().last.norm,
         "L2 norm of all gradients of the last update, before clipping and without loss scale; inf: skipped.",
     )
     places = answers(lambda self: self._parts.tiers.describe(), "Where offloaded states rest, in words.")
@@ -108,10 +108,10 @@ class EngineFacts:
 
     get_sequence_parallel_group = answers("seq_parallel_group", "``seq_parallel_group``.")
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
-    get_lr = answers(lambda self: [group["lr"] for group in self._hear()._groups()], "Learning rate of each group.")
+    get_lr = answers(lambda self: [group["lr"] for group in self._heard_groups()], "Learning rate of each group.")
     get_type = answers(lambda self: [group.get("type") for group in self._groups()], "The key ``type`` of each group.")
     get_mom = answers(
-        lambda self: [group.get("betas", group.get("momentum")) for group in self._hear()._groups()],
+        lambda self: [group.get("betas", group.get("momentum")) for group in self._heard_groups()],
         "Betas, or the momentum, of each group.",
     )
 
@@ -132,6 +132,29 @@ class EngineFacts:
         "engine.register_compile_pass", "engine.compile(backend=...) takes every backend of torch.compile."
     )
     get_compile_time = pending_function("engine.get_compile_time", "torch._dynamo.utils.compile_times() has them.")
+
+    def _heard_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups once the outcome of every update is known, so that the schedule stands right."""
+        self._outcomes.hear()
+        groups: list[dict[str, Any]] = self._groups()
+        return groups
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return how many updates were left out, as a gradient was not finite."""
+        skipped: int = self._outcomes.hear().skipped
+        return skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        """Set the count, as a checkpoint has it."""
+        self._outcomes.hear().skipped = value
+
+    @property
+    def overflowed(self) -> bool:
+        """Return whether the last update was left out."""
+        overflowed: bool = self._outcomes.hear().overflowed
+        return overflowed
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -22,7 +22,6 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.update.result import StepResult
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -141,7 +140,7 @@ class EngineCheckpoint:
     def _check_between_passes(self, call: str) -> None:
         if self.runtime.depth or self.runtime.in_backward or inside_backward():
             raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
-        self._hear()  # so that what an update came to is known, and a schedule stands where it belongs
+        self._outcomes.hear()  # so that what an update came to is known, and a schedule stands where it belongs
 
     def _common_tag(self, tag: str | None) -> str:
         tags = gather_objects(str(tag) if tag is not None else f"global_step{self.global_steps}", self.mesh.talk)
@@ -310,8 +309,7 @@ class EngineCheckpoint:
         self.loaded_checkpoint_dp_world_size = world.get("data", world.get("size"))
         self.loaded_checkpoint_mp_world_size = world.get("tp", 1)
         norm = engine.get("norm")
-        self._result = StepResult(float.fromhex(norm) if isinstance(norm, str) else norm)
-        self._bad_row = 0
+        self._outcomes.restore(float.fromhex(norm) if isinstance(norm, str) else norm)
         # The open window, if it is taken; of another length, its gradients are scaled to whole micro-batches of this.
         if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they are
             self.micro_steps = self.global_steps * self._gas

@@ -4,7 +4,10 @@
 """
 
 import contextlib
+import importlib
+import math
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,27 +15,34 @@ import torch
 from torch import nn
 
 from deepspeed.client.data_loader import DeepSpeedDataLoader
+from deepspeed.client.engine_facts import EngineFacts
+from deepspeed.client.step_calls import StepCalls
 from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.comm import interrupts
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine.checkpoint import EngineCheckpoint
-from deepspeed.engine.reports import PHASES, EngineReports, StepCalls
+from deepspeed.engine.clocks import PHASES, HostMemoryWatch, PhaseClock
+from deepspeed.engine.outcomes import Outcomes
 from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
+from deepspeed.observe.events import METRICS
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
+from deepspeed.observe.timers import ThroughputTimer
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.precision.token_weights import TokenWeights
+from deepspeed.profiling.layer_watch import LayerWatch
+from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.step import StepOptions, take_step
 from deepspeed.zero.sync.failures import serving
 
 
-class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module):
+class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
     """Wrap ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     # set by ``initialize``
@@ -67,20 +77,42 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self.optimizer: Any = self._offload if self.runtime.plan.regular.param.sharded else None
         if optimizer is not None:
             self.optimizer = wrap_optimizer(optimizer, self, self._views, offload=self._offload)
-        self._start_hearing()
+        self._outcomes, self._updated = Outcomes(), False
         self._step_calls = StepCalls()
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
+        self.global_steps = self.global_samples = self.micro_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
         self._destroyed = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
-        self._start_timing(config)
+        self._start_measuring(config)
         self._start_checkpoints()
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
+
+    def _start_measuring(self, config: DeepSpeedConfig) -> None:
+        self._clock = PhaseClock(config)
+        self.timers = self._clock.timers
+        if self._clock.timed:
+            self.runtime.events.append(self._clock.time_flush)
+        self._memory_watch = HostMemoryWatch(config.memory.host_limit, self.memory_plan)
+        throughput, every = config.timers.throughput, config.steps_per_print
+        # A report that is never due needs no measurement.
+        reports = throughput.enabled and every is not None and math.isfinite(every)
+        measured = Namespace(enabled=reports, synchronized=throughput.synchronized)
+        self.tput_timer = ThroughputTimer(measured, config.train_batch_size, steps_per_output=every)
+        self.update_metrics, self.step_profile = UpdateMetrics(config, self.monitor), None
+        self.flops_profiler: Any = None
+        if config.anomalies.per_layer and config.anomalies.enabled is not False:
+            self.runtime.events.append(LayerWatch(self.module, self.runtime, config.anomalies.window))
+        if config.flops_profiler.enabled:  # torch's counter takes a while to import
+            kind = importlib.import_module("deepspeed.profiling.flops_profiler.in_engine").StepProfile
+            self.step_profile = kind(self.module, config, self.mesh.job)
+            self.flops_profiler = self.step_profile.profiler
+            self._clock.events.append(self.step_profile)
+            self._lasting.callback(self.step_profile.close)
 
     def _give_way(self, params: set[nn.Parameter]) -> bool:
         """Give ``params`` to another engine: an inference engine over no others is destroyed, unless the new one only
@@ -142,7 +174,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         if self._tokens is not None:
             divided = self._tokens.weighed(loss, by_caller=not scale_wrt_gas)
         if self.update_metrics.wanted:
-            self._losses.append(loss.detach())  # nothing is read from the device yet
+            self.update_metrics.note_loss(loss.detach())  # nothing is read from the device yet
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         try:
@@ -171,12 +203,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             with self._clock("step"):
                 self._update()
             if self.lr_scheduler is not None:
-                self._step_schedule(lr_kwargs or {})
+                self._outcomes.step_schedule(self.lr_scheduler, self.basic_optimizer, lr_kwargs or {})
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
                 self.timers.log(PHASES)
                 rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
                 log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
-            self._write_metrics()
+            self.update_metrics.report(self, self._clock.take_spent_ms())
+            if self._clock.events:
+                self._clock.events.begin(METRICS)
         if self.step_profile is not None:
             self.step_profile.micro_batch_ends(self.global_steps if boundary else None)
         self.tput_timer.stop(global_step=boundary)
@@ -196,7 +230,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         try:
             self._parts.hooks.take_edits()
             if schedule is not None:
-                self._hear()  # the schedule is as the last update left it
+                self._outcomes.hear()  # the schedule is as the last update left it
             result = take_step(
                 self.runtime,
                 self._views,
@@ -220,11 +254,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
         self._gas = self._next_gas
         self.global_steps += 1
         self.global_samples += samples
-        self._result = result
-        self._unheard.append(result)
-        self._hear_or_end(0 if self._scaler.dynamic else config.anomalies.nonfinite_updates)
+        self._outcomes.add(result)
+        limit = 0 if self._scaler.dynamic else config.anomalies.nonfinite_updates
+        self._outcomes.end_after(limit, self.mesh.job, self.global_steps)
         self._scaler.update(self._scaler.dynamic and result.overflow)
-        self._watch_memory()
+        self._memory_watch.look(self.global_rank)
 
     def _before_backward(self) -> None:
         """Note that a backward has begun, through the engine or not; the latter is scaled here."""
@@ -523,10 +557,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, EngineWeights, nn.Module)
             torn = error
         torn = self._end_update() or torn
         failed = self._end_save(together=together) or (None if announced else torn)
-        self._hear()  # the log is told what was left out
+        self._outcomes.hear()  # the log is told what was left out
         self._destroyed = True
         self._lasting.close()
-        self._events.clear()
+        self._clock.events.clear()
         self.runtime.events.clear()
         self._compiled.close()
         self._parts.hooks.remove()

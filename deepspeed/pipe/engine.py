@@ -124,7 +124,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._backwards = self._gas
         self.micro_steps += self._gas - 1
         if self.update_metrics.wanted:
-            self._losses.append(loss)
+            self.update_metrics.note_loss(loss)
         super().step()
         return loss
 

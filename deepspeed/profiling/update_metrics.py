@@ -6,7 +6,7 @@ Everything is of rank 0, which writes it; rates are by the host's clock from one
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class UpdateMetrics:
         self._watch = AnomalyWatch(block.window) if watches else None
         self.wanted = monitor.enabled or watches
         self._tokens = 0
+        self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
         self._listener: Listener | None = None
@@ -60,8 +61,15 @@ class UpdateMetrics:
         if self._monitor.enabled:
             self._tokens += tokens_in(inputs, kwargs)
 
-    def report(self, engine: Any, losses: Sequence[torch.Tensor], spent_ms: Mapping[str, float]) -> None:
-        """Write the figures of an update of ``engine``, log what is unusual; waits for ``losses`` and norm."""
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch for the next report."""
+        self._losses.append(loss)
+
+    def report(self, engine: Any, spent_ms: Mapping[str, float]) -> None:
+        """Write the figures of an update of ``engine``, log what is unusual; waits for losses and norm."""
+        losses, self._losses = self._losses, []
+        if not self.wanted:
+            return
         loss = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else None
         norm = engine.get_global_grad_norm()
         if self._watch is not None:

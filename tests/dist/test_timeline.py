@@ -74,7 +74,7 @@ def _state(engine: Any) -> list[Any]:
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
     groups = [g for g in (engine.mesh.job, *engine.mesh.groups)]
     names = [sorted(vars(o)) for o in objects]
-    listeners = [len(each) for each in (runtime.events, engine._events, *(g.ledger for g in groups))]
+    listeners = [len(each) for each in (runtime.events, engine._clock.events, *(g.ledger for g in groups))]
     return [names, hooks, listeners, len(logger.handlers)]
 
 

@@ -87,7 +87,7 @@ class Listener:
         # the lists of listeners that this one is in unless it rests, and as what
         self._places: list[tuple[list[Any], Any]] = [(group.ledger, self._collective) for group in groups]
         self._places.append((engine.runtime.events, self._event))
-        self._phases = engine._events
+        self._phases = engine._clock.events
         for place, call in [*self._places, (self._phases, self._phase)]:
             place.append(call)
 

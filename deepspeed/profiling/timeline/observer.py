@@ -93,7 +93,7 @@ class Observer:
         self._owner = os.getpid()
         file = self._open(settings)
         self._listener, self._wraps = Listener(engine, self._clock), Wraps()
-        engine._events.append(self._after_metrics)
+        engine._clock.events.append(self._after_metrics)
         self._metered = engine.update_metrics
         self._metered.observed = True
         # Loss and norm, which a record reads without a wait, say what is unusual, unless the metrics do.
@@ -151,7 +151,7 @@ class Observer:
             return
         atexit.unregister(self._at_exit)
         self._wraps.close()
-        self._engine._events.remove(self._after_metrics)
+        self._engine._clock.events.remove(self._after_metrics)
         self._listener.close()
         self._metered.observed = False
         window = self._window
@@ -258,7 +258,9 @@ class Observer:
         self._metered.steps.append(step)
         if self._board is not None:
             losses, self._losses = self._losses, []
-            self._waiting.append((step, self._engine._result, LateMean(losses) if losses else None, self._facts()))
+            self._waiting.append(
+                (step, self._engine._outcomes.last, LateMean(losses) if losses else None, self._facts())
+            )
             self._pass_on()
             self._pass_saving()
             self._tell_of_slow()

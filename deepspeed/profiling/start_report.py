@@ -1,0 +1,53 @@
+"""What an engine says of itself when it starts: one line, and the reports of ``dump_state`` and ``memory_breakdown``."""
+
+from deepspeed.client.engine_facts import EngineFacts
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.model.settings import declared_fields, settings
+from deepspeed.errors import counted
+from deepspeed.observe.log import log_dist
+from deepspeed.observe.timers import see_memory_usage
+from deepspeed.version import __version__
+from deepspeed.zero.plan import StatePlan
+from deepspeed.zero.unit import Unit
+
+
+def _rest(state: StatePlan | None) -> str:
+    return "-" if state is None else f"{''.join(way.value for way in state.spread)} {state.tier.value}"
+
+
+def _numel(units: list[Unit]) -> int:
+    return sum(segment.numel for unit in units for segment in unit.layout.segments)
+
+
+def state_dump(engine: EngineFacts) -> str:
+    """Format the resolved keys with their origins, the units with their rest places, and the optimizer's groups."""
+    secret = {field.path for field in declared_fields(DeepSpeedConfig) if not field.info.repr}
+    shown = [item for item in settings(engine._config) if item.pattern not in secret]
+    config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
+    units = [
+        f"  {unit.name}: {_numel([unit]):,} elements in {counted(len(unit.params), 'parameter')}, {unit.dtype}, "
+        f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
+        for unit in engine.runtime.units
+    ]
+    options = [", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for g in engine._groups()]
+    optimizer = [f"  group {i}: {text}" for i, text in enumerate(options)]
+    name = type(engine.basic_optimizer).__name__ if options else "none"
+    lines = ["configuration:", *config, f"units ({len(units)}):", *units, f"optimizer {name}:", *optimizer]
+    return "\n".join(lines)
+
+
+def report_start(engine: EngineFacts) -> None:
+    """Log one line about ``engine``, and the reports of ``dump_state`` and ``memory_breakdown``."""
+    units, offload = engine.runtime.units, engine.runtime.plan.offload
+    log_dist(
+        f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')} "
+        f"({sum(u.movable for u in units)} sharded), ZeRO stage {engine.zero_optimization_stage()}, "
+        f"{counted(engine.mesh.job.size, 'rank')}, {engine._config.compute_dtype}, batch {engine.train_batch_size()} = "
+        f"micro-batch {engine._micro} x accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
+    )
+    offloaded = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
+    if offloaded or offload.host_limit or offload.device_limit:
+        log_dist(f"{'; '.join(engine.places())}\n{engine.memory_plan().table()}")
+    if engine.dump_state():
+        log_dist(f"dump_state\n{state_dump(engine)}")
+    see_memory_usage("memory after initialize", force=engine.memory_breakdown())
