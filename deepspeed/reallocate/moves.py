@@ -1,6 +1,6 @@
 """Plan which rank sends which region of which tensor to whom, to move weights between any two layouts. Pure.
 
-Spans of global tensors (`checkpoint.format.boxes`) describe the parts that a rank has and needs, for any sharding. A
+Spans of global tensors (`zero.regions`) describe the parts that a rank has and needs, for any sharding. A
 span consists of a few rectangular regions. Two regions intersect in one region, so a transfer is one region of one
 tensor. A rank receives no element it already has, and every other element once: this is the lower bound of traffic.
 Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088): where several ranks hold the same region, the sender is a
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.errors import UsageError
+from deepspeed.zero.regions import Region, Span
 
 PIECE_BYTES = 4 << 20  # what one of several ranks is chosen for
 

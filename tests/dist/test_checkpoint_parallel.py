@@ -16,17 +16,17 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.checkpoint import diff_live
-from deepspeed.checkpoint.format.boxes import Region
-from deepspeed.checkpoint.load.match import Comparison
+from deepspeed.checkpoint.foreign.weights import weight_streams
+from deepspeed.checkpoint.load.compare import Comparison
 from deepspeed.checkpoint.load.reader import OwnSource
 from deepspeed.checkpoint.load.restore import _fillings, client_state
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.weights.weights import weight_streams
-from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.client.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.errors import CheckpointError
 from deepspeed.tools.checkpoint.cli import main as tool
 from deepspeed.tools.checkpoint.verify import verify
 from deepspeed.zero.layout import Granularity
+from deepspeed.zero.regions import Region
 from tests.dist.parallel_parts import LAYOUTS, SHAPES, rank_of, value, world_of
 from tests.dist.test_checkpoint_format_doc import reader
 from tests.harness.pool import RankPool

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.checkpoint.format.boxes import Gap, Region, Span, faults, runs, uncovered
 from deepspeed.checkpoint.format.checksum import crc32c
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Manifest
+from deepspeed.checkpoint.format.folders import MANIFEST
+from deepspeed.checkpoint.format.manifest import Box, Entry, Manifest
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.regions import Gap, Region, Span, faults, runs, uncovered
 
 
 def example() -> Manifest:

@@ -10,7 +10,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.moves import (
     GlobalShape,
@@ -22,6 +21,7 @@ from deepspeed.reallocate.moves import (
     regions_of,
     without,
 )
+from deepspeed.zero.regions import Region, Span
 
 Layout = dict[int, dict[str, list[Span]]]
 SHAPES = {

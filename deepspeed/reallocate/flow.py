@@ -13,23 +13,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from deepspeed.checkpoint.format.boxes import Region, Span
-from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
-from deepspeed.checkpoint.weights.weights import plan_shards
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
+from deepspeed.reallocate.resting import FlowTensor, RestingWeights
 from deepspeed.tier.transfer import Transfer
+from deepspeed.zero.regions import Region, Span
 
 _MESSAGE_BYTES = 32 << 20
 _ALIGNED = 16  # bytes between the pieces of a message: any dtype may be there
 
 Bucket = list[tuple[str, torch.Tensor]]
+Item = TypeVar("Item")
 
 
 class FlowPiece(NamedTuple):
@@ -46,6 +47,20 @@ class Parcel:
 
     names: tuple[str, ...]
     unpack: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] = field(default=lambda tensors: tensors)
+
+
+def plan_shards(
+    items: Sequence[Item], max_bytes: int | None, nbytes: Callable[[Item], int] = attrgetter("nbytes")
+) -> list[list[Item]]:
+    """Split ``items``, in order, into shards of ``max_bytes`` (None: one shard); larger items get their own shard."""
+    shards, filled = [list[Item]()], 0
+    for item in items:
+        if shards[-1] and max_bytes is not None and filled + nbytes(item) > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += nbytes(item)
+    return shards
 
 
 def sources(name: str, entries: Sequence[FlowTensor | None], target: int | None) -> list[FlowPiece]:

@@ -1,4 +1,4 @@
-"""Spans: flat elements, row-major, of a rectangular region of a global tensor; state of any layout is a set of them."""
+"""Parts of global tensors. A span is flat elements, row-major, of a rectangular region; any layout is a set of them."""
 
 import bisect
 import itertools
@@ -22,6 +22,18 @@ class Span(NamedTuple):
     lo: int
     hi: int
     region: Region | None = None
+
+
+def spans_of(regions: Iterable[Region], lo: int, hi: int) -> Iterator[tuple[int, int, Span]]:
+    """Split elements [lo, hi) of ``regions``, flattened one after the other: yield the part [lo, hi) of each, and its
+    span of the global tensor.
+    """
+    at = 0
+    for region in regions:
+        end = at + prod(region.shape)
+        if max(lo, at) < min(hi, end):
+            yield max(lo, at), min(hi, end), Span(max(lo, at) - at, min(hi, end) - at, region)
+        at = end
 
 
 def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[tuple[int, int, int]]:
