@@ -21,9 +21,9 @@ import torch.distributed as dist
 from models import ADAMW, WORKLOADS, build_model
 
 import deepspeed
-from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.reallocate import ParameterReallocation, plan_reallocation
 from deepspeed.reallocate.moves import GlobalShape
+from deepspeed.zero.regions import Region, Span
 
 TENSOR_PARALLEL = {
     "layer_specs": [

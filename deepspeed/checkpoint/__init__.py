@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from deepspeed.checkpoint.load.compare import diff_live as diff_live
 
 _HOMES = {"diff_live": "load.compare", "clone_tensors_for_torch_save": "utils", "utils": "utils"}
-_HOMES |= {f"get_{kind}_ckpt_name_for_rank": "format.names" for kind in ("layer", "model", "zero")}
+_HOMES |= {f"get_{kind}_ckpt_name_for_rank": "constants" for kind in ("layer", "model", "zero")}
 __all__ = sorted(_HOMES)
 
 

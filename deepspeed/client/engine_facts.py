@@ -1,5 +1,6 @@
 """The engine's answers to questions of clients about its configuration and its place among the ranks."""
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import torch
 
 from deepspeed.attrs import answers
 from deepspeed.client.comm.groups import GETTERS
+from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 
@@ -134,7 +136,7 @@ class EngineFacts:
     get_compile_time = pending_function("engine.get_compile_time", "torch._dynamo.utils.compile_times() has them.")
 
     def _heard_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups once the outcome of every update is known, so that the schedule stands right."""
+        """Return the optimizer's groups when the outcome of every update is known, and the schedule stands right."""
         self._outcomes.hear()
         groups: list[dict[str, Any]] = self._groups()
         return groups
@@ -169,6 +171,37 @@ class EngineFacts:
                 f"communication_data_type is {self.communication_data_type}, and buffers are made for it: set it in "
                 "the configuration, before deepspeed.initialize"
             )
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """Return a loader over ``dataset`` for this rank, which checkpoints know.
+
+        Args:
+            dataset: Of torch, sized or iterable.
+            batch_size: Samples of a batch on this rank (default: the micro-batch).
+            route: Not used; ``data_sampler``, ``collate_fn`` and ``pin_memory`` are torch's.
+            num_local_io_workers: Worker processes (default: none).
+        """
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self._micro,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            local_rank=self.local_rank,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.mesh.data.size,
+            data_parallel_rank=self.mesh.data.index,
+            dataloader_drop_last=self._config.dataloader_drop_last,
+        )
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Raise NotYetError; engines of a PipelineModule override it, see deepspeed.pipe."""

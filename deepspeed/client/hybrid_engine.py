@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.weights.adapters import adapted_layer, fused_adapters
 from deepspeed.client.mpu import Ways
 from deepspeed.comm.collectives import describe, failures, gather_objects, is_of_backend
 from deepspeed.config import DeepSpeedConfig
@@ -18,6 +17,7 @@ from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
 from deepspeed.observe.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.reallocate.adapters import adapted_layer, fused_adapters
 from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts
 from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengths, settings_of
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.agree import together
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
+from deepspeed.checkpoint.load.reader import open_everywhere
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
 from deepspeed.checkpoint.save.collect import States
@@ -22,6 +22,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.sync.failures import together
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -218,7 +219,7 @@ class EngineCheckpoint:
         for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
             self._torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
         pickled = self._config.checkpoint.allow_pickle
-        source = restore.open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
+        source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
         if source is None:
             level = logging.INFO if self._may_begin else logging.WARNING
             log_dist(f"{load_dir} has no file 'latest' and no checkpoint; nothing was loaded", level=level)

@@ -17,10 +17,13 @@ PHASES = ("forward", "backward", "step")
 class PhaseClock:
     """Time the phases of an engine: ``with clock("forward"):``; tell listeners of ``events`` of each."""
 
-    def __init__(self, config: DeepSpeedConfig) -> None:
+    def __init__(self, config: DeepSpeedConfig, of_runtime: Events) -> None:
+        """Make the timers, if ``config`` wants them; ``of_runtime`` are the events of the runtime, which flushes."""
         self.events = Events()
-        self.timed = config.wall_clock_breakdown
-        self.timers: Any = SynchronizedWallClockTimer() if self.timed else NoopTimer()
+        self.timers: Any = NoopTimer()
+        if config.wall_clock_breakdown:
+            self.timers = SynchronizedWallClockTimer()
+            of_runtime.append(self._time_flush)
         self._memory = config.memory_breakdown
         self._spent_ms: dict[str, float] = {}  # by phase, since they were taken
         self._phases: list[str] = []  # under way
@@ -47,7 +50,7 @@ class PhaseClock:
     def _add(self, name: str, spent_ms: float) -> None:
         self._spent_ms[name] = self._spent_ms.get(name, 0.0) + spent_ms
 
-    def time_flush(self, kind: str, _: object) -> Callable[[], None] | None:
+    def _time_flush(self, kind: str, _: object) -> Callable[[], None] | None:
         """Time the end of a backward; ``elapsed_time_ms_backward`` is made of this and of "backward_inner"."""
         if kind != FLUSH:
             return None

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.client.step_calls import StepCalls
 from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
@@ -93,10 +92,8 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         self.runtime.client = weakref.ref(self)
 
     def _start_measuring(self, config: DeepSpeedConfig) -> None:
-        self._clock = PhaseClock(config)
+        self._clock = PhaseClock(config, self.runtime.events)
         self.timers = self._clock.timers
-        if self._clock.timed:
-            self.runtime.events.append(self._clock.time_flush)
         self._memory_watch = HostMemoryWatch(config.memory.host_limit, self.memory_plan)
         throughput, every = config.timers.throughput, config.steps_per_print
         # A report that is never due needs no measurement.
@@ -377,37 +374,6 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         if module is not None and name != "module":
             return getattr(module, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:
-        """Return a loader over ``dataset`` for this rank, which checkpoints know.
-
-        Args:
-            dataset: Of torch, sized or iterable.
-            batch_size: Samples of a batch on this rank (default: the micro-batch).
-            route: Not used; ``data_sampler``, ``collate_fn`` and ``pin_memory`` are torch's.
-            num_local_io_workers: Worker processes (default: none).
-        """
-        return DeepSpeedDataLoader(
-            dataset,
-            batch_size or self._micro,
-            pin_memory=pin_memory and self.device.type != "cpu",
-            local_rank=self.local_rank,
-            collate_fn=collate_fn,
-            num_local_io_workers=num_local_io_workers,
-            data_sampler=data_sampler,
-            data_parallel_world_size=self.mesh.data.size,
-            data_parallel_rank=self.mesh.data.index,
-            dataloader_drop_last=self._config.dataloader_drop_last,
-        )
 
     def compile(
         self,

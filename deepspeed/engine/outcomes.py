@@ -1,10 +1,7 @@
 """What the updates of an engine came to, some of which the device decides after the program has gone on."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.errors import UsageError
@@ -58,7 +55,7 @@ class Outcomes:
                 "learning rate, set gradient_clipping, or check the data and the loss for inf/nan"
             )
 
-    def step_schedule(self, schedule: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    def step_schedule(self, schedule: Any, optimizer: Any, options: dict[str, Any]) -> None:
         """Step ``schedule`` after an update that was applied. One that the device may still skip counts as applied
         until its outcome is known, before the next update, save or load. Then the schedule is put back, and the values
         that it has written into groups, where nobody else has changed them.

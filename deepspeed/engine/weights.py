@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.agree import together
-from deepspeed.checkpoint.weights.adapters import is_adapter, merged_parcels
-from deepspeed.checkpoint.weights.flow import Parcel, WeightFlow
-from deepspeed.checkpoint.weights.pretrained import original_parcels, write_pretrained
-from deepspeed.checkpoint.weights.weights import torch_file, with_aliases
+from deepspeed.checkpoint.foreign.weights import original_parcels, torch_file, with_aliases, write_pretrained
 from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.comm.collectives import failures
 from deepspeed.config.model.values import byte_count
@@ -22,8 +18,11 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, log_dist_once, logger
+from deepspeed.reallocate.adapters import is_adapter, merged_parcels
+from deepspeed.reallocate.flow import Parcel, WeightFlow
 from deepspeed.zero.module.state import leave_device, state_names
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.sync.failures import together
 from deepspeed.zero.unit import UnitState
 
 _BUCKET = "512MB"

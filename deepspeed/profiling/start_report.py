@@ -1,4 +1,4 @@
-"""What an engine says of itself when it starts: one line, and the reports of ``dump_state`` and ``memory_breakdown``."""
+"""Report an engine at its start: one line, and what ``dump_state`` and ``memory_breakdown`` ask for."""
 
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.config import DeepSpeedConfig

@@ -1,4 +1,4 @@
-"""Weights from one layout of ranks to another, by one planned exchange of bytes. See docs/weights.md."""
+"""Weights of a running engine: whole, bucket by bucket, or into another layout of ranks. See docs/weights.md."""
 
 from deepspeed.reallocate.exchange import ParameterReallocation
 from deepspeed.reallocate.moves import ReallocationPlan, RegionTransfer, plan_reallocation

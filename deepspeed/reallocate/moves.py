@@ -1,25 +1,26 @@
 """Plan which rank sends which region of which tensor to whom, to move weights between any two layouts. Pure.
 
-Spans of global tensors (`checkpoint.format.boxes`) describe the parts that a rank has and needs, for any sharding. A
-span consists of a few rectangular regions. Two regions intersect in one region, so a transfer is one region of one
-tensor. A rank receives no element it already has, and every other element once: this is the lower bound of traffic.
-Planned as in ReaL (Mei et al. 2024, arXiv 2406.14088): where several ranks hold the same region, the sender is a
-rank on the receiver's node, if there is one, and among those the one with the least to send so far.
+Spans of global tensors (`zero.regions`) describe the parts that a rank has and needs, for any sharding. ``holders``
+says who has what is needed, also for streams of whole weights. A span consists of a few rectangular regions. Two
+regions intersect in one region, so a transfer is one region of one tensor. A rank receives no element it already has,
+and every other element once: this is the lower bound of traffic. Planned as in ReaL (Mei et al. 2024, arXiv
+2406.14088): where several ranks hold the same region, the sender is a rank on the receiver's node, if there is one, and
+among those the one with the least to send so far.
 """
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.errors import UsageError
+from deepspeed.zero.regions import Region, Span, apart, common, cut, regions_of, without
 
 PIECE_BYTES = 4 << 20  # what one of several ranks is chosen for
 
 Spans = Mapping[str, Sequence[Span]]  # by name of the tensor
-_Part = tuple[Region, list[int]]
 
 
 class GlobalShape(NamedTuple):
@@ -69,65 +70,42 @@ class ReallocationPlan:
         return max(self.received.values(), default=0)
 
 
-def regions_of(shape: tuple[int, ...], span: Span) -> Iterator[Region]:
-    """Yield the regions of a tensor of ``shape`` that make up ``span``, in order: at most 2 * dims - 1."""
-    origin, size = span.region or Region((0,) * len(shape), shape)
-    for start, part in _rectangles(size, span.lo, span.hi):
-        yield Region(tuple(o + s for o, s in zip(origin, start, strict=True)), part)
+def holders(
+    shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequence[Span]]
+) -> list[tuple[Span, list[int]]]:
+    """Split ``needs`` into spans that each rank has wholly or not at all, with the ranks that have each.
+
+    ``has``: the spans of each rank. Parts of a region both sides are cut in are found as ranges; of others, as regions.
+    """
+    needs, whole = list(needs), Region((0,) * len(shape), shape)
+    if apart({span.region or whole for spans in (needs, *has.values()) for span in spans}):
+        ranges: dict[Region, list[tuple[int, int, int]]] = {}
+        for rank, (lo, hi, region) in ((rank, span) for rank, spans in has.items() for span in spans):
+            ranges.setdefault(region or whole, []).append((lo, hi, rank))
+        return [part for need in needs for part in _in_ranges(need, ranges.get(need.region or whole, []))]
+    of_ranks: dict[Region, list[int]] = {}
+    for rank, region in ((rank, r) for rank, spans in has.items() for span in spans for r in regions_of(shape, span)):
+        of_ranks.setdefault(region, []).append(rank)
+    parts: list[tuple[Region, list[int]]] = [(region, []) for span in needs for region in regions_of(shape, span)]
+    for place, ranks in of_ranks.items():
+        split: list[tuple[Region, list[int]]] = []
+        for region, owners in parts:
+            both = common(region, place)
+            if both is None:
+                split.append((region, owners))
+            else:
+                split.append((both, [*owners, *ranks]))
+                split += [(rest, owners) for rest in without(region, both)]
+        parts = split
+    return [(Span(0, prod(region.shape), region), owners) for region, owners in parts]
 
 
-def _rectangles(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield start and shape of the boxes that cover elements [lo, hi), in row-major order, of an array of ``shape``."""
-    if lo >= hi:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    first, end = -(-lo // row), hi // row
-    if lo % row:  # the end of a row, which may be the end of the range too
-        for start, part in _rectangles(shape[1:], lo % row, min(row, hi - (first - 1) * row)):
-            yield (first - 1, *start), (1, *part)
-    if first < end:
-        yield (first, *(0 for _ in shape[1:])), (end - first, *shape[1:])
-    if hi % row and end >= first:
-        for start, part in _rectangles(shape[1:], 0, hi % row):
-            yield (end, *start), (1, *part)
-
-
-def common(one: Region, two: Region) -> Region | None:
-    """Return the intersection of two regions; None when it is empty."""
-    start, shape = list[int](), list[int]()
-    for s, n, t, m in zip(*one, *two, strict=True):
-        lo, hi = max(s, t), min(s + n, t + m)
-        if lo >= hi:
-            return None
-        start.append(lo)
-        shape.append(hi - lo)
-    return Region(tuple(start), tuple(shape))
-
-
-def without(region: Region, part: Region) -> Iterator[Region]:
-    """Yield ``region`` without ``part``, which lies inside, as at most 2 * dims regions."""
-    start, shape = list(region.start), list(region.shape)
-    for dim, (lo, n) in enumerate(zip(*part, strict=True)):
-        for begin, size in ((start[dim], lo - start[dim]), (lo + n, start[dim] + shape[dim] - lo - n)):
-            if size > 0:
-                yield Region((*start[:dim], begin, *start[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :]))
-        start[dim], shape[dim] = lo, n
-
-
-def cut(region: Region, most: int) -> Iterator[Region]:
-    """Split ``region`` into regions of at most ``most`` elements."""
-    dim = next((d for d, n in enumerate(region.shape) if n > 1), None)
-    if prod(region.shape) <= most or dim is None:
-        yield region
-        return
-    rows = max(1, most // prod(region.shape[dim + 1 :]))
-    for at in range(0, region.shape[dim], rows):
-        n = min(rows, region.shape[dim] - at)
-        start = (*region.start[:dim], region.start[dim] + at, *region.start[dim + 1 :])
-        yield from cut(Region(start, (*region.shape[:dim], n, *region.shape[dim + 1 :])), most)
+def _in_ranges(need: Span, ranges: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Span, list[int]]]:
+    """Split ``need`` at the ends of ``ranges`` [lo, hi) of ranks in the same region."""
+    ends = sorted({need.lo, need.hi, *(end for lo, hi, _ in ranges for end in (lo, hi) if need.lo < end < need.hi)})
+    for first, last in itertools.pairwise(ends):
+        owners = [rank for lo, hi, rank in ranges if lo <= first and last <= hi]
+        yield Span(first, last, need.region), owners
 
 
 def plan_reallocation(
@@ -148,11 +126,11 @@ def plan_reallocation(
     transfers, copies = list[tuple[int, RegionTransfer]](), list[RegionTransfer]()
     bound = across = 0
     for name, (shape, width) in shapes.items():
-        has = {rank: [r for s in resting[rank].get(name, ()) for r in regions_of(shape, s)] for rank in sent}
-        parts = functools.cache(lambda spans, shape=shape, has=has: _parts(shape, spans, has))  # replicas need the same
+        has = {rank: resting[rank].get(name, ()) for rank in sent}
+        parts = functools.cache(functools.partial(_parts, shape, has))  # replicas need the same
         for target in received if prod(shape) else ():
             needs = tuple(needed[target].get(name, ()))
-            bound += width * _lacking([r for span in needs for r in regions_of(shape, span)], has.get(target, ()))
+            bound += width * _lacking(shape, needs, has.get(target, ()))
             for region, ranks in parts(needs):
                 if target in ranks:
                     copies.append(RegionTransfer(target, target, name, region))
@@ -171,30 +149,18 @@ def plan_reallocation(
     return ReallocationPlan(tuple(t for _, t in side_by_side), tuple(copies), bound, sent, received, across)
 
 
-def _lacking(needs: Iterable[Region], has: Sequence[Region]) -> int:
+def _parts(
+    shape: tuple[int, ...], has: Mapping[int, Sequence[Span]], needs: Sequence[Span]
+) -> list[tuple[Region, list[int]]]:
+    """Return ``holders`` by regions."""
+    return [(region, ranks) for span, ranks in holders(shape, needs, has) for region in regions_of(shape, span)]
+
+
+def _lacking(shape: tuple[int, ...], needs: Sequence[Span], has: Sequence[Span]) -> int:
     """Count the elements of ``needs`` that are not in ``has``; neither has any element twice."""
-    both = (common(one, other) for one in needs for other in has)
-    return sum(prod(one.shape) for one in needs) - sum(prod(region.shape) for region in both if region is not None)
-
-
-def _parts(shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequence[Region]]) -> list[_Part]:
-    """Split ``needs`` into regions that each rank has wholly or not at all, with the ranks that have each region."""
-    holders: dict[Region, list[int]] = {}
-    for rank, regions in has.items():
-        for region in regions:
-            holders.setdefault(region, []).append(rank)
-    parts: list[_Part] = [(region, []) for span in needs for region in regions_of(shape, span)]
-    for place, ranks in holders.items():
-        split: list[_Part] = []
-        for region, owners in parts:
-            both = common(region, place)
-            if both is None:
-                split.append((region, owners))
-            else:
-                split.append((both, [*owners, *ranks]))
-                split += [(rest, owners) for rest in without(region, both)]
-        parts = split
-    return parts
+    one, two = ([region for span in spans for region in regions_of(shape, span)] for spans in (needs, has))
+    both = (common(a, b) for a in one for b in two)
+    return sum(prod(a.shape) for a in one) - sum(prod(region.shape) for region in both if region is not None)
 
 
 def _choose(ranks: Sequence[int], target: int, sent: Mapping[int, int]) -> int:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.moves import GlobalShape, Spans
+from deepspeed.reallocate.resting import FlowTensor, RestingWeights
 from deepspeed.zero.module.state import runtime_of, segment_of, state_names
 from deepspeed.zero.param import castable, local_of
 from deepspeed.zero.plan import StateKind

@@ -1,4 +1,4 @@
-from deepspeed.checkpoint.weights.zero_to_fp32 import (
+from deepspeed.client.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
     get_checkpoint_files,

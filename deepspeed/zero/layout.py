@@ -4,10 +4,13 @@ ELEMENT granularity packs parameters back to back and cuts the flat space into e
 PARAMETER granularity gives every parameter wholly to one shard, for optimizers that need whole tensors.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
+
+from deepspeed.zero.regions import Region, Span, spans_of
 
 ALIGNMENT_NUMEL = 32  # segments start on 64-byte (bf16) or 128-byte (fp32) boundaries: vector loads and matmul inputs
 
@@ -75,6 +78,20 @@ class Segment:
         if self.global_start is None or self.global_shape in (None, self.shape):
             return None
         return Place(self.boxes or ((self.global_start, self.shape),), self.shape, self.global_shape or self.shape)
+
+    @cached_property
+    def region(self) -> Region | None:
+        """Return the region of the global tensor that this one is, of several boxes the first; None: the whole."""
+        return Region(*self.place.boxes[0]) if self.place is not None else None
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Span]]:
+        """Split the part of this segment in the flat range [start, stop): yield flat [lo, hi), span of the tensor."""
+        lo, hi = max(self.offset, start) - self.offset, min(self.stop, stop) - self.offset
+        boxes = self.boxes or (self.place.boxes if self.place is not None else ())
+        if lo < hi and not boxes:
+            yield lo + self.offset, hi + self.offset, Span(lo, hi)
+        for first, last, span in spans_of((Region(*box) for box in boxes), lo, hi):
+            yield first + self.offset, last + self.offset, span
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:

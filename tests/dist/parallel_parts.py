@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.load.restore import fill_gradients, load_into, open_everywhere
+from deepspeed.checkpoint.load.reader import open_everywhere
+from deepspeed.checkpoint.load.restore import fill_gradients, load_into
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save import content as contents
 from deepspeed.checkpoint.save.collect import States

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.format import files, folders
-from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.content import Content
@@ -24,6 +23,7 @@ from deepspeed.checkpoint.save.writer import Background, RankFile, SaveOrder, Sa
 from deepspeed.comm.init import free_port
 from deepspeed.device import Accelerator
 from deepspeed.tools.verify.ranks import enter_world, rank_context
+from deepspeed.zero.regions import Span
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
 from tests.harness.plain_optim import PlainOptimizer

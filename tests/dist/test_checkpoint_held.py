@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.files import ChunkWriter
 from deepspeed.checkpoint.load.reader import find_and_open, read_manifest
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.save.content import Content
-from deepspeed.checkpoint.save.copies import Copies
+from deepspeed.checkpoint.save.content import Content, Copies
 from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.drive import Held
+from deepspeed.zero.regions import Span
 from tests.dist.test_checkpoint_damage import IN_FEATURES, train
 from tests.harness.offload import gradients_on_drive
 from tests.harness.pool import RankPool

@@ -16,17 +16,17 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.checkpoint import diff_live
-from deepspeed.checkpoint.format.boxes import Region
-from deepspeed.checkpoint.load.match import Comparison
+from deepspeed.checkpoint.foreign.weights import weight_streams
+from deepspeed.checkpoint.load.compare import Comparison
 from deepspeed.checkpoint.load.reader import OwnSource
 from deepspeed.checkpoint.load.restore import _fillings, client_state
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.weights.weights import weight_streams
-from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.client.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.errors import CheckpointError
 from deepspeed.tools.checkpoint.cli import main as tool
 from deepspeed.tools.checkpoint.verify import verify
-from deepspeed.zero.layout import Granularity
+from deepspeed.zero.layout import Granularity, Segment
+from deepspeed.zero.regions import Region
 from tests.dist.parallel_parts import LAYOUTS, SHAPES, rank_of, value, world_of
 from tests.dist.test_checkpoint_format_doc import reader
 from tests.harness.pool import RankPool
@@ -195,9 +195,7 @@ def test_state_that_sees_rows_of_a_part_comes_back_to_the_same_cut_only(pool4: R
 
 
 def test_the_refusal_names_the_parameter_whose_state_has_no_place() -> None:
-    segments = [SimpleNamespace(name=name, offset=at, stop=at + 4, numel=4) for at, name in ((0, "a"), (4, "b"))]
-    for segment in segments:
-        segment.global_start, segment.global_shape, segment.shape = None, None, (4,)
+    segments = [Segment(name, (4,), at) for at, name in ((0, "a"), (4, "b"))]
     layout = SimpleNamespace(segments=segments, granularity=Granularity.ELEMENT)
     view: Any = SimpleNamespace(unit=SimpleNamespace(layout=layout), start=0, stop=8, name="unit[0]")
     source: Any = SimpleNamespace(entries={})

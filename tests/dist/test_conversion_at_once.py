@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.format.folders import temporary_for, write_atomically
-from deepspeed.checkpoint.weights.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from deepspeed.client.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from deepspeed.tools.checkpoint.cli import main as tool
 from tests.harness.pool import RankPool
 from tests.pure.checkpoint_samples import checkpoint

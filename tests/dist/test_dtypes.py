@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.client.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.tools.checkpoint.cli import main as tool
 from deepspeed.tools.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
 from deepspeed.tools.verify.models import IN_FEATURES, Stack, seeded

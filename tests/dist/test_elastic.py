@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint.format.manifest import MANIFEST
+from deepspeed.checkpoint.format.folders import MANIFEST
 from deepspeed.elasticity import take_part
 from deepspeed.engine.elastic import SIGNALS, Alarm
 from deepspeed.observe.log import logger

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.checkpoint.weights.adapters import adapted_layer
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
+from deepspeed.reallocate.adapters import adapted_layer
 from deepspeed.tools.verify.grads import full_parameters
 from tests.dist.test_hybrid_engine import (
     END,

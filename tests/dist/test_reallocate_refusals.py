@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import deepspeed
-from deepspeed.checkpoint.weights.resting import RestingWeights
 from deepspeed.reallocate import ParameterReallocation
+from deepspeed.reallocate.resting import RestingWeights
 from tests.dist.test_reallocate import engine_of, equal, model, whole
 from tests.harness.decoders import batch, loss_of
 from tests.harness.pool import RankPool

@@ -210,7 +210,7 @@ _PURE = (
     ),
     Mutant(
         "RA6",
-        "deepspeed/checkpoint/weights/resting.py",
+        "deepspeed/reallocate/resting.py",
         "if isinstance(part, Place) and tuple(tensor.shape) == part.size:",
         "if False and isinstance(part, Place):",
         ("tests/dist/test_reallocate.py::test_layers_in_parts_without_an_engine_are_no_replicas",),
@@ -463,7 +463,7 @@ _CHECKPOINTS = (
     Mutant(
         "K1",
         "deepspeed/checkpoint/load/restore.py",
-        "yield first + shift, last + shift, key, at, region",
+        "yield lo - view.start, hi - view.start, key, span.lo, span.region",
         "packed = sum(s.numel for s in segments_of(view) if s.offset < segment.offset)\n            "
         "yield packed, packed + hi - lo, key, lo - segment.offset, None",
         ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[2 ranks stage 3 nvme]",),
@@ -471,7 +471,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K2",
-        "deepspeed/checkpoint/load/match.py",
+        "deepspeed/checkpoint/load/compare.py",
         "if key is None:\n                match.missing.append(name)",
         "if key is None:\n                pass",
         ("tests/dist/test_checkpoint_damage.py::test_a_checkpoint_without_some_of_the_weights_is_refused_with_names",),

@@ -30,9 +30,9 @@ PARTS = (
     ),
     Mutant(
         "TP4",
-        "deepspeed/checkpoint/save/collect.py",
-        "yield begin, end, begin - at, Region(*box)",
-        "yield begin, end, begin, Region(*box)",
+        "deepspeed/zero/regions.py",
+        "Span(max(lo, at) - at, min(hi, end) - at, region)",
+        "Span(max(lo, at), min(hi, end), region)",
         (f"{_TENSOR}::test_saved_at_one_layout_and_loaded_at_any_other[gpt2]",),
         "elements of a part count from the beginning of their own box",
     ),

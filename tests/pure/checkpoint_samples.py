@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
-from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.checkpoint.load.source import Described
+from deepspeed.zero.regions import Region
 
 SHAPES = {"emb.weight": (13, 6), "l1.weight": (7, 6), "l1.bias": (7,), "l2.weight": (6, 7), "one": ()}
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}

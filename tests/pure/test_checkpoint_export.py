@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.checkpoint.foreign.optimizer_state import Slice, column_width, columns, row_width, rows, sub_groups
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
-from deepspeed.checkpoint.foreign.sharded import Slice, column_width, columns, row_width, rows, sub_groups
+from deepspeed.checkpoint.foreign.weights import Stream, stream, write_weights
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.weights.weights import Stream, plan_shards, stream, write_weights
 from deepspeed.errors import CheckpointError
+from deepspeed.reallocate.flow import plan_shards
 from deepspeed.tools.checkpoint import export
 from deepspeed.tools.checkpoint.cli import FORMATS, main
 from deepspeed.tools.checkpoint.export import appearing

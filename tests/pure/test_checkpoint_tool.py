@@ -16,7 +16,8 @@ import torch
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.unpickle import save_pickled
 from deepspeed.checkpoint.format.checksum import crc32c
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Manifest
+from deepspeed.checkpoint.format.folders import MANIFEST
+from deepspeed.checkpoint.format.manifest import Box, Manifest
 from deepspeed.checkpoint.format.plain import encode
 from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.config.model.values import byte_count

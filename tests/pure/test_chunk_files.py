@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.format import checksum, files
-from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkReader, ChunkWriter, Wanted
 from deepspeed.checkpoint.format.manifest import Box
 from deepspeed.errors import CheckpointError
 from deepspeed.tier import aio
+from deepspeed.zero.regions import Span
 from tests.harness.patience import too_long
 
 PIECE = files.PIECE_BYTES

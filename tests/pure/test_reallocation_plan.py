@@ -10,18 +10,15 @@ from math import prod
 import numpy as np
 import pytest
 
-from deepspeed.checkpoint.format.boxes import Region, Span
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.moves import (
     GlobalShape,
     ReallocationPlan,
     RegionTransfer,
-    cut,
     in_rounds,
     plan_reallocation,
-    regions_of,
-    without,
 )
+from deepspeed.zero.regions import Region, Span
 
 Layout = dict[int, dict[str, list[Span]]]
 SHAPES = {
@@ -248,34 +245,6 @@ def test_what_nobody_has_is_named() -> None:
     held = {0: {"w": [Span(0, 5)]}, 1: {"w": [Span(5, 9)]}}
     with pytest.raises(UsageError, match=r"no rank of the source has w\[1, 4\], which rank 7 needs"):
         plan_reallocation({"w": GlobalShape((2, 5), 4)}, held, {7: {"w": [Span(0, 10)]}})
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 3, 1, 2)])
-def test_a_span_is_a_few_regions_in_its_order(shape: tuple[int, ...]) -> None:
-    numel = prod(shape)
-    index = np.arange(numel).reshape(shape)
-    for lo, hi in itertools.combinations(range(numel + 1), 2):
-        regions = list(regions_of(shape, Span(lo, hi)))
-        assert len(regions) <= max(1, 2 * len(shape) - 1)
-        assert [i for region in regions for i in index[slices(region)].ravel()] == list(range(lo, hi))
-
-
-def test_regions_are_cut_and_taken_away_exactly() -> None:
-    whole = Region((1, 0, 2), (4, 3, 5))
-    everything = set(itertools.product(range(1, 5), range(3), range(2, 7)))
-
-    def elements(region: Region) -> list[tuple[int, ...]]:
-        return list(itertools.product(*(range(s, s + n) for s, n in zip(*region, strict=True))))
-
-    for most in range(1, 61):
-        parts = list(cut(whole, most))
-        assert sorted(e for p in parts for e in elements(p)) == sorted(everything)
-        assert all(prod(p.shape) <= most for p in parts)
-    for start in itertools.product(range(1, 5), range(3), range(2, 7)):
-        for shape in itertools.product(*(range(1, e - s + 1) for s, e in zip(start, (5, 3, 7), strict=True))):
-            inner = Region(start, shape)
-            left = [e for region in without(whole, inner) for e in elements(region)]
-            assert len(left) == len(set(left)) and set(left) == everything - set(elements(inner))
 
 
 def test_a_transfer_says_who_what_and_where() -> None:

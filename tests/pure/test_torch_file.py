@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.weights.weights import torch_file
+from deepspeed.checkpoint.foreign.weights import torch_file
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -57,7 +57,7 @@ def test_a_large_file_costs_the_memory_of_one_tensor(tmp_path: Path) -> None:
     script = f"""
 import resource, torch
 from pathlib import Path
-from deepspeed.checkpoint.weights.weights import torch_file
+from deepspeed.checkpoint.foreign.weights import torch_file
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tensors = {{f"w{{i}}": (torch.float32, (4 << 20,)) for i in range(16)}}
 with torch_file(Path({str(tmp_path)!r}) / "m.bin", tensors, aliases={{}}) as write:

@@ -5,8 +5,8 @@ from math import prod
 import pytest
 import torch
 
-from deepspeed.checkpoint.format.boxes import Region, Span
-from deepspeed.checkpoint.weights.flow import FlowPiece, FlowTensor, inside, messages, put, sources
+from deepspeed.reallocate.flow import FlowPiece, FlowTensor, inside, messages, put, sources
+from deepspeed.zero.regions import Region, Span
 
 SHAPE = (6, 8)
 WHOLE = FlowTensor(torch.float32, SHAPE, (Span(0, 48),))

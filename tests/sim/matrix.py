@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.save.collect import Elements, TensorPart
-from deepspeed.checkpoint.save.copies import Copies
+from deepspeed.checkpoint.save.content import Copies
 from deepspeed.checkpoint.save.writer import Saver
 from deepspeed.errors import CheckpointError
 from deepspeed.tier import store

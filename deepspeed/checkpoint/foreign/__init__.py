@@ -1,1 +1,1 @@
-"""Checkpoints that other programs wrote, and the way back into their layout."""
+"""Checkpoints that other programs wrote, and files of weights that other programs read."""

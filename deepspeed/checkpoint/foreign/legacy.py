@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.foreign.sharded import Piece, Pieces, add_sharded, add_universal, rows
+from deepspeed.checkpoint.foreign import optimizer_state
+from deepspeed.checkpoint.foreign.optimizer_state import UNNAMED, Piece, Pieces, rows
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
-from deepspeed.checkpoint.foreign.unsharded import UNNAMED, add_unsharded
-from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.load.source import Described, Key, Wish, outside
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.regions import Region, Span, runs
 
 _KINDS = {
     "model": re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"),
@@ -51,9 +51,9 @@ class ReferenceSource:
             if optim_files:
                 reason = f"{model_files[0]} lists no parameters, but there is {optim_files[0].name}"
                 raise CheckpointError(f"{reason}; the folder is mixed up")
-            more = add_unsharded(self._pieces, models[0], groups=groups, where=model_files[0])
+            more = optimizer_state.add_unsharded(self._pieces, models[0], groups=groups, where=model_files[0])
         elif self.kind == "universal":
-            more = add_universal(self._pieces, shapes, model=models[0], folder=path)
+            more = optimizer_state.add_universal(self._pieces, shapes, model=models[0], folder=path)
         else:
             if not optim_files:
                 raise CheckpointError(f"{path} has no optimizer state files; the trained weights lie in them")
@@ -63,7 +63,7 @@ class ReferenceSource:
             for files, of in ((optim_files, "optimizer"), (model_files if many else optim_files, "model")):
                 if len(files) != world:
                     raise CheckpointError(f"{path} has {len(files)} {of} state files, but was written by {world} ranks")
-            more = add_sharded(self._pieces, states, shapes, where=optim_files)
+            more = optimizer_state.add_sharded(self._pieces, states, shapes, where=optim_files)
         named = self.facts["config"].get("optimizer")
         more["optimizer"]["type"] = named.get("type") if isinstance(named, dict) else None
         self.facts |= more

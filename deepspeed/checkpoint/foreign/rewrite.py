@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
+from deepspeed.checkpoint.foreign.weights import Progress, block_of, compute_dtype, stream
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter
-from deepspeed.checkpoint.format.manifest import MANIFEST, Entry, Manifest
+from deepspeed.checkpoint.format.manifest import Entry, Manifest
 from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.checkpoint.load.compare import in_memory
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
-from deepspeed.checkpoint.weights.weights import Progress, block_of, compute_dtype, stream
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.regions import Span
 
 _DATA = "rank_00000.bin"
 
@@ -85,7 +85,7 @@ def write_checkpoint(
         shapes, client_state = {key: entry.shape for key, entry in entries.items()}, facts.get("client_state") or {}
         kinds: Any = {"level": level, "whole": level < 3, "bf16": bf16}
         write_client_files(folder, shapes, described, client_state=client_state, **kinds)
-        folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
+        folders.write_atomically(folder / folders.MANIFEST, manifest.to_bytes(crc32c))
         final = folders.publish(folder, tag)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
 from deepspeed.checkpoint.format.manifest import ALIGN_BYTES, PIECE_BYTES, Box
 from deepspeed.errors import CheckpointError
@@ -20,6 +19,7 @@ from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.transfer import Transfer
+from deepspeed.zero.regions import Span
 
 _BUFFERS = 4
 _BUFFER_BYTES = 4 << 20

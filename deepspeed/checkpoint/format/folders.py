@@ -15,10 +15,10 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deepspeed.checkpoint.format.names import MANIFEST
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
 
+MANIFEST = "manifest.json"
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 _EXCHANGE, _AT_FDCWD = 2, -100  # RENAME_EXCHANGE of renameat2; paths are relative to the working folder

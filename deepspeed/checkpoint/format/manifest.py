@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.format.boxes import Gap, Region, Span, uncovered
-from deepspeed.checkpoint.format.names import MANIFEST as MANIFEST
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.regions import Gap, Region, Span, uncovered
 
 FORMAT = "deepspeed-checkpoint"
 VERSION = 1

@@ -10,14 +10,17 @@ import torch
 from deepspeed.checkpoint.foreign.legacy import open_reference
 from deepspeed.checkpoint.foreign.unpickle import load_pickled
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkReader, Wanted
-from deepspeed.checkpoint.format.manifest import MANIFEST, Key, Manifest
+from deepspeed.checkpoint.format.folders import MANIFEST
+from deepspeed.checkpoint.format.manifest import Key, Manifest
 from deepspeed.checkpoint.format.plain import decode
 from deepspeed.checkpoint.load.source import Described, Source, Wish, outside, whole
 from deepspeed.checkpoint.save.collect import unpack_scalar
 from deepspeed.errors import CheckpointError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.zero.regions import Region, Span, runs
+from deepspeed.zero.sync.failures import together
 
 
 def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) -> Source:
@@ -45,6 +48,19 @@ def located(path: Path, tag: str | None = None) -> Path:
 def find_and_open(load_dir: Path, tag: str | None = None, *, allow_pickle: bool = False) -> Source:
     """Open the checkpoint that ``located`` finds, as ``open_checkpoint`` does."""
     return open_checkpoint(located(load_dir, tag), allow_pickle=allow_pickle)
+
+
+def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
+    """Open the checkpoint on every rank, or raise on every rank; None when there is none. Collective."""
+    with together(mesh, f"loading from {load_dir}") as shared:
+        folder = folders.find_checkpoint(load_dir, tag) if mesh.first else None
+        shared.mine = None if folder is None else folder.name
+    name = shared.all[0]
+    if name is None:
+        return None
+    with together(mesh, f"loading {load_dir / name}"):
+        source = open_checkpoint(load_dir / name, rank=mesh.job.index, allow_pickle=allow_pickle)
+    return source
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,31 +2,27 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.agree import in_no_model, together
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
-from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.boxes import Region
-from deepspeed.checkpoint.load.match import WEIGHTS, Comparison, check_optimizer, compare, verdict
-from deepspeed.checkpoint.load.reader import open_checkpoint
+from deepspeed.checkpoint.load.compare import WEIGHTS, Comparison, check_optimizer, compare, in_no_model, verdict
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
-from deepspeed.checkpoint.save.collect import States, region_of, regions
+from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.module.state import persistent_buffers
 from deepspeed.zero.optim_view import OptimView, copied, segments_of
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.regions import Region
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.sync.failures import together
 from deepspeed.zero.unit import Unit
 
 _ZENFLOW = "zenflow_"  # what the names of ZenFlow's slots begin with in every checkpoint
@@ -34,19 +30,6 @@ _CUT_ANEW = (
     "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
     "load with the same configuration and number of ranks, or load_optimizer_states=False"
 )
-
-
-def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
-    """Open the checkpoint on every rank, or raise on every rank; None when there is none. Collective."""
-    with together(mesh, f"loading from {load_dir}") as shared:
-        folder = folders.find_checkpoint(load_dir, tag) if mesh.first else None
-        shared.mine = None if folder is None else folder.name
-    name = shared.all[0]
-    if name is None:
-        return None
-    with together(mesh, f"loading {load_dir / name}"):
-        source = open_checkpoint(load_dir / name, rank=mesh.job.index, allow_pickle=allow_pickle)
-    return source
 
 
 def load_into(
@@ -136,12 +119,9 @@ def _of_range(unit: Unit, kind: StateKind, values: torch.Tensor, keys: Mapping[s
     """Yield the reads that fill ``values``, this rank's range of a unit's state; ``keys`` may lack parameters."""
     start, stop = unit.range_of(kind)
     for segment in unit.layout.segments:
-        lo, hi = unit.layout.overlap(segment, start, stop)
-        if lo < hi and segment.name in keys:
-            target = values.detach()[lo - start : hi - start]
-            for first, last, at, region in regions(segment, lo - segment.offset, hi - segment.offset):
-                shift = lo - segment.offset
-                yield Wish(keys[segment.name], target[first - shift : last - shift], at, region)
+        if segment.name in keys:
+            for lo, hi, span in segment.spans(start, stop):
+                yield Wish(keys[segment.name], values.detach()[lo - start : hi - start], span.lo, span.region)
 
 
 def _fill_module(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
@@ -214,13 +194,13 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
         first = next(iter(keys.values()))
         dtype, shape = source.entries[first]
         if by_parameter:
-            region = region_of(segments[0]) if shape == segments[0].whole_shape else None
+            region = segments[0].region if shape == segments[0].whole_shape else None
             fillings[slot] = _all_of(source, first, region)
         else:
             fillings[slot] = (view.stop - view.start,), dtype, list(_elementwise(view, slot, keys, source))
     fixed = [(slot, view.name, (f"opaque.{slot}", collect.view_key(view))) for slot in sorted(match.opaque)]
     for segment, slot in ((s, slot) for s in segments for slot in sorted(match.parts.get(s.name, ()))):
-        region = region_of(segment)
+        region = segment.region
         part = segment.name if region is None else collect.part_key(segment.name, region)
         fixed.append((slot, segment.name, (f"part.{slot}", part if by_parameter else "")))
     for slot, owner, key in fixed:
@@ -233,7 +213,6 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
 def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: Source) -> Iterator[_Piece]:
     """Yield the pieces to read for a flat slot that covers several parameters."""
     for segment in (s for s in segments_of(view) if s.name in keys):
-        lo, hi = max(segment.offset, view.start), min(segment.stop, view.stop)
         key = keys[segment.name]
         if prod(source.entries[key].shape) != prod(segment.whole_shape):
             raise CheckpointError(
@@ -241,9 +220,8 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
                 f"{segment.whole_shape}: it was saved by an optimizer that sees whole tensors, and this one sees "
                 "elements"
             )
-        shift = segment.offset - view.start
-        for first, last, at, region in regions(segment, lo - segment.offset, hi - segment.offset):
-            yield first + shift, last + shift, key, at, region
+        for lo, hi, span in segment.spans(view.start, view.stop):
+            yield lo - view.start, hi - view.start, key, span.lo, span.region
 
 
 def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dict[str, int]]:
@@ -311,9 +289,9 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
             total, positions = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device), set[int]()
             for position, segment in enumerate(unit.layout.segments):
                 for key in local.get(segment.name, []):
-                    arrived = torch.empty(segment.numel, dtype=dtype, device="cpu")
-                    for lo, hi, at, region in regions(segment, 0, segment.numel):
-                        source.read(key, arrived[lo:hi], start=at, region=region)
-                    total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
+                    for lo, hi, span in segment.spans(segment.offset, segment.stop):
+                        arrived = torch.empty(hi - lo, dtype=dtype, device="cpu")
+                        source.read(key, arrived, start=span.lo, region=span.region)
+                        total[lo:hi].add_(arrived.to(unit.device), alpha=factor)
                     positions.add(position)
             unit.window.restore(total, positions)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.checkpoint.format.manifest import Key
+from deepspeed.zero.regions import Region
 
 __all__ = ["Described", "Key", "Source", "Wish", "fill", "outside", "whole"]
 

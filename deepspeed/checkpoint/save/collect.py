@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.mesh.groups import Mesh
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
 from deepspeed.zero.optim_view import OptimView, segments_of
 from deepspeed.zero.plan import Spread, StateKind
+from deepspeed.zero.regions import Region
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.policy import UpdatePolicy
 
@@ -95,26 +95,6 @@ class States:
                     yield name, value, Elements(value.detach())
 
 
-def region_of(segment: Segment) -> Region | None:
-    """Return the region of the global tensor that the local one (of several boxes the first) is; None: the whole."""
-    if segment.global_start is None or segment.global_shape == segment.shape:
-        return None
-    return Region(*segment.boxes[0]) if segment.boxes else Region(segment.global_start, segment.shape)
-
-
-def regions(segment: Segment, lo: int, hi: int) -> Iterator[tuple[int, int, int, Region | None]]:
-    """Split elements [lo, hi) of the local tensor into runs: [lo, hi), first global element, region of that element."""
-    if not segment.boxes:
-        yield lo, hi, lo, region_of(segment)
-        return
-    at = 0
-    for box in segment.boxes:
-        begin, end = max(lo, at), min(hi, at + prod(box[1]))
-        if begin < end:
-            yield begin, end, begin - at, Region(*box)
-        at += prod(box[1])
-
-
 def weights_of(unit: Unit) -> tuple[StateKind, str]:
     """Return the state that holds a unit's authoritative weights, and its name in a checkpoint."""
     return (StateKind.OPTIM, "master") if unit.master is not None else (StateKind.PARAM, "param")
@@ -147,13 +127,11 @@ def _pieces(
 ) -> Iterator[TensorPart]:
     """Yield flat indices [lo, hi) of a unit in parts of bounded size; ``elements`` begin at index ``base``."""
     step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
-    lo, hi = lo - segment.offset, hi - segment.offset
-    runs = regions(segment, lo, hi) if segment.boxes else ((lo, hi, lo, region_of(segment)),)
-    for first, last, start, region in runs:
+    for first, last, span in segment.spans(lo, hi):
         for at in range(first, last, step):
-            begin = at + segment.offset - base
-            part = elements.part(begin, begin + min(step, last - at))
-            yield TensorPart(state, segment.name, segment.whole_shape, start + at - first, part, region, quiet)
+            part = elements.part(at - base, min(at + step, last) - base)
+            start = span.lo + at - first
+            yield TensorPart(state, segment.name, segment.whole_shape, start, part, span.region, quiet)
 
 
 def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) -> Iterator[TensorPart]:
@@ -179,7 +157,7 @@ def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
             nothing = Elements(torch.empty(0, dtype=unit.rest[kind].tensor.dtype, device="cpu"))
             for segment in unit.layout.segments:
                 if not prod(segment.whole_shape) and segment.name not in without:
-                    yield TensorPart(state, segment.name, segment.whole_shape, 0, nothing, region_of(segment))
+                    yield TensorPart(state, segment.name, segment.whole_shape, 0, nothing, segment.region)
         for view in views.get(unit, ()) if kind is StateKind.OPTIM else ():
             first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])  # a unit may have a thousand of both
             last = bisect.bisect_left(ours, view.stop, key=lambda o: o[1])
@@ -196,7 +174,7 @@ def _slot_parts(states: States, view: OptimView, ours: list[Owned]) -> Iterator[
                 yield from _pieces(f"optim.{name}", segment, elements, lo, hi, base=view.start, quiet=True)
         elif by_parameter:
             for segment, _, _ in ours:
-                region = region_of(segment)
+                region = segment.region
                 state, key = ("optim", view.name) if region is None else ("part", part_key(view.name, region))
                 yield TensorPart(f"{state}.{name}", key, shape, 0, elements)
         elif _turn(view.unit, StateKind.OPTIM)[1] == 0:
@@ -280,23 +258,21 @@ def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]
         for segment in (unit.layout.segments[i] for i in sorted(unit.window.fired)):
             if segment.numel and segment.name not in without:
                 state = f"grad_partial@{unit.mesh.zero.index}"
-                values = unit.window.partial[segment.offset : segment.stop]
-                for lo, hi, start, region in regions(segment, 0, segment.numel):
-                    yield TensorPart(state, segment.name, segment.whole_shape, start, Elements(values[lo:hi]), region)
+                for lo, hi, span in segment.spans(segment.offset, segment.stop):
+                    values = Elements(unit.window.partial[lo:hi])
+                    yield TensorPart(state, segment.name, segment.whole_shape, span.lo, values, span.region)
 
 
 def sites(states: States) -> list[Site]:
     """Return parameters that ranks outside their unit's ``zero`` group may hold too; empty but on its first rank."""
     units = [u for u in states.units if u.mesh.zero.index == 0 and u.mesh.zero.size < u.mesh.job.size]
-    return [(s.name, region_of(s)) for u in units for s in u.layout.segments]
+    return [(s.name, s.region) for u in units for s in u.layout.segments]
 
 
 def written_elsewhere(states: States, first: dict[Site, int]) -> set[str]:
     """Return the parameters that other ranks write; ``first``: the first rank of the job to name each site."""
     ranks, units = states.mesh.job.ranks, [u for u in states.units if u.mesh.zero.size < u.mesh.job.size]
-    return {
-        s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]
-    }
+    return {s.name for u in units for s in u.layout.segments if ranks[first[s.name, s.region]] != u.mesh.zero.ranks[0]}
 
 
 def frozen_names(states: States) -> set[str]:

@@ -1,27 +1,35 @@
-"""Everything one rank puts into a checkpoint. What is on a drive is read there, before an update may write over it."""
+"""Everything one rank puts into a checkpoint, and how it stays as it was at the save while training goes on.
+
+What is on a drive is read there, before an update may write over it; what is in memory is copied.
+"""
 
 import functools
 import itertools
 import json
 import random
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from deepspeed.checkpoint.agree import first_to_name, together
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.plain import Collected, encode
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.collect import Elements, States, TensorPart
 from deepspeed.device import get_accelerator
-from deepspeed.tier.arena import ALIGN, aligned_empty
+from deepspeed.errors import CheckpointError
+from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
 from deepspeed.tier.drive import Held
 from deepspeed.version import __version__
 from deepspeed.zero.module.state import persistent_buffers
+from deepspeed.zero.sync.failures import together
+
+_LINE = 64  # bytes: where a copy begins
+_Named = TypeVar("_Named", bound=Hashable)
 
 
 @dataclass
@@ -72,6 +80,12 @@ class Content:
                 self._holds[store].read(start, inside)
                 yield replace(part, elements=Elements(inside.view(part.values.dtype)))
             self._holds[store].release()
+
+
+def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
+    """Return the first rank, by its number in the job, that names each item."""
+    pairs = [(name, rank) for rank, names in enumerate(of_ranks) for name in names]
+    return dict(reversed(pairs))
 
 
 def content_of(
@@ -171,6 +185,76 @@ def _extra_states(states: States) -> dict[str, Any]:
 
 def _whole(state: str, name: str, tensor: torch.Tensor) -> TensorPart:
     return TensorPart(state, name, tuple(tensor.shape), 0, Elements(tensor.detach()))
+
+
+class Copies:
+    """Copies of one rank's parts, in memory of ``arena`` that is kept: mapping new memory takes longer than the copy.
+
+    Host tensors are copied at once. Device tensors are copied asynchronously: state that only the engine's update
+    writes, on a side stream, beside forward and backward until ``before_update``; all that others may write, on the
+    compute stream, ahead of later writes.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._stream: Any = None
+        self._event: Any = None  # of all copies on their way
+        self._reading: list[tuple[torch.Tensor, int]] = []  # what they read beside the compute, and its version
+        self._mutex, self._touched = threading.Lock(), False
+
+    def take(self, parts: list[TensorPart]) -> list[TensorPart]:
+        """Copy ``parts``; the copies are valid until the next call, and complete after ``arrive``."""
+        if self._event is not None:
+            self._event.synchronize()  # of a save that failed before it looked
+        accelerator, copies, beside = get_accelerator(), [], list[tuple[torch.Tensor, torch.Tensor]]()
+        for part, target in zip(parts, self._targets(parts), strict=True):
+            values, on_host = part.values, part.values.device.type == "cpu"
+            if part.quiet and not on_host:
+                beside.append((target, values))
+            else:
+                target.copy_(values.reshape(-1), non_blocking=not on_host)
+            copies.append(replace(part, elements=Elements(target)))
+        self._touched, self._reading = False, [(values, values._version) for _, values in beside]
+        self._stream = self._stream or accelerator.Stream()
+        self._stream.wait_stream(accelerator.current_stream())
+        try:
+            with accelerator.stream(self._stream):
+                for target, values in beside:
+                    target.copy_(values.reshape(-1), non_blocking=True)
+        finally:  # one that failed half way has copies on their way too
+            self._event = accelerator.awaited_event()
+            self._event.record(self._stream)
+        return copies
+
+    def _targets(self, parts: list[TensorPart]) -> Iterator[torch.Tensor]:
+        ends = list(itertools.accumulate(-(-part.values.nbytes // _LINE) * _LINE for part in parts))
+        if parts and not ends[-1] <= self._slab.numel() <= 2 * ends[-1]:
+            self._slab = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
+            self._slab = self._arena.empty(ends[-1], pin=True)
+        for part, start in zip(parts, [0, *ends], strict=False):
+            yield self._slab[start : start + part.values.nbytes].view(part.values.dtype)
+
+    def before_update(self) -> None:
+        """Make the compute stream wait for copies that still read: the engine is about to write their sources."""
+        if self._reading:
+            get_accelerator().current_stream().wait_event(self._event)
+            self._let_go()
+
+    def arrive(self) -> None:
+        """Wait until the copies are complete; any thread. CheckpointError if others have written the sources."""
+        self._event.synchronize()
+        self._let_go()
+        if self._touched:
+            raise CheckpointError(
+                "masters or optimizer state on the device were written by hand while a save in the background copied "
+                "them; call wait_for_checkpoint() first, or write them with safe_set_full_fp32_param and the like"
+            )
+
+    def _let_go(self) -> None:
+        with self._mutex:
+            self._touched |= any(values._version != version for values, version in self._reading)
+            self._reading = []
 
 
 def capture_rng() -> dict[str, Any]:

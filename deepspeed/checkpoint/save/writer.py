@@ -17,23 +17,22 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from deepspeed.checkpoint.agree import together
 from deepspeed.checkpoint.foreign.unpickle import save_pickled
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter, explained
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Key, Row, box_row, gaps_in, parsed, row_of, text_of
+from deepspeed.checkpoint.format.manifest import Box, Key, Row, box_row, gaps_in, parsed, row_of, text_of
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.collect import TensorPart, in_rows
-from deepspeed.checkpoint.save.content import Content
-from deepspeed.checkpoint.save.copies import Copies
+from deepspeed.checkpoint.save.content import Content, Copies
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
 from deepspeed.tier.arena import Arena
+from deepspeed.zero.regions import Span
+from deepspeed.zero.sync.failures import together
 
 _LIST = "rank_{:05d}.list"
 _DATA = "rank_{:05d}.bin"
@@ -370,7 +369,7 @@ class Saver:
             if order.extra is not None:
                 order.extra(folder, {key: row["shape"] for key, row in whole.rows.items()}, whole.facts)
             content = text_of([*whole.rows.values()], whole.files, whole.facts, crc32c)
-            folders.write_atomically(folder / MANIFEST, content)
+            folders.write_atomically(folder / folders.MANIFEST, content)
             final = folders.publish(folder, order.tag)
             if order.latest:
                 folders.write_latest(order.save_dir, order.tag)

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
+from deepspeed.checkpoint.foreign.weights import Progress, Stream, stream, total_bytes
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.weights.weights import Progress, Stream, stream, total_bytes
 
 
 class _StreamPlanner(DefaultSavePlanner):

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from deepspeed.checkpoint.load.compare import TensorRow, compare, in_memory
+from deepspeed.checkpoint.foreign.weights import Stream, shared_names, stream, total_bytes, weight_keys
+from deepspeed.checkpoint.load.compare import TensorRow, compare_tensors, in_memory
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, total_bytes, weight_keys
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.program import say
 
@@ -54,14 +54,14 @@ def _rows(first: dict[str, Stream], second: dict[str, Stream], shared: dict[str,
     with progress("diff", total_bytes(first.values())) as advance:
         for name, values in first.items():
             if name in second:
-                yield compare(values, second[name])
+                yield compare_tensors(values, second[name])
             elif not any(alias in second for alias, real in shared.items() if real == name):
                 yield TensorRow(name, "missing", "only in the first")
             advance(values.nbytes)
         for name, values in second.items():
             if name not in first:
                 real = first.get(shared.get(name, ""))
-                row = TensorRow(name, "extra", "only in the second") if real is None else compare(real, values)
+                row = TensorRow(name, "extra", "only in the second") if real is None else compare_tensors(real, values)
                 yield TensorRow(name, row.verdict, row.detail)
 
 

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
-from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.load.reader import find_and_open
-from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.weights.weights import (
+from deepspeed.checkpoint.foreign.weights import (
     open_facts,
     shared_names,
     stream,
@@ -20,6 +17,9 @@ from deepspeed.checkpoint.weights.weights import (
     with_aliases,
     write_weights,
 )
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.load.reader import find_and_open
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.observe.program import say, size

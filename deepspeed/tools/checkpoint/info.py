@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.foreign.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.format.manifest import MANIFEST
 from deepspeed.checkpoint.load.reader import find_and_open, located, read_manifest
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.observe.program import say, size
 
@@ -127,7 +126,7 @@ def audit(args: Namespace) -> int:
                 odd += 1
                 say(f"NOT PLAIN: {name} names {', '.join(names[:6])}; do not open it without weights_only=True")
             continue
-        if name == MANIFEST:
+        if name == folders.MANIFEST:
             kind = "JSON with a checksum"
         elif name in data:  # never unpickled, but an archive in its place is no tensor file either
             kind = "a pickle where tensors should be" if pickled else "raw tensors with checksums"

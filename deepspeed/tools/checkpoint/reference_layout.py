@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.foreign.sharded import Slice, column_width, columns, row_width, rows, sub_groups
-from deepspeed.checkpoint.format import names
-from deepspeed.checkpoint.format.folders import check_tag, finished, write_latest
-from deepspeed.checkpoint.load.source import Source, Wish, fill, whole
-from deepspeed.checkpoint.save.client_files import write_script
-from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.weights.weights import (
+from deepspeed.checkpoint import constants
+from deepspeed.checkpoint.foreign.optimizer_state import Slice, column_width, columns, row_width, rows, sub_groups
+from deepspeed.checkpoint.foreign.weights import (
     block_of,
     compute_dtype,
     shared_names,
@@ -29,6 +25,10 @@ from deepspeed.checkpoint.weights.weights import (
     weight_keys,
     with_aliases,
 )
+from deepspeed.checkpoint.format.folders import check_tag, finished, write_latest
+from deepspeed.checkpoint.load.source import Source, Wish, fill, whole
+from deepspeed.checkpoint.save.client_files import write_script
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.version import __version__
 
@@ -255,11 +255,12 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Callable[[], dict[str, Any]]] = {}
     for rank in range(world if layout.level == 3 else 1):
-        prefix = f"{names.ZERO_FILE_PREFIX}{rank}_" if layout.level == 3 else ""
-        files[f"{prefix}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}"] = partial(layout.model_file, rank)
-    start = names.BF16_ZERO_FILE_PREFIX if layout.dtype == torch.bfloat16 else names.ZERO_FILE_PREFIX
+        prefix = f"{constants.ZERO_FILE_PREFIX}{rank}_" if layout.level == 3 else ""
+        name = f"{prefix}{constants.MODEL_FILE_PREFIX}00{constants.MODEL_FILE_SUFFIX}"
+        files[name] = partial(layout.model_file, rank)
+    start = constants.BF16_ZERO_FILE_PREFIX if layout.dtype == torch.bfloat16 else constants.ZERO_FILE_PREFIX
     for rank in range(world if layout.level else 0):
-        name = f"{start}{rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}"
+        name = f"{start}{rank}_{constants.MODEL_FILE_PREFIX}00{constants.OPTIM_FILE_SUFFIX}"
         files[name] = partial(layout.optim_file, rank)
     with progress("export", len(files)) as advance:
         for name, make in files.items():

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from deepspeed.checkpoint.foreign.unpickle import checked
+from deepspeed.checkpoint.foreign.weights import stream, total_bytes
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.files import ChunkReader, Wanted
-from deepspeed.checkpoint.format.manifest import MANIFEST, PIECE_BYTES, Manifest
+from deepspeed.checkpoint.format.manifest import PIECE_BYTES, Manifest
 from deepspeed.checkpoint.load.reader import OwnSource, located, open_checkpoint, read_manifest
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.observe.program import say, size
 
@@ -54,7 +54,7 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
         for entry in manifest.entries.values():
             for gap in entry.faults():
                 label = "is missing" if gap.times == 0 else f"is stored {gap.times} times"
-                text = f"{MANIFEST}: elements {gap.lo} to {gap.hi} of {entry.numel}: {label}"
+                text = f"{folders.MANIFEST}: elements {gap.lo} to {gap.hi} of {entry.numel}: {label}"
                 wrong.append(f"{entry.state} of {entry.name}: {text}")
         for box, entry in sorted(boxes, key=lambda pair: (pair[0].file, pair[0].offset)):
             label, end = f"{entry.state} of {entry.name}", ends.get(box.file, box.offset)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
@@ -25,6 +24,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.param import expose
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.regions import Region, Span, runs, spans_of
 from deepspeed.zero.unit import Unit
 
 _MAPS, _SMAPS = "/proc/self/maps", "/proc/self/smaps"
@@ -60,17 +60,11 @@ class FilePart:
         boxes one after the other (None: of the whole). Raises OSError, UsageError for a file that ends early.
         """
         boxes = place.boxes if place is not None else (((0,) * len(self.shape), self.shape),)
-        file, base = os.open(self.path, os.O_RDONLY), 0
+        whole, file = Span(0, prod(self.shape)), os.open(self.path, os.O_RDONLY)
         try:
-            for start, shape in boxes:
-                numel = prod(shape)
-                first, last = max(lo, base) - base, min(lo + out.numel(), base + numel) - base
-                if first < last:
-                    span = Span(first, last, Region(start, shape))
-                    common = runs(self.shape, Span(0, prod(self.shape)), span)
-                    for window in _windows(common, self.dtype.itemsize):
-                        self._read(file, window, out, base - lo)
-                base += numel
+            for at, _, span in spans_of((Region(*box) for box in boxes), lo, lo + out.numel()):
+                for window in _windows(runs(self.shape, whole, span), self.dtype.itemsize):
+                    self._read(file, window, out, at - lo - span.lo)
         finally:
             os.close(file)
 

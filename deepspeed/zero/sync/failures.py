@@ -9,15 +9,16 @@ at the same place afterwards, with nothing in flight. docs/architecture.md has t
 import contextlib
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.errors import DivergenceError, RankFailedError, UsageError
+from deepspeed.errors import CheckpointError, DivergenceError, RankFailedError, UsageError
 from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe.log import logger
 from deepspeed.tier.behind import Worker
@@ -294,3 +295,31 @@ def break_off_all(mesh: Mesh) -> None:
     groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made)
     for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo"):
         collectives.break_off(group)
+
+
+@dataclass
+class Shared:
+    """Values to gather: ``mine`` is set by this rank; ``all`` holds every rank's, in rank order, after the body."""
+
+    mine: Any = None
+    all: Sequence[Any] = ()
+
+
+@contextlib.contextmanager
+def together(mesh: Mesh, action: str) -> Iterator[Shared]:
+    """Run the body on every rank of the job; raise an error of one on all, with rank and ``action``. Collective.
+
+    Other ranks get a CheckpointError: what ranks do together here is to save and to load.
+    """
+    shared, error = Shared(), None
+    try:
+        yield shared
+    except Exception as failure:  # whatever it is, the other ranks wait for the answer
+        error = failure
+    kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+    local = (None, shared.mine) if error is None else ((kind, str(error)), None)
+    bad, shared.all = zip(*collectives.gather_objects(local, mesh.talk), strict=True)
+    if isinstance(error, CheckpointError):
+        raise error
+    for rank, (kind, text) in ((rank, fault) for rank, fault in zip(mesh.job.ranks, bad, strict=True) if fault):
+        raise kind(f"{action} failed on {mesh.title(rank)}: {text}") from error

@@ -1,4 +1,4 @@
-"""Spans: flat elements, row-major, of a rectangular region of a global tensor; state of any layout is a set of them."""
+"""Parts of global tensors. A span is flat elements, row-major, of a rectangular region; any layout is a set of them."""
 
 import bisect
 import itertools
@@ -22,6 +22,18 @@ class Span(NamedTuple):
     lo: int
     hi: int
     region: Region | None = None
+
+
+def spans_of(regions: Iterable[Region], lo: int, hi: int) -> Iterator[tuple[int, int, Span]]:
+    """Split elements [lo, hi) of ``regions``, flattened one after the other: yield the part [lo, hi) of each, and its
+    span of the global tensor.
+    """
+    at = 0
+    for region in regions:
+        end = at + prod(region.shape)
+        if max(lo, at) < min(hi, end):
+            yield max(lo, at), min(hi, end), Span(max(lo, at) - at, min(hi, end) - at, region)
+        at = end
 
 
 def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[tuple[int, int, int]]:
@@ -62,6 +74,75 @@ def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[tuple[int, int, i
             yield first_at + skip, second_at + skip, end - skip
 
 
+def regions_of(shape: tuple[int, ...], span: Span) -> Iterator[Region]:
+    """Yield the regions of a tensor of ``shape`` that make up ``span``, in order: at most 2 * dims - 1."""
+    origin, size = span.region or Region((0,) * len(shape), shape)
+    for start, part in _rectangles(size, span.lo, span.hi):
+        yield Region(tuple(o + s for o, s in zip(origin, start, strict=True)), part)
+
+
+def _rectangles(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield start and shape of the boxes that cover elements [lo, hi), in row-major order, of an array of ``shape``."""
+    if lo >= hi:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, end = -(-lo // row), hi // row
+    if lo % row:  # the end of a row, which may be the end of the range too
+        for start, part in _rectangles(shape[1:], lo % row, min(row, hi - (first - 1) * row)):
+            yield (first - 1, *start), (1, *part)
+    if first < end:
+        yield (first, *(0 for _ in shape[1:])), (end - first, *shape[1:])
+    if hi % row and end >= first:
+        for start, part in _rectangles(shape[1:], 0, hi % row):
+            yield (end, *start), (1, *part)
+
+
+def common(one: Region, two: Region) -> Region | None:
+    """Return the intersection of two regions; None when it is empty."""
+    start, shape = list[int](), list[int]()
+    for s, n, t, m in zip(*one, *two, strict=True):
+        lo, hi = max(s, t), min(s + n, t + m)
+        if lo >= hi:
+            return None
+        start.append(lo)
+        shape.append(hi - lo)
+    return Region(tuple(start), tuple(shape))
+
+
+def without(region: Region, part: Region) -> Iterator[Region]:
+    """Yield ``region`` without ``part``, which lies inside, as at most 2 * dims regions."""
+    start, shape = list(region.start), list(region.shape)
+    for dim, (lo, n) in enumerate(zip(*part, strict=True)):
+        for begin, size in ((start[dim], lo - start[dim]), (lo + n, start[dim] + shape[dim] - lo - n)):
+            if size > 0:
+                yield Region((*start[:dim], begin, *start[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :]))
+        start[dim], shape[dim] = lo, n
+
+
+def cut(region: Region, most: int) -> Iterator[Region]:
+    """Split ``region`` into regions of at most ``most`` elements."""
+    dim = next((d for d, n in enumerate(region.shape) if n > 1), None)
+    if prod(region.shape) <= most or dim is None:
+        yield region
+        return
+    rows = max(1, most // prod(region.shape[dim + 1 :]))
+    for at in range(0, region.shape[dim], rows):
+        n = min(rows, region.shape[dim] - at)
+        start = (*region.start[:dim], region.start[dim] + at, *region.start[dim + 1 :])
+        yield from cut(Region(start, (*region.shape[:dim], n, *region.shape[dim + 1 :])), most)
+
+
+def apart(regions: Iterable[Region]) -> bool:
+    """Tell whether no two of ``regions``, which are distinct, have an element in common."""
+    return all(
+        any(s + n <= t or t + m <= s for s, n, t, m in zip(*one, *two, strict=True))
+        for one, two in itertools.combinations(regions, 2)
+    )
+
+
 class Gap(NamedTuple):
     """Elements [lo, hi) of a tensor that are covered by none (``times`` 0) or by several spans."""
 
@@ -75,11 +156,7 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
     by_region: dict[Region, list[tuple[int, int]]] = {}
     for span in spans:
         by_region.setdefault(span.region or Region((0,) * len(shape), shape), []).append((span.lo, span.hi))
-    apart = all(
-        any(s + n <= t or t + m <= s for s, n, t, m in zip(*one, *two, strict=True))
-        for one, two in itertools.combinations(by_region, 2)
-    )
-    tiled = apart and sum(prod(region.shape) for region in by_region) == prod(shape)
+    tiled = apart(by_region) and sum(prod(region.shape) for region in by_region) == prod(shape)
     if tiled and not any(faults(prod(region.shape), flat) for region, flat in by_region.items()):
         return []  # without counting rows, of which there may be millions
     everything = Span(0, _LARGEST)  # what lies behind the end is a fault too

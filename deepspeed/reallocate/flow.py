@@ -13,23 +13,25 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from deepspeed.checkpoint.format.boxes import Region, Span
-from deepspeed.checkpoint.weights.resting import FlowTensor, RestingWeights
-from deepspeed.checkpoint.weights.weights import plan_shards
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
+from deepspeed.reallocate.moves import holders
+from deepspeed.reallocate.resting import FlowTensor, RestingWeights
 from deepspeed.tier.transfer import Transfer
+from deepspeed.zero.regions import Region, Span
 
 _MESSAGE_BYTES = 32 << 20
 _ALIGNED = 16  # bytes between the pieces of a message: any dtype may be there
 
 Bucket = list[tuple[str, torch.Tensor]]
+Item = TypeVar("Item")
 
 
 class FlowPiece(NamedTuple):
@@ -48,26 +50,34 @@ class Parcel:
     unpack: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] = field(default=lambda tensors: tensors)
 
 
+def plan_shards(
+    items: Sequence[Item], max_bytes: int | None, nbytes: Callable[[Item], int] = attrgetter("nbytes")
+) -> list[list[Item]]:
+    """Split ``items``, in order, into shards of ``max_bytes`` (None: one shard); larger items get their own shard."""
+    shards, filled = [list[Item]()], 0
+    for item in items:
+        if shards[-1] and max_bytes is not None and filled + nbytes(item) > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += nbytes(item)
+    return shards
+
+
 def sources(name: str, entries: Sequence[FlowTensor | None], target: int | None) -> list[FlowPiece]:
-    """List the senders of a tensor's elements, each element once; -1: ``target`` has them. ``entries``: by member."""
-    if target is None and len(entries) and all(entry == entries[0] for entry in entries):
-        return [FlowPiece(-1, name, span) for span in (entries[0].spans if entries[0] is not None else ())]
-    missing: dict[Region | None, list[tuple[int, int]]] = {}
+    """List the senders of a tensor's elements, each element once; -1: ``target`` has them, or without one everybody.
+
+    ``entries``: by member.
+    """
+    has = {member: entry.spans for member, entry in enumerate(entries) if entry is not None}
+    shape = next(entry.shape for entry in entries if entry is not None)
+    regions = dict.fromkeys(span.region for spans in has.values() for span in spans)
+    whole = [Span(0, prod(shape if region is None else region.shape), region) for region in regions]
     pieces = []
-    for member in sorted(range(len(entries)), key=lambda member: (member != target, member)):
-        entry = entries[member]
-        for lo, hi, region in entry.spans if entry is not None else ():
-            whole = prod(region.shape if region is not None else entry.shape)  # type: ignore[union-attr]
-            still = []
-            for start, stop in missing.get(region, [(0, whole)]):
-                begin, end = max(lo, start), min(hi, stop)
-                if begin < end:
-                    pieces.append(FlowPiece(-1 if member == target else member, name, Span(begin, end, region)))
-                    still += [gap for gap in ((start, begin), (end, stop)) if gap[0] < gap[1]]
-                else:
-                    still.append((start, stop))
-            missing[region] = still
-    assert not any(missing.values()), f"no rank has all of {name}: {missing}"
+    for span, members in holders(shape, whole, has):
+        assert members, f"no rank has {span} of {name}"
+        has_all = len(members) == len(entries) if target is None else target in members
+        pieces.append(FlowPiece(-1 if has_all else min(members), name, span))
     return pieces
 
 

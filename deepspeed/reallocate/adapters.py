@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.weights.flow import Parcel
 from deepspeed.errors import UsageError
+from deepspeed.reallocate.flow import Parcel
 from deepspeed.zero.param import castable, is_composed
 
 _PREFIX = "base_model.model."

@@ -1,26 +1,32 @@
 """The weights of a model: as streams of pieces of tensors, and as files of safetensors or torch, whole or absent."""
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import nn
 
 from deepspeed.checkpoint.format.folders import finished, sync, temporary_for, write_atomically
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill
 from deepspeed.config.model.values import byte_count
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
+from deepspeed.observe.log import log_dist
+from deepspeed.reallocate.flow import Parcel, WeightFlow, plan_shards
+from deepspeed.zero.module.state import whole_shape
 
 Progress = Callable[[int], None]
-Item = TypeVar("Item")
+Tensors = dict[str, torch.Tensor]
 _CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
 _PIECE = 8 << 20  # elements that are copied at once
 _NAMES = {
@@ -157,20 +163,6 @@ def torch_file(
             yield write
 
 
-def plan_shards(
-    items: Sequence[Item], max_bytes: int | None, nbytes: Callable[[Item], int] = attrgetter("nbytes")
-) -> list[list[Item]]:
-    """Split ``items``, in order, into shards of ``max_bytes`` (None: one shard); larger items get their own shard."""
-    shards, filled = [list[Item]()], 0
-    for item in items:
-        if shards[-1] and max_bytes is not None and filled + nbytes(item) > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(item)
-        filled += nbytes(item)
-    return shards
-
-
 def _write_index(
     path: Path, shards: Mapping[str, Sequence[Stream]], aliases: Mapping[str, str], *, nbytes: int
 ) -> None:
@@ -252,3 +244,47 @@ def _write_safetensors(file: BinaryIO, streams: Sequence[Stream], progress: Prog
     for chunk in (chunk for s in ordered for chunk in s.chunks()):
         file.write(chunk.view(torch.uint8).numpy().data)
         progress(chunk.nbytes)
+
+
+# -- a folder for from_pretrained ------------------------------------------------------------------------------------
+def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Parcel], Tensors]:
+    """Name ``tensors`` as the files of ``module`` do (see ``save_pretrained``); return parcels and meta tensors."""
+    ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    kept = [name for name in tensors if name not in ignored]
+    empty = {n: torch.empty(whole_shape(tensors[n]), dtype=tensors[n].dtype, device="meta") for n in kept}
+    revert: Callable[..., Tensors] | None = None
+    if hasattr(module, "base_model_prefix"):  # a model of transformers, which is imported then
+        revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    if revert is not None:
+        try:
+            reverted = [revert(module, {name: values}) for name, values in empty.items()]
+            made = {name: values for tensors in reverted for name, values in tensors.items()}
+            if made.keys() == set(revert(module, empty)):
+                return [Parcel((name,), functools.partial(revert, module)) for name in kept], made
+        except Exception as error:  # whatever a conversion makes of tensors without values
+            log_dist(f"save_pretrained: {error}", level=logging.DEBUG)
+        log_dist(
+            f"save_pretrained: weights of {type(module).__name__} are written as the model has them, not as its files "
+            "had them, which would take several at a time; from_pretrained reads both"
+        )
+    return [Parcel((name,)) for name in kept], empty
+
+
+def write_pretrained(
+    saver: Callable[..., Any] | None, folder: Path, flow: WeightFlow, outputs: Tensors, *, max_shard_size: int | str
+) -> None:
+    """Write ``outputs`` (names, dtypes, shapes) from ``flow``; the files without weights are written by ``saver``."""
+    arrived: Tensors = {}
+
+    def read(name: str, start: int, out: torch.Tensor) -> None:
+        while name not in arrived:
+            arrived.update(next(flow))
+        values = arrived[name].reshape(-1)
+        out.copy_(values[start : start + out.numel()])
+        if start + out.numel() == values.numel():
+            del arrived[name]
+
+    streams = [Stream(n, t.dtype, tuple(t.shape), functools.partial(read, n)) for n, t in outputs.items()]
+    if saver is not None:
+        saver(folder, state_dict={})
+    write_weights(streams, folder, safetensors=True, max_shard_size=max_shard_size)

@@ -5,6 +5,7 @@ import contextlib
 import glob
 import logging
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.format import names
+from deepspeed.checkpoint import constants
+from deepspeed.checkpoint.foreign.weights import Stream, shared_names, stream, weight_keys, with_aliases, write_weights
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys, with_aliases, write_weights
 from deepspeed.observe.log import logger
 from deepspeed.observe.program import guarded
 
@@ -123,8 +124,8 @@ def load_state_dict_from_zero_checkpoint(
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
     """Return the first rank's model-state file in a tag's folder. Raises FileNotFoundError."""
-    rank = f"{names.ZERO_FILE_PREFIX}0_" if zero_stage > 2 else ""
-    path = _existing(checkpoint_dir) / f"{rank}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}"
+    rank = f"{constants.ZERO_FILE_PREFIX}0_" if zero_stage > 2 else ""
+    path = _existing(checkpoint_dir) / f"{rank}{constants.MODEL_FILE_PREFIX}00{constants.MODEL_FILE_SUFFIX}"
     if not path.exists():
         raise FileNotFoundError(f"there is no model-state file {path}")
     return str(path)
@@ -135,17 +136,18 @@ def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]
     paths = glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern))
     if not paths:
         raise FileNotFoundError(f"there is no file {glob_pattern} in {os.fspath(checkpoint_dir)}")
-    return sorted(paths, key=names.natural_order)
+    # rank 10 comes after rank 9
+    return sorted(paths, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path)])
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """Return the optimizer-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    return get_checkpoint_files(checkpoint_dir, f"*{names.OPTIM_FILE_SUFFIX}")
+    return get_checkpoint_files(checkpoint_dir, f"*{constants.OPTIM_FILE_SUFFIX}")
 
 
 def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
     """Return the model-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    return get_checkpoint_files(checkpoint_dir, f"*{names.MODEL_FILE_SUFFIX}")
+    return get_checkpoint_files(checkpoint_dir, f"*{constants.MODEL_FILE_SUFFIX}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

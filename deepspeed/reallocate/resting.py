@@ -7,19 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.format.boxes import Region, Span
-from deepspeed.checkpoint.save.collect import regions
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
 from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.module.state import segment_of
 from deepspeed.zero.param import local_of, place_of
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.regions import Region, Span
 from deepspeed.zero.unit import Unit
 
 _OPEN_AT_ONCE = 4  # shards of drives in memory
 
-_Runs = list[tuple[int, int, int, Region | None]]
+_Spot = tuple[Span, int]  # what rests here, and the index in the local tensor where it begins
 
 
 class FlowTensor(NamedTuple):
@@ -43,11 +42,10 @@ class RestingWeights:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, write: bool = False) -> None:
         self._tensors, self._write = tensors, write
         self._opened: dict[Unit, tuple[contextlib.AbstractContextManager[torch.Tensor], torch.Tensor]] = {}
-        self._at: dict[str, list[tuple[Span, int]]] = {}
+        self._at: dict[str, list[_Spot]] = {}
         self.entries: dict[str, FlowTensor] = {}
         for name, tensor in tensors.items():
-            dtype, shape, runs = _at_rest(name, tensor)
-            self._at[name] = [(Span(start, start + hi - lo, region), lo) for lo, hi, start, region in runs if lo < hi]
+            dtype, shape, self._at[name] = _at_rest(name, tensor)
             self.entries[name] = FlowTensor(dtype, shape, tuple(span for span, _ in self._at[name]))
 
     def span(self, name: str, span: Span) -> torch.Tensor:
@@ -96,13 +94,11 @@ class RestingWeights:
             self._opened = {}
 
 
-def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], _Runs]:
-    """Return the dtype at rest, the global shape, and runs as in ``collect.regions``. UsageError for some DTensors."""
+def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[_Spot]]:
+    """Return the dtype at rest, the global shape, and what rests here. UsageError for some DTensors."""
     if (unit := getattr(tensor, "_ds_unit", None)) is not None:
         segment = segment_of(tensor)
-        lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
-        ours = list(regions(segment, lo - segment.offset, hi - segment.offset)) if lo < hi else []
-        return unit.shard.dtype, segment.whole_shape, ours
+        return unit.shard.dtype, segment.whole_shape, _spots(segment, *unit.range_of(StateKind.PARAM))
     if hasattr(tensor, "placements"):  # a DTensor of the client's
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         if mesh.ndim != 1 or any(p.is_partial() for p in tensor.placements):
@@ -111,13 +107,14 @@ def _at_rest(name: str, tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, .
                 "axis of a mesh, in parts or replicated, can be moved"
             )
         place: Place = place_of(tensor, name, AxisGroup(None, mesh.size(), mesh.get_local_rank(0), (), ""))  # type: ignore[arg-type]
-        return tensor.dtype, place.shape, _runs_of(name, place)
+        return tensor.dtype, place.shape, _spots(Segment(name, place.size, 0).at(place))
     part = getattr(tensor, "tp_place", None)
     if isinstance(part, Place) and tuple(tensor.shape) == part.size:  # which an engine has left
-        return tensor.dtype, part.shape, _runs_of(name, part)
-    return tensor.dtype, tuple(tensor.shape), [(0, tensor.numel(), 0, None)]
+        return tensor.dtype, part.shape, _spots(Segment(name, part.size, 0).at(part))
+    return tensor.dtype, tuple(tensor.shape), _spots(Segment(name, tuple(tensor.shape), 0))
 
 
-def _runs_of(name: str, place: Place) -> _Runs:
-    segment = Segment(name, place.size, 0).at(place)
-    return list(regions(segment, 0, segment.numel))
+def _spots(segment: Segment, start: int = 0, stop: int | None = None) -> list[_Spot]:
+    """Return the spans of the global tensor in the flat range [start, stop), and where each begins in the local one."""
+    spans = segment.spans(start, segment.stop if stop is None else stop)
+    return [(span, lo - segment.offset) for lo, _, span in spans]

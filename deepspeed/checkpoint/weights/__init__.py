@@ -1,1 +1,0 @@
-"""Weights in and out: one file or several, of safetensors or of torch."""
