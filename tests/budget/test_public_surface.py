@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import deepspeed
+from tests.harness.rows import for_each
 
 
 def _words(text: str) -> list[str]:
@@ -142,12 +143,12 @@ HEAVY += ("torch.distributed.elastic", "torch.distributed.run", "torch.utils.cpp
 HEAVY += ("matplotlib", "triton", "transformers", "tqdm", "pandas", "cpuinfo", "safetensors", "multiprocessing.pool")
 
 
-@pytest.mark.parametrize("name", TOP_LEVEL)
+@for_each("name", TOP_LEVEL)
 def test_top_level_name(name: str) -> None:
     assert hasattr(deepspeed, name)
 
 
-@pytest.mark.parametrize("path", ATTRIBUTE_PATHS)
+@for_each("path", ATTRIBUTE_PATHS)
 def test_reached_by_attribute(path: str) -> None:
     probe = f"import deepspeed; deepspeed.{path}"
     value: object = deepspeed
@@ -156,7 +157,7 @@ def test_reached_by_attribute(path: str) -> None:
     assert value is not None, probe
 
 
-@pytest.mark.parametrize("line", MODULES)
+@for_each("line", MODULES)
 def test_module_names(line: str) -> None:
     module, _, names = line.partition(": ")
     loaded = importlib.import_module(module)

@@ -1,8 +1,9 @@
 """Cases: what to train, how, and what happens meanwhile. A case follows from a seed and a number of ranks alone."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 CPU = {"device": "cpu"}
@@ -95,6 +96,25 @@ class Case:
                 said.append(f"  update {number}: {_said(micro.before)}[{micro.how}]{_said(micro.after)}")
             said += [f"  behind it: {_said(window.between)}"] if window.between else []
         return said
+
+
+def features(case: Case) -> set[Hashable]:
+    """Collect what a case shows: every setting and event by its name, and every pair of the settings that decide where
+    states are, in which precision, and when they are updated.
+    """
+    places = {key: case.zero.get(key, {}).get("device", "") for key in ("offload_optimizer", "offload_param")}
+    pairs = {"front": case.front, "stage": case.stage, "dtype": case.dtype, "late": case.late, **places}
+    names = ("optimizer", "groups", "schedule", "tokens", "outputs", "cells", "born")
+    found: set[Hashable] = {*pairs.items(), *combinations(pairs.items(), 2)}
+    found |= {(name, getattr(case, name)) for name in names}
+    found |= {("layer", layer) for layer in case.layers}
+    found |= {("key", key) for key in (*case.zero, *case.top, *case.top.get("rule", ()))}
+    for window in case.windows:
+        found |= {("between", event.name) for event in window.between}
+        for micro in window.micros:
+            found |= {("how", micro.how), *(("before", event.name) for event in micro.before)}
+            found |= {("after", event.name) for event in micro.after}
+    return found
 
 
 def _events(part: Micro | Window) -> tuple[Event, ...]:

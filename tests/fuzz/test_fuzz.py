@@ -3,9 +3,13 @@
 import pytest
 
 from tests.fuzz.__main__ import difference
-from tests.fuzz.draw import draw
+from tests.fuzz.draw import draw, features
+from tests.harness.exhaustive import cover
 from tests.harness.pool import RankPool
 
+SEEDS = range(60)
+# ``make test`` runs the cases that together have every feature of all of them.
+COVERING = cover([features(draw(seed, 2)) for seed in SEEDS])
 AT_ONCE = 20
 MORE = {1: 300, 2: 1000, 3: 300, 4: 400}
 
@@ -17,7 +21,9 @@ def _check(pool: RankPool, ranks: int, seed: int) -> None:
         pytest.fail("\n".join([f"{again}   (which looks for a smaller case)", *case.lines(), told]), pytrace=False)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [seed if seed in COVERING else pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS]
+)
 def test_a_drawn_case_trains_as_plain_torch(pool2: RankPool, seed: int) -> None:
     _check(pool2, 2, seed)
 

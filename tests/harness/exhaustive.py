@@ -4,7 +4,7 @@ What stays runs the settings that differ most: the lowest and the highest stage,
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 from itertools import combinations
 
 CORNERS: dict[str, str] = {
@@ -326,9 +326,14 @@ def covering(rows: Sequence[tuple[object, ...]]) -> set[int]:
         {(chosen, tuple(column[row] for column in chosen)) for size in sizes for chosen in combinations(columns, size)}
         for row in range(len(rows))
     ]
-    kept, missing = set[int](), set().union(*wanted)
+    return cover(wanted)
+
+
+def cover(features: Sequence[Set[Hashable]]) -> set[int]:
+    """Choose positions of rows that together have every feature, greedily, the row with the most that is new first."""
+    kept, missing = set[int](), set[Hashable]().union(*features)
     while missing:
-        best = max(range(len(rows)), key=lambda row: (len(wanted[row] & missing), -row))
+        best = max(range(len(features)), key=lambda row: (len(features[row] & missing), -row))
         kept.add(best)
-        missing -= wanted[best]
+        missing -= features[best]
     return kept

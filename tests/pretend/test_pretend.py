@@ -41,11 +41,11 @@ def _environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "", **more}
 
 
-def run(folder: Path, *jobs: str) -> dict[str, Any]:
+def run(folder: Path, *jobs: str, limit_s: int = LIMIT_S) -> dict[str, Any]:
     """What each job of tests/pretend/cases.py answers, from one process."""
     out = folder / "found.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.pretend", str(out), *jobs]
-    ended = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=limit_s)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return dict(json.loads(out.read_text()))
 
@@ -56,15 +56,31 @@ def _chosen(request: pytest.FixtureRequest, test: str, name: str) -> list[str]:
     return list(dict.fromkeys(item.callspec.params[name] for item in items))  # type: ignore[attr-defined]
 
 
-CELLS = [(place, order, "fp32") for place in PLACES for order in ORDERS]
-CELLS += [(place, "late", dtype) for place in PLACES for dtype in ("bf16", "fp16")]
+# What a test asks of the process without a parameter. First, as one of them wants a device that nobody has asked about.
+ALONE = {
+    "test_no_thread_asks": "foreign devices",
+    "test_a_parameter_without_elements": "empty parameter",
+    "test_who_writes_to_masters": "edited masters",
+}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    jobs = [f"train {cell}" for cell in _chosen(request, "test_training_is_that", "cell")]
-    jobs += [job for dtype in ("bf16", "fp16") if (job := f"train 0 late {dtype}") not in jobs]
-    return run(tmp_path_factory.mktemp("trained"), "plain", *jobs)
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Run the jobs of all tests that run now in one process; faults are planted last."""
+    names = [item.name for item in request.session.items if item.path == request.path]
+    jobs = [job for test, job in ALONE.items() if any(name.startswith(test) for name in names)]
+    trained = _chosen(request, "test_training_is_that", "cell")
+    if trained:
+        jobs += ["plain", *(f"train {cell}" for cell in trained), *(f"train 0 late {dtype}" for dtype in HALVES)]
+    for place, order, dtype in (cell.rsplit(" ", 2) for cell in _chosen(request, "test_updates_beside", "cell")):
+        jobs += [f"train {place} {when} {dtype}" for when in ("now", order)]
+    jobs += [f"without {call}" for call in _chosen(request, "test_a_wait", "call")]
+    return run(tmp_path_factory.mktemp("found"), *dict.fromkeys(jobs), limit_s=3 * LIMIT_S)
+
+
+HALVES = ("bf16", "fp16")
+CELLS = [(place, order, "fp32") for place in PLACES for order in ORDERS]
+CELLS += [(place, "late", dtype) for place in PLACES for dtype in HALVES]
 
 
 @pytest.mark.parametrize(
@@ -74,23 +90,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         for cell in CELLS
     ],
 )
-def test_training_is_that_of_plain_pytorch_however_late_the_device_is(cell: str, trained: dict[str, Any]) -> None:
-    found, dtype = trained[f"train {cell}"], cell.rpartition(" ")[2]
-    assert isinstance(found, list), found
-    expected = trained["plain" if dtype == "fp32" else f"train 0 late {dtype}"]
+def test_training_is_that_of_plain_pytorch_however_late_the_device_is(cell: str, found: dict[str, Any]) -> None:
+    losses, dtype = found[f"train {cell}"], cell.rpartition(" ")[2]
+    assert isinstance(losses, list), losses
+    expected = found["plain" if dtype == "fp32" else f"train 0 late {dtype}"]
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
-    assert found == pytest.approx(expected, rel=tolerance, abs=tolerance)
+    assert losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
 LATE_CELLS = [(place, order, "fp32") for place in LATE for order in ORDERS]
-LATE_CELLS += [(place, "late", dtype) for place in LATE for dtype in ("bf16", "fp16")]
-
-
-@pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    cells = [cell.rsplit(" ", 2) for cell in _chosen(request, "test_updates_beside", "cell")]
-    jobs = [f"train {place} {when} {dtype}" for place, order, dtype in cells for when in ("now", order)]
-    return run(tmp_path_factory.mktemp("late"), *dict.fromkeys(jobs))
+LATE_CELLS += [(place, "late", dtype) for place in LATE for dtype in HALVES]
 
 
 @pytest.mark.parametrize(
@@ -100,27 +109,20 @@ def late(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         for cell in LATE_CELLS
     ],
 )
-def test_updates_beside_later_steps_change_no_bit_however_late_the_device_is(cell: str, late: dict[str, Any]) -> None:
+def test_updates_beside_later_steps_change_no_bit_however_late_the_device_is(cell: str, found: dict[str, Any]) -> None:
     place, _, dtype = cell.rsplit(" ", 2)
-    found = late[f"train {cell}"]
-    assert isinstance(found, list), found
-    assert found == late[f"train {place} now {dtype}"]
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run(
-        tmp_path_factory.mktemp("planted"), *(f"without {call}" for call in _chosen(request, "test_a_wait", "call"))
-    )
+    losses = found[f"train {cell}"]
+    assert isinstance(losses, list), losses
+    assert losses == found[f"train {place} now {dtype}"]
 
 
 @pytest.mark.parametrize(
     "call", [call if call in QUICK_PLANTS else pytest.param(call, marks=EXHAUSTIVE) for call in PLANTED]
 )
-def test_a_wait_that_is_missing_gives_other_numbers(call: str, planted: dict[str, Any]) -> None:
-    found = planted[f"without {call}"]
-    assert isinstance(found, dict), found
-    assert set(found.values()) != {"equal"}
+def test_a_wait_that_is_missing_gives_other_numbers(call: str, found: dict[str, Any]) -> None:
+    places = found[f"without {call}"]
+    assert isinstance(places, dict), places
+    assert set(places.values()) != {"equal"}
 
 
 def two_ranks(folder: Path, *jobs: str) -> list[dict[str, Any]]:
@@ -150,22 +152,22 @@ def test_collectives_that_return_at_once_train_as_plain_pytorch(places: tuple[st
             assert found[f"train {place} late fp32"] == pytest.approx(found["plain"], rel=1e-5, abs=1e-5), place
 
 
-def test_a_parameter_without_elements_trains_in_16_bits(tmp_path: Path) -> None:
-    found = run(tmp_path, "empty parameter")["empty parameter"]
-    assert isinstance(found, dict), found
-    for dtype, (losses, without) in found.items():
+def test_a_parameter_without_elements_trains_in_16_bits(found: dict[str, Any]) -> None:
+    dtypes = found["empty parameter"]
+    assert isinstance(dtypes, dict), dtypes
+    for dtype, (losses, without) in dtypes.items():
         assert losses == without, dtype
 
 
-def test_no_thread_asks_about_a_device_that_is_not_its_own(tmp_path: Path) -> None:
+def test_no_thread_asks_about_a_device_that_is_not_its_own(found: dict[str, Any]) -> None:
     """A real device would make a context for it, half a gigabyte on the first of each machine."""
-    assert run(tmp_path, "foreign devices")["foreign devices"] == []
+    assert found["foreign devices"] == []
 
 
-def test_who_writes_to_masters_does_not_meet_their_copies_to_the_device(tmp_path: Path) -> None:
-    found = run(tmp_path, "edited masters")["edited masters"]
-    assert isinstance(found, dict), found
-    for place, (late, at_once) in found.items():
+def test_who_writes_to_masters_does_not_meet_their_copies_to_the_device(found: dict[str, Any]) -> None:
+    places = found["edited masters"]
+    assert isinstance(places, dict), places
+    for place, (late, at_once) in places.items():
         assert late == at_once, place
 
 

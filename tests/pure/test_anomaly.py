@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed.observe.anomaly import AnomalyWatch
+from tests.harness.rows import for_each
 
 
 def told(losses: list[float], norms: list[float] | None = None, window: int = 100) -> list[str]:
@@ -19,7 +20,7 @@ def noisy(count: int, seed: int, share: float = 0.05) -> list[float]:
     return [1 + share * float(x) for x in torch.randn(count, generator=generator)]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_ordinary_training_is_not_remarked_on(seed: int) -> None:
     """A loss that falls from 10 to 2 with noise, and a norm that falls by ten and doubles now and then."""
     noise = noisy(2000, seed)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
+from tests.harness.rows import for_each
 
 ADAMW_AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 WARMUP_AUTO = {
@@ -251,7 +252,7 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@for_each("name", ACCEPTED)
 def test_accepted(name: str) -> None:
     before = copy.deepcopy(ACCEPTED[name])
     config = load_config(ACCEPTED[name], world_size=2)

@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 from deepspeed.config.model.settings import all_keys
 from deepspeed.config.model.values import FrozenDict, Support, dtype_name
+from tests.harness.rows import for_each
 from tests.pure.test_config_table import EXTENSIONS
 
 BLOCKS = {
@@ -170,7 +171,7 @@ def test_every_key_of_these_groups_is_here() -> None:
     assert set(KEYS) == wanted == set(SERVICES) - EXTENSIONS
 
 
-@pytest.mark.parametrize("path", TYPED)
+@for_each("path", TYPED)
 def test_default(path: str) -> None:
     entry = TYPED[path]
     if "layer_specs[]" in path:
@@ -195,7 +196,7 @@ def test_default(path: str) -> None:
         assert value == entry["default"] and type(value) is type(entry["default"])
 
 
-@pytest.mark.parametrize("path", TYPED)
+@for_each("path", TYPED)
 def test_another_value_is_taken_as_written(path: str) -> None:
     value = other_value(TYPED[path])
     result = found(parse(path, value), path)
@@ -203,7 +204,7 @@ def test_another_value_is_taken_as_written(path: str) -> None:
     assert type(plain(result)) is type(value)
 
 
-@pytest.mark.parametrize("path", [path for path, entry in TYPED.items() if entry.get("allowed")])
+@for_each("path", [path for path, entry in TYPED.items() if entry.get("allowed")])
 def test_every_allowed_value_is_taken(path: str) -> None:
     for item in TYPED[path]["allowed"]:
         value = [item] if "list" in TYPED[path]["type"] else item
@@ -242,7 +243,7 @@ def absent_when_null(path: str) -> bool:
     return "." not in path or path in BLOCKS
 
 
-@pytest.mark.parametrize("path", TYPED)
+@for_each("path", TYPED)
 def test_a_wrong_type_is_refused_by_its_path(path: str) -> None:
     for value in wrong_values(TYPED[path]):
         if value is None and absent_when_null(path):
@@ -255,7 +256,7 @@ COUNTED = [path for path, entry in TYPED.items() if "int" in kinds(entry)]
 MINUS_ONE = {"flops_profiler.module_depth"}
 
 
-@pytest.mark.parametrize("path", COUNTED)
+@for_each("path", COUNTED)
 def test_sizes_and_counts_are_not_negative(path: str) -> None:
     text = refused(path, -2 if path in MINUS_ONE else -1)
     assert f"{written(path)} must be" in text and "-" in text
@@ -269,7 +270,7 @@ def test_documented_ranges(path: str) -> None:
     assert f"{path} must be" in refused(path, lowest - 1)
 
 
-@pytest.mark.parametrize("path", [path for path, entry in TYPED.items() if entry.get("auto_runtime") == "unset"])
+@for_each("path", [path for path, entry in TYPED.items() if entry.get("auto_runtime") == "unset"])
 def test_auto_is_the_default_where_the_format_says_so(path: str) -> None:
     config, default = parse(path, "auto"), load_config({"train_batch_size": 1}, world_size=1)
     assert found(config, path) == found(default, path)
@@ -288,12 +289,12 @@ NO_AUTO = [
 ]
 
 
-@pytest.mark.parametrize("path", NO_AUTO)
+@for_each("path", NO_AUTO)
 def test_auto_is_an_error_elsewhere(path: str) -> None:
     assert written(path) in refused(path, "auto")
 
 
-@pytest.mark.parametrize("head", sorted({path.split(".")[0] for path in TYPED}))
+@for_each("head", sorted({path.split(".")[0] for path in TYPED}))
 def test_null_blocks_are_absent(head: str) -> None:
     plainly = load_config({"train_batch_size": 1}, world_size=1)
     assert getattr(load_config({"train_batch_size": 1, head: None}, world_size=1), head) == getattr(plainly, head)
@@ -498,7 +499,7 @@ def test_what_clients_always_write_asks_for_nothing(client: str) -> None:
 WANTS = [path for path, key in SERVICES.items() if key.support is Support.NOT_YET and not key.gate]
 
 
-@pytest.mark.parametrize("path", WANTS)
+@for_each("path", WANTS)
 def test_asking_for_what_is_missing_is_one_sentence(path: str) -> None:
     value = "FAIL" if path == "checkpoint.tag_validation" else other_value(KEYS[path])
     with pytest.raises(
@@ -508,7 +509,7 @@ def test_asking_for_what_is_missing_is_one_sentence(path: str) -> None:
     assert path in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "path",
     [p for p, key in SERVICES.items() if key.gate and "<" not in p and not p.startswith(f"{key.gate}.")],
 )

@@ -16,6 +16,7 @@ from deepspeed.config.model.settings import all_keys, declared_fields
 from deepspeed.config.model.spelling import REMOVED_KEYS, SPELLED
 from deepspeed.config.parse import plain_json
 from deepspeed.tools.config.cli import STARTERS
+from tests.harness.rows import for_each
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def _kinds(schema: dict[str, Any]) -> set[str]:
     return out
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "kinds"),
     [
         ("train_batch_size", {"integer", "null", "string"}),
@@ -202,7 +203,7 @@ def test_valid_files_pass_the_schema(name: str) -> None:
     assert [f"{'.'.join(map(str, fault.path))}: {fault.message}" for fault in checker(SCHEMA).iter_errors(data)] == []
 
 
-@pytest.mark.parametrize("name", INVALID)
+@for_each("name", INVALID)
 def test_invalid_files_fail_in_the_parser_and_in_the_schema(name: str) -> None:
     with pytest.raises(DeepSpeedConfigError):
         load_config(copy.deepcopy(INVALID[name]), world_size=1)

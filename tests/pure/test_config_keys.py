@@ -14,6 +14,7 @@ from deepspeed.config import (
     load_config,
 )
 from deepspeed.observe.log import logger
+from tests.harness.rows import for_each
 
 
 def load(world_size: int = 1, *, lenient: bool = False, **keys: object) -> DeepSpeedConfig:
@@ -347,7 +348,7 @@ def test_documented_key_without_reader(warnings: pytest.LogCaptureFixture) -> No
     assert "zero_optimization.grad_hooks is described in published documentation" in warnings.text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keys", "text"),
     [
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be less than or equal to 3, not 4"),

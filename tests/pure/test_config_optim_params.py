@@ -39,6 +39,7 @@ from deepspeed.optim.rules import (
     FusedLamb,
     FusedLion,
 )
+from tests.harness.rows import for_each
 
 CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 
@@ -242,7 +243,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("part", "name", "params", "text"), REFUSED)
+@for_each(("part", "name", "params", "text"), REFUSED)
 def test_refused(part: str, name: str, params: dict[str, Any], text: str) -> None:
     found = faults(part, name, **params)
     assert len(found) == 1 and text in found[0] and found[0].startswith(part)
@@ -289,7 +290,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("part", "name", "params"), ACCEPTED)
+@for_each(("part", "name", "params"), ACCEPTED)
 def test_accepted(part: str, name: str, params: dict[str, Any]) -> None:
     found = getattr(load(part, name, **params), part).params
     assert set(found) == set(params)
@@ -354,7 +355,7 @@ def test_params_are_read_only() -> None:
     ] == [0.9, 0.99]
 
 
-@pytest.mark.parametrize("path", sorted(PARAM_FIELDS))
+@for_each("path", sorted(PARAM_FIELDS))
 def test_defaults_are_in_order_and_odd_values_are_not(path: str) -> None:
     part, _, name = path.split(".")
     block, default = PARAM_BLOCKS[part], PARAM_FIELDS[path].default

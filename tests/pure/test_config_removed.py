@@ -12,6 +12,7 @@ import pytest
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.spelling import REMOVED_KEYS, REMOVED_OPTIMIZERS, removed_key, removed_parts, says_off
 from deepspeed.observe.log import logger
+from tests.harness.rows import for_each
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 # The reference gave these up; here shard groups of this size exist.
@@ -52,7 +53,7 @@ def test_the_list_is_whole() -> None:
     assert [path for path in REMOVED if removed_key(path) is None and path not in KEPT] == []
 
 
-@pytest.mark.parametrize("path", sorted(set(REMOVED) - KEPT))
+@for_each("path", sorted(set(REMOVED) - KEPT))
 def test_removed_keys_name_the_replacement(path: str) -> None:
     kind = REMOVED[path]["type"].split("|")[0].partition("[")[0]
     text = message(document(path, ON[kind]))
@@ -64,7 +65,7 @@ def test_removed_keys_name_the_replacement(path: str) -> None:
     assert advice.split()[0] in ("Use", "Delete", "Drop", "Quantize", "Prune", "Build")
 
 
-@pytest.mark.parametrize("path", sorted(REMOVED_KEYS))
+@for_each("path", sorted(REMOVED_KEYS))
 def test_every_piece_of_advice_is_about_a_documented_key(path: str) -> None:
     assert any(f"{other}.".startswith(f"{path}.") for other in REMOVED) or path == "zero_optimization.legacy_stage1"
     assert not REMOVED_KEYS[path].endswith(".") and len(REMOVED_KEYS[path]) > 15
@@ -116,7 +117,7 @@ def test_what_says_off_is_only_mentioned(key: str, value: Any, caplog: pytest.Lo
         logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [True, 0, 1, "auto", [], {"enabled": True}, {"enabled": "auto"}, {"opt_level": "O1"}, {"a": {"enabled": True}}],
 )

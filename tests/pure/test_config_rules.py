@@ -8,6 +8,7 @@ from deepspeed.config import BatchConfigError, DeepSpeedConfig, DeepSpeedConfigE
 from deepspeed.config.explain.check import explained
 from deepspeed.config.explain.rules import inert_under
 from deepspeed.config.model.settings import settings
+from tests.harness.rows import for_each
 
 CPU = {"device": "cpu"}
 
@@ -126,7 +127,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "text"), BROKEN)
+@for_each(("keys", "text"), BROKEN)
 def test_contradictions_are_sentences(keys: dict[str, object], text: str) -> None:
     with pytest.raises(DeepSpeedConfigError) as caught:
         load(**keys)
@@ -232,7 +233,7 @@ def test_keys_of_sharded_parameters_are_named_below_stage_three(stage: int) -> N
     assert idle == (SHARDED_ONLY if stage < 3 else set())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keys", "expected"),
     [
         ({}, []),

@@ -19,6 +19,7 @@ from deepspeed.config.model.optim_params import (
     accepts,
 )
 from deepspeed.config.model.settings import declared_fields, default_of, settings
+from tests.harness.rows import for_each
 
 GROUPS = (
     "batch",
@@ -149,7 +150,7 @@ def test_the_groups_are_whole() -> None:
     assert {path for path in KEYS if ".params." in path} | {"optimizer.params.max_grad_norm"} == set(PARAM_FIELDS)
 
 
-@pytest.mark.parametrize("path", KEYS)
+@for_each("path", KEYS)
 def test_default(path: str) -> None:
     documented = ENTRIES[path]["default"]
     if ".params." in path:
@@ -182,7 +183,7 @@ def accepted_kinds(path: str, value: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", KEYS)
+@for_each("path", KEYS)
 def test_wrong_types_are_refused_by_name(path: str) -> None:
     values = [value for kind in kinds(path) for value in WRONG.get(kind, ()) if not accepted_kinds(path, value)]
     assert values
@@ -207,7 +208,7 @@ def beyond(path: str) -> list[float]:
 NUMBERS = [path for path in KEYS if {"int", "float"} & set(kinds(path)) and beyond(path)]
 
 
-@pytest.mark.parametrize("path", NUMBERS)
+@for_each("path", NUMBERS)
 def test_numbers_out_of_range_are_refused_by_name(path: str) -> None:
     for value in beyond(path):
         with pytest.raises(DeepSpeedConfigError) as caught:
@@ -235,7 +236,7 @@ def right(path: str) -> Any:
     return 3 if kind == "int" else 0.25
 
 
-@pytest.mark.parametrize("path", KEYS)
+@for_each("path", KEYS)
 def test_right_values_land(path: str) -> None:
     value = right(path)
     found = {item.path: item for item in settings(load(path, value))}[path]
@@ -243,7 +244,7 @@ def test_right_values_land(path: str) -> None:
     assert (list(landed) if isinstance(landed, tuple) else landed) == value and found.origin == "file"
 
 
-@pytest.mark.parametrize("path", [path for path in KEYS if ENTRIES[path].get("aliases")])
+@for_each("path", [path for path in KEYS if ENTRIES[path].get("aliases")])
 def test_aliases(path: str) -> None:
     value = right(path)
     for alias in ENTRIES[path]["aliases"]:

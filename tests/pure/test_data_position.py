@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from deepspeed.client.data_loader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.client.data_position import ResumableSampler
 from deepspeed.errors import CheckpointError
+from tests.harness.rows import for_each
 
 
 class Numbers(Dataset[int]):
@@ -441,7 +442,7 @@ def started(**options: Any) -> dict[str, Any]:
     return loader.state_dict()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("state", "loader", "words"),
     [
         (lambda: started(length=20), lambda: ranks_of(2, 21)[0], r"samples 20 \(here 21\)"),

@@ -20,6 +20,7 @@ from deepspeed.config.model.values import BATCH_KEYS
 from deepspeed.config.parse import plain_json
 from deepspeed.errors import UsageError
 from tests.budget.test_needs import LATER as NOT_YET, SCRIPTS, _help
+from tests.harness.rows import for_each
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,7 +68,7 @@ def _options(line: str) -> tuple[list[str], set[str]]:
     return [program, *topic], {word.partition("=")[0] for word in rest if re.match(r"--\w", word)}
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in commands()}))
+@for_each("page", sorted({page for page, _ in commands()}))
 def test_commands_have_the_options_that_pages_give_them(page: str) -> None:
     wrong = []
     for name, line in commands():
@@ -102,7 +103,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
         return None
 
 
-@pytest.mark.parametrize(("page", "text"), [*_configurations()])
+@for_each(("page", "text"), [*_configurations()])
 def test_configurations_in_pages_pass_the_checker(page: str, text: str) -> None:
     config = _parsed(text)
     assert config is not None

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.machine import parse_core_list, plan_cores, share_cores, usable_cores
+from tests.harness.rows import for_each
 
 
 def job(**fields: object) -> Job:
@@ -33,7 +34,7 @@ def test_core_list() -> None:
     assert parse_core_list("7") == [7]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text", ["", " 1", "1, 2", "1,", "a", "3-1", "2,1", "0-3,3", "1-", "-1", "0x1", "1--2", "0-99999999", "\u0661"]
 )
 def test_malformed_core_lists_are_refused(text: str) -> None:

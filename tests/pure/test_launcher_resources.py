@@ -14,6 +14,7 @@ from deepspeed.launcher.hostfile import load_hostfile
 from deepspeed.launcher.machine import is_this_machine, own_address, pid_file
 from deepspeed.launcher.resources import LocalDevices, Location, find_place, master_address, select
 from deepspeed.launcher.runner import parse_args
+from tests.harness.rows import for_each
 
 DEFAULTS = parse_args(["s.py"])
 TWO = {"worker-0": 4, "worker-1": 2}
@@ -39,7 +40,7 @@ def place(
 # this machine, without a hostfile
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "devices", "slots"),
     [
         (Selection(), GPUS, (0, 1, 2, 3)),
@@ -72,7 +73,7 @@ def test_this_machine(request_: Namespace, devices: LocalDevices, slots: tuple[i
     assert found.uses_devices == (devices.count > 0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "devices", "sentence"),
     [
         (Selection(num_gpus=0), GPUS, "--num_gpus 0 starts no rank"),

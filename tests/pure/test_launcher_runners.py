@@ -14,6 +14,7 @@ from deepspeed.launcher import runner
 from deepspeed.launcher.job import Job, decode_world, encode_world, parse_line
 from deepspeed.launcher.launch import build_parser as node_parser, make_job as node_make_job
 from deepspeed.launcher.runners import RANK_FROM_MPI, RUNNERS, RunnerCommand, node_command, prepare, ssh_command
+from tests.harness.rows import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = {"h1": (0, 1), "h2": (0, 1)}
@@ -233,7 +234,7 @@ def test_slurm() -> None:
 UNEQUAL = {"h1": (0, 1), "h2": (0,)}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("launchers", "fields", "flags", "sentence"),
     [
         (

@@ -21,6 +21,7 @@ from deepspeed.client.lr_schedules import (
 )
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.observe.log import logger
+from tests.harness.rows import for_each
 
 
 def adam(*rates):
@@ -390,7 +391,7 @@ def test_override_params():
     assert params == {"warmup_num_steps": 9, "warmup_min_lr": 0.5, "warmup_type": "linear"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "rate"),
     [
         ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.1}}, 0.1),

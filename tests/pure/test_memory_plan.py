@@ -21,6 +21,7 @@ from deepspeed.zero.memory.fit import (
     memory_plan,
 )
 from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
+from tests.harness.rows import for_each
 
 N = 8192  # elements of a unit: whole pages in any dtype, also a quarter of it
 DRIVE = {"device": "nvme", "nvme_path": "/drive", "buffer_count": 4}
@@ -529,9 +530,7 @@ def test_limits_may_be_text(text: str | int, nbytes: int) -> None:
     assert plan_of({"stage": 3}, memory={"device_limit": text}).offload.device_limit == nbytes
 
 
-@pytest.mark.parametrize(
-    "text", ["three", "3 apples", -1, 0, "0GiB", True, [], "", "1e9GiB", "-3GiB", float("nan"), float("inf")]
-)
+@for_each("text", ["three", "3 apples", -1, 0, "0GiB", True, [], "", "1e9GiB", "-3GiB", float("nan"), float("inf")])
 def test_nonsense_limits_are_refused(text: Any) -> None:
     with pytest.raises(DeepSpeedConfigError, match="host_limit"):
         plan_of({"stage": 3}, memory={"host_limit": text})

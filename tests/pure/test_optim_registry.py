@@ -18,6 +18,7 @@ from deepspeed.optim.rules import (
     FusedLamb,
     FusedLion,
 )
+from tests.harness.rows import for_each
 
 
 def param(*shape):
@@ -28,7 +29,7 @@ def build(name, cfg=None, parameters=None, **kw):
     return build_optimizer(name, cfg or {}, parameters=[param()] if parameters is None else parameters, **kw)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "plain", "offloaded"),
     [
         ("Adam", FusedAdam, DeepSpeedCPUAdam),
@@ -185,7 +186,7 @@ class Declared(OwnStep):
 ELEMENT = ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 
 
-@pytest.mark.parametrize("name", ELEMENT)
+@for_each("name", ELEMENT)
 def test_granularity_of_torch_classes_is_element(name):
     assert granularity(getattr(torch.optim, name)([param()], lr=0.1)) == "element"
 
@@ -204,9 +205,7 @@ def test_granularity():
             granularity(cls([param()]))
 
 
-@pytest.mark.parametrize(
-    "cls", [*(getattr(torch.optim, n) for n in ELEMENT), FusedAdam, DeepSpeedCPUAdam, FusedLion, Adagrad]
-)
+@for_each("cls", [*(getattr(torch.optim, n) for n in ELEMENT), FusedAdam, DeepSpeedCPUAdam, FusedLion, Adagrad])
 def test_element_granularity_means_that_a_cut_changes_nothing(cls):
     gen = torch.Generator().manual_seed(0)
     start, grads = torch.randn(12, generator=gen), torch.randn(3, 12, generator=gen)

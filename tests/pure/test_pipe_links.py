@@ -4,10 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import pytest
-
 from deepspeed.pipe.orders import Message, Program
 from deepspeed.pipe.torch_pipelining import make_order
+from tests.harness.rows import for_each
 from tests.pure.test_pipe_orders import NAMES
 
 
@@ -83,7 +82,7 @@ def _ends(order: Program, *, shared: bool) -> bool:
     return not any(lines.values()) and current == [None] * order.ranks
 
 
-@pytest.mark.parametrize(("name", "chunks"), NAMES)
+@for_each(("name", "chunks"), NAMES)
 def test_every_message_arrives_where_each_pair_of_ranks_has_its_communicators(name: str, chunks: int) -> None:
     for ranks in (2, 3, 4, 8):
         for micros in (1, 2, 4, 8, 16):

@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.orders import COSTS, Action, Program, bubble, by_chunks, check, homes_of, most_alive, timeline
 from deepspeed.pipe.torch_pipelining import make_order, split_backward
+from tests.harness.rows import for_each
 
 NAMES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("breadth_first", 2))
 NAMES += (("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2))
 
 
-@pytest.mark.parametrize(("name", "chunks"), NAMES)
+@for_each(("name", "chunks"), NAMES)
 def test_every_number_of_ranks_and_micro_batches_has_a_program(name: str, chunks: int) -> None:
     for ranks in (1, 2, 3, 4, 8):
         for micros in (1, 2, 3, 5, 8, 16, 19):
@@ -118,7 +119,7 @@ class _Beside(nn.Module):
         return (y * self.gate.exp()).transpose(0, 1), self.gate.square()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_a_backward_in_two_halves_loses_and_doubles_no_gradient(seed: int) -> None:
     """Also of weights that reach the outputs on ways of their own or are used at two depths, and where an output is a
     view or an input.

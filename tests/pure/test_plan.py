@@ -6,6 +6,7 @@ import pytest
 
 from deepspeed.config import load_config
 from deepspeed.zero.plan import Spread, StatePlan, Tier, UnitPlan, ZeroPlan, make_plan
+from tests.harness.rows import for_each
 
 S, R = Spread.SHARDED, Spread.REPLICATED
 RANKS = 8
@@ -32,7 +33,7 @@ def _say(state: StatePlan | None) -> str:
     return "-" if state is None else "".join(way.value for way in state.spread)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@for_each("name", TABLE)
 def test_the_table(name: str) -> None:
     zero, param, grad, optim, small, each_backward = TABLE[name]
     plan = _plan(zero)

@@ -20,6 +20,7 @@ from torch import nn
 import deepspeed
 from deepspeed.client.absent import INSTEAD
 from deepspeed.errors import NotYetError
+from tests.harness.rows import for_each
 
 _ROOT = Path(__file__).resolve().parents[2]
 _API = _ROOT / "tests/data/public_api.txt"
@@ -202,7 +203,7 @@ def test_every_key_of_the_zero_block_has_its_reader() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("name", INSTEAD)
+@for_each("name", INSTEAD)
 def test_a_module_that_is_absent_says_what_to_use_instead(name: str) -> None:
     for module in (f"deepspeed.{name}", f"deepspeed.{name}.part"):
         with pytest.raises(ModuleNotFoundError, match="is not part of this package. Instead: ") as caught:

@@ -23,6 +23,7 @@ from deepspeed.tools.report.cli import Report, doubts, gather
 from deepspeed.tools.report.probes import Row, size
 from tests.budget.source import ROOT, imports, modules
 from tests.harness.patience import too_long
+from tests.harness.rows import for_each
 
 CPUINFO = "".join(
     f"processor : {core}\nmodel name\t: Fast 9000\nphysical id : {core % 2}\nflags : sse2 avx2 fma avx512f amx_bf16\n\n"
@@ -78,7 +79,7 @@ def test_required_packages_are_those_of_the_project() -> None:
     assert {name: (f">={first}" if first else "") for name, (first, _) in probes.REQUIRED.items()} == dict(requirements)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "version", "said"),
     [
         ("torch", "2.13.0+cpu", ""),

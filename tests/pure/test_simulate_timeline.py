@@ -9,6 +9,7 @@ from deepspeed.errors import PipelineError, UsageError
 from deepspeed.tools.simulate.costs import CONSTANTS, Machine, load_machine, machines
 from deepspeed.tools.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Talk, Wait, Work
 from deepspeed.tools.simulate.timeline import Meetings, Timeline, together
+from tests.harness.rows import for_each
 
 SIDE = 1
 # One flop or byte a second, nothing for launches: times are what the work says.
@@ -176,7 +177,7 @@ def test_an_all_reduce_of_little_over_many_ranks_takes_a_tree_s_time() -> None:
     assert machine.collective("all_gather", 0, tuple(range(512))) == pytest.approx(511)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ranks", "rounds", "crossings"),
     [
         (1, 0, 0),

@@ -10,6 +10,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.zero.partition import owned_range
 from deepspeed.zero.plan import Spread
+from tests.harness.rows import for_each
 
 S, R = Spread.SHARDED, Spread.REPLICATED
 RANKS = (4, 5, 6, 7, 12, 13)
@@ -51,7 +52,7 @@ def test_a_size_that_does_not_divide_is_refused(inner: int) -> None:
 SIZES = [(1, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4), (2, 1, 4, 1), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 2, 2)]
 
 
-@pytest.mark.parametrize(("pp", "sp", "tp", "inner"), SIZES)
+@for_each(("pp", "sp", "tp", "inner"), SIZES)
 def test_the_groups_of_every_axis_hold_every_rank_once(pp: int, sp: int, tp: int, inner: int) -> None:
     topology = dense_topology(EIGHT, pp=pp, sp=sp, tp=tp, inner_size=inner)
     for names in (
