@@ -5,12 +5,12 @@ import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from deepspeed.comm.channel import GONE, Channel
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
 from deepspeed.errors import UsageError
@@ -199,6 +199,10 @@ def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, Ax
     return replace(mesh, made=(*mesh.made, group)), group
 
 
+def _channel(mesh: Mesh, name: str) -> Channel:
+    return Channel(c10d._get_default_store(), f"{mesh.name}/{name}")
+
+
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> bool:
     """Return whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
@@ -208,14 +212,13 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> boo
     if mesh.job.size == 1 or mesh.job.alike:
         return True
     try:
-        store = dist.PrefixStore(f"{mesh.name}/end", c10d._get_default_store())
-        if comes and store.add("ranks", 1) == mesh.job.size:
-            store.compare_set("end", "", "together")
-        with contextlib.suppress(RuntimeError):
-            if comes:
-                store.wait(["end"], timedelta(seconds=limit_s))
-        return bool(store.compare_set("end", "", "apart") == b"together")
-    except (RuntimeError, ValueError):  # the store went with the rank that kept it, or the default group was destroyed
+        channel = _channel(mesh, "end")
+        if comes and channel.add("ranks", 1) == mesh.job.size:
+            channel.claim("end", "together")
+        if comes:
+            channel.wait("end", seconds=limit_s)
+        return bool(channel.claim("end", "apart") == "together")
+    except GONE:  # or the default group was destroyed
         return False
 
 
@@ -225,28 +228,23 @@ def leave_note(
     """Leave ``text`` (nothing if empty) in the store under this rank, for ranks that hear of no error but see this one
     gone. Return the notes of the ranks ``among`` (None: all), after at most ``wait_s`` seconds until all have left one.
     """
-    notes: dict[int, str] = {}
     group = among or mesh.job
-    keys = {str(rank): rank for rank in group.ranks} if group.size > 1 and not group.alike else {}
-    with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it
-        store = dist.PrefixStore(f"{mesh.name}/{about}", c10d._get_default_store()) if keys else None
-        if store is not None and text:
-            store.set(str(group.ranks[group.index]), text)
-        with contextlib.suppress(RuntimeError):
-            if store is not None and wait_s:
-                store.wait([*keys], timedelta(seconds=wait_s))
-        for key, rank in keys.items():
-            if store is not None and store.check([key]):
-                notes[rank] = store.get(key).decode()
-    return notes
+    if group.size == 1 or group.alike:
+        return {}
+    with contextlib.suppress(*GONE):
+        channel = _channel(mesh, about)
+        if text:
+            channel.put(f"rank/{group.ranks[group.index]}", text)
+        channel.wait(*(f"rank/{rank}" for rank in group.ranks), seconds=wait_s)
+        return channel.of("rank", group.ranks)
+    return {}
 
 
 def drop_note(mesh: Mesh) -> None:
     """Take back the note that ``leave_note`` left: the others know."""
-    with contextlib.suppress(RuntimeError, ValueError):
+    with contextlib.suppress(*GONE):
         if not mesh.zero.alike:
-            store = dist.PrefixStore(f"{mesh.name}/failed", c10d._get_default_store())
-            store.delete_key(str(mesh.zero.ranks[mesh.zero.index]))
+            _channel(mesh, "failed").drop(f"rank/{mesh.zero.ranks[mesh.zero.index]}")
 
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:

@@ -1,7 +1,6 @@
 """A job that comes further is not ended by the watch over jobs that stand still."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.channel import Heard
 from deepspeed.comm.hang import watch as hang
 from deepspeed.comm.hang.stacks import process_state
 from deepspeed.comm.hang.watch import HangWatch, watch
@@ -134,9 +134,9 @@ def _alarms_while_another_works() -> list[str]:
             with patch.object(guard, "_ask", wraps=guard._ask) as ask:
                 guard._alarm()
             asked += [str(number)] * ask.call_count
-        guard._store.set("done", "")
+        guard._channel.put("done")
     else:
-        while not guard._store.check(["done"]):
+        while not guard._channel.has("done"):
             guard._beats += 1
             guard._pulse()
     dist.barrier()
@@ -188,7 +188,7 @@ def _leads(name: str) -> HangWatch:
 def _judges_while_another_beats() -> tuple[int, list[list[object]]]:
     """How often rank 0 says that it lives while it asks, and whom it would kill: rank 1 beats and does not answer."""
     guard, ended, pulses = _leads("beats"), list[list[object]](), 0
-    pulse, judge, store = guard._pulse, guard._judge, guard._store
+    pulse, judge, channel = guard._pulse, guard._judge, guard._channel
 
     def counted() -> None:
         nonlocal pulses
@@ -196,7 +196,7 @@ def _judges_while_another_beats() -> tuple[int, list[list[object]]]:
         pulse()
 
     def judged(seen: Any, *rest: Any) -> Any:
-        store.set("judging", "")  # it was silent until then, as on a busy machine
+        channel.put("judging")  # it was silent until then, as on a busy machine
         while guard._beat_of(1) == seen[1]["beat"]:
             time.sleep(0.01)
         return judge(seen, *rest)
@@ -206,9 +206,9 @@ def _judges_while_another_beats() -> tuple[int, list[list[object]]]:
         guard._say = lambda text: None  # type: ignore[method-assign]
         with patch.object(hang, "_REPORTS_S", 0.5):
             guard._alarm()
-        store.set("done", "")
-    while not store.check(["done"]):
-        guard._beats += store.check(["judging"])
+        channel.put("done")
+    while not channel.has("done"):
+        guard._beats += channel.has("judging")
         pulse()
         time.sleep(0.01)
     dist.barrier()
@@ -224,25 +224,27 @@ def test_a_rank_that_leads_says_that_it_lives_and_spares_one_that_beats_again(po
 def _another_leads() -> tuple[list[bool], list[str], list[list[object]]]:
     """Whether rank 1's claim stands, as rank 0 meets it; what rank 0, replaced by it, has said, and how it ended."""
     guard, spoken, ended, stands = _leads("claims"), list[str](), list[list[object]](), list[bool]()
-    store = guard._store
+    channel, now = guard._channel, [0.0]
+    guard._heard = Heard(lambda: now[0])
     guard._say, guard._end = spoken.append, ended.append  # type: ignore[method-assign]
     if dist.get_rank() == 0:
 
-        def met(claim: bytes, beat: int) -> bool:
-            store.set("pulse/1", json.dumps(json.loads(store.get("pulse/0")) | {"beat": beat}))
+        def met(claim: list[int], beat: int) -> bool:
+            channel.put("pulse/1", channel.get("pulse/0") | {"beat": beat})
+            now[0] += 0.1
             return guard._lives(claim)
 
-        stands += [all(met(b"1 7", beat) for beat in range(60)), all(met(b"1 7", 0) for _ in range(60))]
-        stands += [all(met(b"1 8", beat) for beat in range(310)), guard._lives(b"0 3")]
+        stands += [all(met([1, 7], beat) for beat in range(60)), all(met([1, 7], 0) for _ in range(60))]
+        stands += [all(met([1, 8], beat) for beat in range(310)), guard._lives([0, 3])]
 
         def replaced(*_: Any) -> tuple[str, list[Any]]:
-            store.set("leader", "1 7")
+            channel.put("leader", [1, 7])
             return "text", []
 
         guard._judge = replaced  # type: ignore[method-assign]
         guard._alarm()
-        assert store.get("leader") == b"1 7"
-        store.set("order", json.dumps({"kind": "end", "silent": []}))
+        assert channel.get("leader") == [1, 7]
+        channel.put("order", {"kind": "end", "silent": []})
         guard._pause(0.01)
     dist.barrier()
     return stands, spoken, ended
@@ -327,7 +329,7 @@ def _child_ends() -> tuple[int, bool, bool]:
             finally:
                 os._exit(0)
         status = os.waitpid(pid, 0)[1]
-        return status, guard._store.check([f"left/{dist.get_rank()}"]), guard.ended
+        return status, guard._channel.has(f"left/{dist.get_rank()}"), guard.ended
 
 
 def test_a_child_of_a_rank_that_ends_says_nothing_of_the_rank(pool2: RankPool) -> None:

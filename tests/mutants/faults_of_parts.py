@@ -152,9 +152,9 @@ ELASTIC = (
     Mutant(
         "EL3",
         "deepspeed/launcher/elastic/beats.py",
-        'if not store.check([f"ended/{node}"]):',
+        'if not self._channel.has(f"ended/{node}"):',
         "if True:",
-        ("tests/dist/test_elastic_nodes.py::test_a_silent_node_ends_the_round_unless_it_has_ended",),
+        ("tests/pure/test_channel.py::test_a_silent_node_ends_the_round_unless_it_has_ended",),
         "a node that has taken leave may be silent",
     ),
 )

@@ -135,7 +135,7 @@ def _spots(*_: Any, busy: bool, **__: Any) -> Spot:
 
 def test_the_report_names_the_collective_that_the_device_is_in(late: Any) -> None:
     with (
-        mock.patch("deepspeed.comm.hang.watch.own_store"),
+        mock.patch("deepspeed.comm.hang.watch.job_channel"),
         mock.patch("deepspeed.comm.hang.watch.dist.get_rank", lambda: 0),
         mock.patch("deepspeed.comm.hang.watch.dist.get_world_size", lambda: 2),
         mock.patch("deepspeed.comm.hang.watch.torch_numbers", dict),

@@ -1,8 +1,10 @@
 """What a report says of a job that stands still, from what each rank says of itself."""
 
 import itertools
+import json
 import queue
 import threading
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -118,7 +120,7 @@ def test_silent_and_gone_ranks_come_before_those_that_wait() -> None:
 
 def test_a_report_survives_the_store() -> None:
     report = RankReport(1, "h", 2, RAISED, stack=("a", "b"), calls=("c",), numbers={"default": 4}, error="E", trace="t")
-    assert RankReport.from_text(report.to_text()) == report
+    assert RankReport.from_values(json.loads(json.dumps(asdict(report)))) == report
 
 
 def test_many_different_ranks_do_not_fill_the_screen() -> None:

@@ -52,7 +52,7 @@ PRIVATE = {
     "torch.distributed._tools.fake_collectives.CollectiveOp": "tools/simulate/record.py",
     "torch.distributed._tools.fake_collectives.CollectiveOp.get_process_group": "tools/simulate/record.py",
     "torch.distributed.distributed_c10d._get_default_group": "mesh/groups.py",
-    "torch.distributed.distributed_c10d._get_default_store": "comm/hang/watch.py mesh/groups.py",
+    "torch.distributed.distributed_c10d._get_default_store": "comm/channel.py mesh/groups.py",
     "torch.distributed.distributed_c10d._get_default_timeout": "mesh/groups.py",
     "torch.distributed.distributed_c10d._new_process_group_helper": "mesh/groups.py",
     "torch.distributed.distributed_c10d._world": "comm/collectives.py comm/hang/ledger.py mesh/groups.py",

@@ -1,17 +1,17 @@
 """Which failure came first, and when a job of several nodes has come to its verdict."""
 
-import json
 import signal
 import time
 import traceback
 from collections.abc import Iterator
 
 import pytest
-from torch.distributed import DistBackendError, TCPStore
+from torch.distributed import DistBackendError, HashStore
 
+from deepspeed.comm.channel import Channel
 from deepspeed.errors import JobHungError, RankFailedError, UsageError
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.node.hub import Hub, bind_store
+from deepspeed.launcher.node.hub import Hub
 from deepspeed.launcher.node.loop import (
     FAILURE_GRACE_S,
     LOSS_GRACE_S,
@@ -102,20 +102,25 @@ def test_ranks_that_a_signal_to_all_has_ended_come_after_the_interrupt() -> None
 
 
 class Wire:
-    """The hub of two nodes; the second is only its messages in the store."""
+    """The hub of two nodes; the second is only its messages in the store. ``now``: what the hub's clock shows."""
 
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
+        store, self.now = HashStore(), 0.0
+        self._channel = Channel(store, "deepspeed/launcher")
         self.told: list[tuple[int, Message]] = []
         job = Job({"a": (0,), "b": (0,)}, "s.py")
-        self.hub = Hub(job, store, lambda kind, message: self.told.append((0, message)))
+        post = lambda kind, message: self.told.append((0, message))  # noqa: E731
+        self.hub = Hub(job, store, post, port=29500, clock=lambda: self.now)
+
+    def pass_ticks(self, seconds: float) -> None:
+        """Let the hub tick for ``seconds`` of its clock."""
+        for _ in range(round(seconds / self.hub.tick_s)):
+            self.now += self.hub.tick_s
+            self.hub.tick()
 
     def say(self, kind: str, **rest: object) -> None:
         """A message of node 1, which the hub hears at its next tick."""
-        self._store.queue_push("deepspeed/launcher/up", json.dumps([1, {"kind": kind, **rest}]))
-        end = time.monotonic() + 20
-        while not self._store.queue_len("deepspeed/launcher/up") and time.monotonic() < end:
-            pass
+        self._channel.push("up", [1, {"kind": kind, **rest}])
         self.hub.tick()
 
     def report(self, node: int, *ends: RankEnd) -> None:
@@ -125,10 +130,8 @@ class Wire:
     def take(self) -> list[tuple[int, Message]]:
         """Node and message of all that was sent since the last call."""
         sent, self.told[:] = list(self.told), []
-        end = time.monotonic() + 0.05
-        while time.monotonic() < end:
-            while self._store.queue_len("deepspeed/launcher/down/1"):
-                sent.append((1, json.loads(self._store.queue_pop("deepspeed/launcher/down/1"))))
+        while (message := self._channel.pop("down/1")) is not None:
+            sent.append((1, message))
         return sent
 
     def kinds(self) -> list[tuple[int, str]]:
@@ -140,7 +143,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     """A job of two nodes, of which the second has not joined yet."""
     monkeypatch.setenv("DS_JOIN_TIMEOUT_S", "2")
     monkeypatch.setenv("DS_HOST_TIMEOUT_S", "3")
-    yield Wire(bind_store("127.0.0.1", 0))
+    yield Wire()
 
 
 @pytest.fixture
@@ -186,8 +189,11 @@ def test_signal_is_passed_on_and_a_second_leaves_no_time(joined: Wire) -> None:
 
 
 def test_lost_node_is_not_waited_for(joined: Wire) -> None:
-    for _ in range(round(3 / joined.hub.tick_s) + 2):
-        joined.hub.tick()
+    joined.now += 60.0  # in which this process was suspended, and heard nobody
+    joined.hub.tick()
+    joined.pass_ticks(2.8)
+    assert not joined.told
+    joined.pass_ticks(0.4)
     assert joined.told == [(0, {"kind": "stop", "signal": signal.SIGTERM, "grace": LOSS_GRACE_S})]
     joined.report(0, RankEnd(0, 10, -signal.SIGTERM, time.time()))
     verdict = joined.told[-1][1]
@@ -202,8 +208,7 @@ def test_node_that_leaves_after_its_report_is_not_lost(joined: Wire) -> None:
 
 
 def test_an_incomplete_job_is_given_up_and_late_nodes_are_sent_away(wire: Wire) -> None:
-    for _ in range(round(2 / wire.hub.tick_s) + 2):
-        wire.hub.tick()
+    wire.pass_ticks(2.1)
     assert wire.kinds() == [(0, "stop")]
     wire.say("join")
     ((node, answer),) = wire.take()

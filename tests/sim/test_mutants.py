@@ -22,7 +22,7 @@ FEW = [
     "zero.update.publish:finish: transfer.wait()",
     "zero.gradients:_continued: before.wait()",
     "zero.step:take_step: runtime.before_update()",
-    "checkpoint.save.copies:arrive: self._event.synchronize()",
+    "checkpoint.save.content:arrive: self._event.synchronize()",
     "tier.arena:_reclaim: get_accelerator().synchronize()",
     "tier.drive:_load: piece.transfer.wait()",
 ]

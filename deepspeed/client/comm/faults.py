@@ -6,16 +6,16 @@ import io
 import logging
 import os
 import sys
-import time
 import zlib
 from types import TracebackType
 
 import torch.distributed as dist
 
+from deepspeed.comm.channel import GONE, job_channel
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.hang.stacks import origin
-from deepspeed.comm.hang.watch import ended_ranks, own_store
+from deepspeed.comm.hang.watch import ended_ranks
 from deepspeed.errors import (
     CheckpointError,
     DeepSpeedConfigError,
@@ -58,17 +58,13 @@ def _speaks(error: BaseException) -> bool:
         return True
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
         return dist.get_rank() == 0
-    text = str(error)
-    key, end = str(zlib.crc32(text.encode())), time.monotonic() + _FIRST_S
-    with contextlib.suppress(RuntimeError, ValueError):  # the store went with the first rank, which has spoken then
-        store = own_store("deepspeed/said")
+    key = str(zlib.crc32(str(error).encode()))
+    with contextlib.suppress(*GONE):  # with the first rank, which has spoken then
+        channel = job_channel("deepspeed/said")
         if dist.get_rank() == 0:
-            store.set(key, "")
+            channel.put(key)
             return True
-        while not store.check([key]):
-            if time.monotonic() > end:
-                return True
-            time.sleep(0.02)
+        return not channel.wait(key, seconds=_FIRST_S)
     return False
 
 

@@ -1,9 +1,8 @@
 """From the reports of all ranks to the sentences that say why the job stands still; pure."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.comm.hang.stacks import COLLECTIVE, DRIVE, LOADER
@@ -46,15 +45,10 @@ class RankReport:
     numbers: dict[str, int] = field(default_factory=dict)
     calls: tuple[str, ...] = ()
 
-    def to_text(self) -> str:
-        """Serialise the report for the store."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_text(cls, text: str) -> "RankReport":
-        """Parse a report from the text that ``to_text`` made."""
-        value: dict[str, Any] = json.loads(text)
-        return cls(**{**value, "stack": tuple(value["stack"]), "calls": tuple(value["calls"])})
+    def from_values(cls, values: dict[str, Any]) -> "RankReport":
+        """Make a report from what JSON has left of one's fields."""
+        return cls(**{**values, "stack": tuple(values["stack"]), "calls": tuple(values["calls"])})
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -11,7 +11,6 @@ Nothing of this is a collective. A rank that is silent is stopped, or in native 
 
 import atexit
 import contextlib
-import json
 import math
 import os
 import signal
@@ -21,10 +20,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed.comm.channel import GONE, Heard, SteadyClock, job_channel
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
 from deepspeed.comm.hang.ledger import Ledger, torch_numbers
@@ -59,14 +60,6 @@ def seconds_of(variable: str, otherwise: float | None, least: float = 1e-9) -> f
     raise DeepSpeedConfigError(f"{variable}={text!r} must be a positive number of seconds; unset it, or correct it.")
 
 
-def own_store(name: str) -> Any:
-    """Open a connection to the job's store that no other thread waits on; its keys are under ``name``."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
-
-
 def _start_of(pid: int) -> str:
     """Return when a process of this machine began, which tells it from a later one of the same number; or ""."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -87,7 +80,7 @@ class HangWatch:
         often = _BEAT_S if self.ends else _NOTICE_BEAT_S
         self._beat_s = min(self._first_s / 10, often * (1 + (self._size > _MANY_RANKS)))
         self._alone_s = _ALONE_S if self.ends else 10 * self._beat_s  # a busy machine needs some for one exchange
-        self._store, self.ledger = own_store(name), Ledger()
+        self._channel, self.ledger = job_channel(name), Ledger()
         self._thread, self._host = threading.get_ident(), socket.gethostname()
         self._engine: Callable[[], Any] = lambda: None
         self._stopped = threading.Event()
@@ -100,8 +93,8 @@ class HangWatch:
         self._birth = _start_of(self._owner)
         self._beats, self._answered, self._announced = 0, "", ""
         self._left = set[int]()  # ranks whose watch is known to have ended
-        # The claim of another that leads, with its beat; how often these were met again, and how often that claim was.
-        self._met = (b"", -1), 0, 0
+        # When the claim of another that leads, and its beat, were last new.
+        self._heard = Heard(SteadyClock(2 * self._beat_s))
         self._blind_looks = 0  # in a row, as torch counts no collectives
         self._threads = [
             threading.Thread(target=run, name=f"{WATCHERS}-{role}", daemon=True)
@@ -121,8 +114,8 @@ class HangWatch:
 
     def ended_ranks(self) -> list[RankReport]:
         """Return the last words of ranks whose watch has ended. Raise RuntimeError where the store is gone."""
-        keys = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
-        return [RankReport.from_text(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+        others = (rank for rank in range(self._size) if rank != self._rank)
+        return [RankReport.from_values(values) for values in self._channel.of("left", others).values()]
 
     def stop(self, why: str = "its script has ended") -> None:
         """End the watch of this rank, and leave its last report in the store, for ranks that come to wait for it."""
@@ -132,9 +125,9 @@ class HangWatch:
         for thread in self._threads:
             thread.join(_LAST_S)
         if not any(thread.is_alive() for thread in self._threads):
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._store.set(f"left/{self._rank}", self._report(reason=why).to_text())
-            self._store = None  # whose connection ends with it
+            with contextlib.suppress(*GONE):
+                self._channel.put(f"left/{self._rank}", asdict(self._report(reason=why)))
+            del self._channel  # and its connection
 
     def follow(self, engine: Any) -> None:
         """Listen to the collectives of an engine (its ``mesh`` names the groups); name its modules and steps."""
@@ -191,7 +184,7 @@ class HangWatch:
         while not self._stopped.wait(self._beat_s):
             try:
                 self._exchange()
-            except (RuntimeError, ValueError):  # the store went with the process that kept it
+            except GONE:
                 continue
             except Exception as error:  # else this rank falls silent, and is ended as one that cannot end by itself
                 logger.debug("the watch over jobs that stand still goes on after %r", error)
@@ -200,23 +193,20 @@ class HangWatch:
     def _pulse(self) -> None:
         last = self.ledger.entries[-1].text() if self.ledger.entries else ""
         pulse = {"beat": self._beats, "still": self._still_s, "host": self._host, "pid": os.getpid(), "last": last}
-        self._store.set(f"pulse/{self._rank}", json.dumps(pulse | {"start": self._birth}))
+        self._channel.put(f"pulse/{self._rank}", pulse | {"start": self._birth})
 
     def _heed(self) -> None:
         """Write this rank's pulse to the store, and obey the order of the leading rank."""
         self._pulse()
-        if self._store.check(["order"]):
-            order = json.loads(self._store.get("order"))
-            if order["kind"] == "end":
-                self._end(order["silent"])
-            elif order["kind"] == "announced" and order["turn"] != self._announced:
-                self._due_s, self._announced = (
-                    self._limit_s,
-                    order["turn"],
-                )  # only the end is due, until this rank moves
-            elif order["kind"] == "report" and order["turn"] != self._answered:
-                self._store.set(f"report/{order['turn']}/{self._rank}", self._report().to_text())
-                self._answered = order["turn"]
+        order = self._channel.get("order") or {"kind": ""}
+        if order["kind"] == "end":
+            self._end(order["silent"])
+        elif order["kind"] == "announced" and order["turn"] != self._announced:
+            self._announced = order["turn"]
+            self._due_s = self._limit_s  # only the end is due, until this rank moves
+        elif order["kind"] == "report" and order["turn"] != self._answered:
+            self._channel.put(f"report/{order['turn']}/{self._rank}", asdict(self._report()))
+            self._answered = order["turn"]
 
     def _exchange(self) -> None:
         self._heed()
@@ -263,55 +253,52 @@ class HangWatch:
 
     def _alarm(self) -> None:
         """Look whether any rank makes progress, as this one waits too long, if no other rank leads; else report."""
-        candidate = f"{self._rank} {self._beats}".encode()
-        claim = self._store.compare_set("leader", "", candidate.decode())
+        candidate = [self._rank, self._beats]
+        claim = self._channel.claim("leader", candidate)
         if claim != candidate:
             if self._lives(claim):
                 return
-            claim = self._store.compare_set("leader", claim.decode(), candidate.decode())  # that rank has stopped, too
-            if claim != candidate:
+            if self._channel.swap("leader", claim, candidate) != candidate:  # that rank has stopped, too
                 return
         # Few of the alarms that come to nothing, as others work, ask before they know; it leaves more time to answer.
-        count = self._store.add("alarms", 1)
+        count = self._channel.add("alarms", 1)
         asked = self._ask() if count & (count - 1) == 0 else None
         first = self._pulses()
         self._pause(max(2.5 * self._beat_s, 2 * _BEAT_S if self._limit_s >= 2 else 0.0))
         second = self._pulses()
         peers = set(second) - {self._rank}
         silent = {r for r in peers if second[r].get("beat") == first[r].get("beat")}
-        ended = {r for r in silent if self._store.check([f"left/{r}"])}
+        ended = {r for r in silent if self._channel.has(f"left/{r}")}
         moved = bool(ended - self._left) or any(second[r]["still"] < self._due_s for r in peers - silent)
         self._left = ended  # who has ended since the last look has come further
         text, processes = ("", []) if moved or not self._waits_too_long() else self._judge(second, silent, asked)
         if not text or self._stopped.is_set() or not self._waits_too_long():  # what it waited for has come meanwhile
-            self._store.compare_set("leader", candidate.decode(), "")
+            self._channel.swap("leader", candidate, None)
             return
         if self._due_s < self._limit_s:
             logger.warning("%s", text.rstrip())
             self._due_s, self._announced = self._limit_s, self._answered
-            self._store.set("order", json.dumps({"kind": "announced", "turn": self._announced}))
-            self._store.compare_set("leader", candidate.decode(), "")
+            self._channel.put("order", {"kind": "announced", "turn": self._announced})
+            self._channel.swap("leader", candidate, None)
             return
-        ends = candidate + b" ends"
-        if self._store.compare_set("leader", candidate.decode(), ends.decode()) != ends:
+        ends = [*candidate, "ends"]
+        if self._channel.swap("leader", candidate, ends) != ends:
             return  # this rank was so slow that another leads
         self._say(text)
-        self._store.set("order", json.dumps({"kind": "end", "silent": processes}))
+        self._channel.put("order", {"kind": "end", "silent": processes})
         self._end(processes)
 
-    def _lives(self, claim: bytes) -> bool:
+    def _lives(self, claim: list[Any]) -> bool:
         """Return whether the rank that made ``claim`` may still finish with it, as it beats on."""
-        leader, most = int(claim.split()[0]), _MOST_LEADER_S / self._beat_s
-        beat = self._beat_of(leader)
-        last, silent, times = self._met if self._met[0][0] == claim else ((claim, beat), 0, 0)
-        silent = silent + 1 if last[1] == beat else 0
-        self._met = (claim, beat), silent, times + 1
-        return leader != self._rank and silent * self._beat_s < _LEADER_S and times < most
+        leader = claim[0]
+        claimed_s = self._heard.hear("claim", claim)
+        silent_s = self._heard.hear("beat", [claim, self._beat_of(leader)])
+        return leader != self._rank and silent_s < _LEADER_S and claimed_s < _MOST_LEADER_S
 
     def _beat_of(self, rank: int) -> int:
         """Return the beat that ``rank`` has last written; -1 before the first."""
-        written = self._store.check([key := f"pulse/{rank}"])
-        return int(json.loads(self._store.get(key))["beat"]) if written else -1
+        pulse = self._channel.get(f"pulse/{rank}")
+        return int(pulse["beat"]) if pulse else -1
 
     def _pause(self, seconds: float) -> None:
         """Wait, and heed orders meanwhile: others could take a silent leading rank for a stopped one."""
@@ -324,15 +311,14 @@ class HangWatch:
         """Return the last pulse of every rank; {} for a rank that has written none."""
         pulses = {}
         for rank in range(self._size):
-            written = self._store.check([key := f"pulse/{rank}"])
-            pulses[rank] = json.loads(self._store.get(key)) if written else {}
+            pulses[rank] = self._channel.get(f"pulse/{rank}") or {}
             self._silent_store_s = 0.0
         return pulses
 
     def _ask(self) -> tuple[str, float]:
         """Ask all ranks for reports; return the name of the turn, and until when to wait for the answers."""
         self._answered = turn = f"{self._rank}.{self._beats}"
-        self._store.set("order", json.dumps({"kind": "report", "turn": turn}))
+        self._channel.put("order", {"kind": "report", "turn": turn})
         return turn, time.monotonic() + _REPORTS_S + 2 * self._beat_s
 
     def _judge(
@@ -348,11 +334,10 @@ class HangWatch:
         while asked and in_time:
             # Where the store is slow that time is over; who has answered is heard.
             in_time = time.monotonic() < end and not self.ended
-            for rank in [*asked]:
-                if self._store.check([key := f"report/{turn}/{rank}"]):
-                    reports[rank] = RankReport.from_text(self._store.get(key).decode())
-                    asked.remove(rank)
-                    silent.discard(rank)
+            for rank, values in self._channel.of(f"report/{turn}", [*asked]).items():
+                reports[rank] = RankReport.from_values(values)
+                asked.remove(rank)
+                silent.discard(rank)
             self._silent_store_s = 0.0
             self._pause(self._beat_s / 5)
         reports = {rank: self._of_silent(rank, pulses[rank]) for rank in asked} | reports
@@ -363,8 +348,8 @@ class HangWatch:
         return explain([*reports.values()], self._due_s, ends=self._due_s == self._limit_s), gone
 
     def _of_silent(self, rank: int, pulse: dict[str, Any]) -> RankReport:
-        if self._store.check([key := f"left/{rank}"]):
-            return RankReport.from_text(self._store.get(key).decode())
+        if (last_words := self._channel.get(f"left/{rank}")) is not None:
+            return RankReport.from_values(last_words)
         if not pulse:
             return RankReport(rank, state=SILENT, what="has not begun: it never came to where the watch starts")
         state = process_state(pulse["pid"]) if pulse["host"] == self._host else _NO_ANSWER
@@ -424,7 +409,7 @@ def _living() -> HangWatch | None:
 
 def ended_ranks() -> list[RankReport]:
     """Return the last words of ranks that have ended, as far as this process watches them."""
-    with contextlib.suppress(RuntimeError, ValueError):
+    with contextlib.suppress(*GONE):
         return guard.ended_ranks() if (guard := _living()) is not None else []
     return []
 

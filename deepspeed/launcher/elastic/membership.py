@@ -11,7 +11,6 @@ verdict is that of all. Each node's last word is ``left/NODE``; the one with the
 """
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from deepspeed.comm.channel import Channel
 from deepspeed.errors import UsageError
 from deepspeed.launcher.elastic.beats import BEAT_S, Beats, beat
 from deepspeed.launcher.elastic.sizes import Elastic, share_ranks, too_few
@@ -38,7 +38,6 @@ from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict
 from deepspeed.observe.log import logger
 
 _RUN = "deepspeed_elastic"
-_POLL_S = 0.02
 _JOIN_S = 5.0  # what a node that lives takes at most for its part of joining
 _LAST_CALL_S = 3  # how long a round waits for more nodes once it has enough
 JOIN = "a checkpoint was saved, and more ranks can take part"  # a reason to end a round
@@ -46,14 +45,11 @@ ASKED = "signal "  # with its number, 0 where ranks know of it: all ranks are to
 _OVER, _CRASHES, _SAVED, _VERDICT = "over", "crashes", "saved", "verdict"
 
 
-def _answer(store: Store, key: str) -> bytes:
+def _answer(channel: Channel, key: str) -> Any:
     """Wait for another node's value of ``key`` and return it. Raises DistStoreError after the limit."""
-    until = time.monotonic() + silence_limit() + _JOIN_S
-    while not store.check([key]):  # ``get`` would wait as well, but keeps the signs of life of this node waiting too
-        if time.monotonic() > until:
-            raise DistStoreError(key)
-        time.sleep(_POLL_S)
-    return store.get(key)
+    if not channel.wait(key, seconds=silence_limit() + _JOIN_S):
+        raise DistStoreError(key)
+    return channel.get(key)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Membership(RendezvousHandler):
 
     # Of the round that this node is in; they come together, with the first one.
     round: Round
-    _round_store: PrefixStore
+    _channel: Channel
     _beats: Beats
 
     def __init__(
@@ -83,7 +79,7 @@ class Membership(RendezvousHandler):
     ) -> None:
         self._limits, self._host, self._address, self._note = limits, host, address, note
         self._devices, self._lost = devices, set[int]()
-        self._job = PrefixStore("deepspeed/elastic", store)
+        self._job = Channel(store, "deepspeed/elastic")
         # A node may be lost while torch waits for what it has to say. Others then meet again without it.
         store.set_timeout(timedelta(seconds=silence_limit() + _JOIN_S))
         beat_s = max(1, round(silence_limit() / 3))
@@ -149,11 +145,12 @@ class Membership(RendezvousHandler):
                 logger.info("%s; waiting up to %g s for more", start, join_limit())
             logged = start
             time.sleep(BEAT_S)
-        self.round, self._round_store = start, PrefixStore("deepspeed", info.store)
+        self.round, self._channel = start, Channel(info.store, "deepspeed")
         self._wanted_since = 0 if self._lost else None  # its first save may come before the first look
         if self._takes_part:
             self._beats.stop()
-        self._beats = Beats(self._round_store, start.node, tuple(start.world))
+        self._beats = Beats(self._channel, start.node, tuple(start.world))
+        self._beats.start()
         self._takes_part = True
         self.set_ranks(len(start.world[list(start.world)[start.node]]))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(start.address, start.port))
@@ -176,17 +173,16 @@ class Membership(RendezvousHandler):
     @property
     def over(self) -> str:
         """Return why this round has ended, on some node; empty while it goes on."""
-        ended = self._takes_part and self._round_store.check([_OVER])
-        return self._round_store.get(_OVER).decode() if ended else ""
+        return str(self._channel.get(_OVER) or "") if self._takes_part else ""
 
     def end_round(self, why: str) -> str:
         """End this round on all nodes; return the reason that was given first."""
-        return self._round_store.compare_set(_OVER, "", why).decode()
+        return str(self._channel.claim(_OVER, why))
 
     def end_well(self) -> bool:
         """Record that all ranks of this node have returned 0; tell whether those of all other nodes have as well."""
-        self._round_store.set(f"ended/{self.round.node}", "")
-        return self._round_store.check([f"ended/{node}" for node in range(len(self.round.world))])
+        self._channel.put(f"ended/{self.round.node}")
+        return self._channel.has(*(f"ended/{node}" for node in range(len(self.round.world))))
 
     def lose(self, local_ranks: list[int]) -> None:
         """Leave out the devices of these ranks until the next checkpoint, but never all of the node."""
@@ -200,50 +196,47 @@ class Membership(RendezvousHandler):
         self._checkpoints()  # one may have been saved since the last look
         if self._job.add(f"crashed/{self.round.number}", 1) == 1:
             self._job.add(_CRASHES, 1)
-        return int(self._job.add(_CRASHES, 0))
+        return self._job.add(_CRASHES)
 
     def leave_ends(self, ends: list[dict[str, Any]]) -> None:
         """Publish how this node's ranks of the round have ended."""
-        self._round_store.set(f"ends/{self.round.node}", json.dumps(ends))
+        self._channel.put(f"ends/{self.round.node}", ends)
 
     def ends(self, wait_s: float) -> dict[str, tuple[float, list[dict[str, Any]]]]:
         """Return host -> (seconds its clock is behind, ends of its ranks), for the nodes that report in time."""
         reports, until = dict[str, tuple[float, list[dict[str, Any]]]](), time.monotonic() + wait_s
         for node, host in enumerate(self.round.world):
             if self._awaited(f"ends/{node}", until, node):
-                reports[host] = self._beats.ahead_s(node), json.loads(self._round_store.get(f"ends/{node}"))
+                reports[host] = self._beats.ahead_s(node), self._channel.get(f"ends/{node}")
         return reports
 
     @property
     def saved(self) -> str:
         """Return the newest checkpoint of the job; empty while there is none."""
-        return self._job.get(_SAVED).decode() if self._job.check([_SAVED]) else ""
+        return str(self._job.get(_SAVED) or "")
 
     @property
     def outside(self) -> bool:
         """Tell whether a job runs in which this node has had no part yet: its failures do not concern the job."""
-        return not self._takes_part and self._job.add("rounds", 0) > 0
+        return not self._takes_part and self._job.add("rounds") > 0
 
     def agree_on(self, verdict: Verdict) -> Verdict:
         """Publish ``verdict`` unless another node came first; return the first one, which holds for all nodes."""
         if self.outside:
             return verdict
-        return Verdict(*json.loads(self._job.compare_set(_VERDICT, "", json.dumps(astuple(verdict)))))
+        return Verdict(*self._job.claim(_VERDICT, astuple(verdict)))
 
     def agreed(self, wait_s: float, stop: Callable[[], bool]) -> Verdict:
         """Wait for the verdict of the node that ended the job; a lost-host verdict after ``wait_s`` or ``stop()``."""
-        until = time.monotonic() + wait_s
-        while not self._job.check([_VERDICT]):
-            if time.monotonic() > until or stop():
-                return Verdict(LOST_HOST_STATUS, "deepspeed: another node has ended the job, and not said how\n")
-            time.sleep(_POLL_S)
-        return Verdict(*json.loads(self._job.get(_VERDICT)))
+        if not self._job.wait(_VERDICT, seconds=wait_s, stop=stop):
+            return Verdict(LOST_HOST_STATUS, "deepspeed: another node has ended the job, and not said how\n")
+        return Verdict(*self._job.get(_VERDICT))
 
     def leave(self, wait_s: float, stop: Callable[[], bool]) -> bool:
         """Publish this node's last word; wait for others' of the round, until ``stop()``; tell if any may listen."""
         if not self._takes_part:
             return self._limits.max_nodes > 1
-        self._round_store.set(f"left/{self.round.node}", "")
+        self._channel.put(f"left/{self.round.node}")
         until = time.monotonic() + wait_s
         for node in range(len(self.round.world)):
             self._awaited(f"left/{node}", until, node, stop)
@@ -252,11 +245,8 @@ class Membership(RendezvousHandler):
 
     def _awaited(self, key: str, until: float, node: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait for ``key`` of ``node`` until the time ``until``, its loss or ``stop()``; tell whether it is set."""
-        while not self._round_store.check([key]):
-            if time.monotonic() > until or node in self._beats.silent or stop():
-                return False
-            time.sleep(_POLL_S)
-        return True
+        lost = self._beats.silent
+        return self._channel.wait(key, seconds=until - time.monotonic(), stop=lambda: node in lost or stop())
 
     def _nobody(self) -> str:
         """Explain why no round has begun in time."""
@@ -268,11 +258,11 @@ class Membership(RendezvousHandler):
 
     def _divide(self, info: RendezvousInfo) -> Round | str:
         """Divide the ranks over the nodes: return the round, or why it cannot be. All nodes get the same result."""
-        store, nodes = PrefixStore("deepspeed", info.store), range(info.world_size)
+        channel, nodes = Channel(info.store, "deepspeed"), range(info.world_size)
         remaining = [d for d in self._devices if d not in self._lost]
-        beat(store, info.rank)
-        store.set(f"slots/{info.rank}", json.dumps([self._host, remaining, self._devices]))
-        replies = [json.loads(_answer(store, f"slots/{node}")) for node in nodes]
+        beat(channel, info.rank)
+        channel.put(f"slots/{info.rank}", [self._host, remaining, self._devices])
+        replies = [_answer(channel, f"slots/{node}") for node in nodes]
         for whole in (1, 2):  # with the devices that are not lost, or else with all
             size = self._limits.largest(sum(len(reply[whole]) for reply in replies), info.world_size)
             if size:
@@ -285,8 +275,8 @@ class Membership(RendezvousHandler):
         if info.rank == 0:
             self._server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             number = self._job.add("rounds", 1) - 1
-            store.set("start", json.dumps([number, self._address, self._server.port]))
-        number, address, port = json.loads(_answer(store, "start"))
+            channel.put("start", [number, self._address, self._server.port])
+        number, address, port = _answer(channel, "start")
         names = [reply[0] for reply in replies]
         unique = names if len(set(names)) == len(names) else [f"{name}#{node}" for node, name in enumerate(names)]
         world = {name: tuple(reply[whole][:share]) for name, reply, share in zip(unique, replies, shares, strict=True)}
@@ -301,8 +291,7 @@ class Membership(RendezvousHandler):
             newest = ""
         if newest and newest != self._note_seen:
             self._note_seen = newest
-            self._job.set(_SAVED, newest.partition(" ")[2])
-            self._job.set(_CRASHES, "0")
-            self._round_store.add("checkpoints", 1)
-        count = self._round_store.add("checkpoints", 0)
-        return int(count)
+            self._job.put(_SAVED, newest.partition(" ")[2])
+            self._job.put(_CRASHES, 0)
+            self._channel.add("checkpoints", 1)
+        return self._channel.add("checkpoints")

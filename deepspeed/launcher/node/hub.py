@@ -11,18 +11,18 @@ A job ends in one way: the hub tells everyone to stop (unless all ranks returned
 that is still there, decides which failure came first, and tells the verdict to all.
 """
 
-import json
 import os
 import queue
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-from torch.distributed import QueueEmptyError, TCPStore
+from torch.distributed import Store, TCPStore
 
+from deepspeed.comm.channel import GONE, Channel, Heard, SteadyClock
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job, encode_world
 from deepspeed.launcher.node.loop import FAILURE_GRACE_S, LOSS_GRACE_S, TICK_S, Message, Post, join_limit, silence_limit
@@ -49,35 +49,30 @@ def bind_store(address: str, port: int) -> TCPStore:
         ) from error
 
 
-def _pop(store: TCPStore, key: str) -> Any:
-    """Pop the next message of a queue; None if empty. (``queue_len`` keeps all threads waiting for the network.)"""
-    try:
-        return json.loads(store.queue_pop(key, block=False))
-    except QueueEmptyError:
-        return None
-
-
 class Hub:
     """Coordinate the job at node 0; ``present`` are the nodes that take part and are not lost.
 
     Belongs to the thread that calls it, and ``tick`` every ``tick_s`` seconds. Answers to node 0 are events ``hub``.
+    ``port``: that of the store.
     """
 
     joined = True
 
-    def __init__(self, job: Job, store: TCPStore, post: Post) -> None:
-        self._job, self._store, self._post = job, store, post
+    def __init__(
+        self, job: Job, store: Store, post: Post, *, port: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._job, self._channel, self._post, self._port = job, Channel(store, _KEY), post, port
         self._heard = dict.fromkeys(range(1, len(job.hosts)), time.time())
-        # Counted in ticks and not by a clock, as this process may have been suspended.
-        self._silent_s, self._waited_s = dict.fromkeys(self._heard, 0.0), 0.0
         self._started = self._stopped = self._decided = False
         self._cause: Verdict | None = None  # set when something other than a rank or a host ended the job
         self._ends: dict[int, list[RankEnd]] = {}
         self._losses: list[tuple[float, Verdict]] = []
         self.tick_s = _LISTEN_S if self._heard else TICK_S
+        self._clock, self._logged = SteadyClock(2 * self.tick_s, clock), False
+        self._beats = Heard(self._clock)
         self.present: set[int] = set()
         self._limit_s = silence_limit()
-        store.set(_KEY, encode_world(job.world))
+        self._channel.put("world", encode_world(job.world))
         self.send({"kind": "join"})
 
     def send(self, message: Message) -> None:
@@ -86,22 +81,21 @@ class Hub:
 
     def tick(self) -> None:
         """Read the messages of other nodes, and count how long each has been silent or awaited."""
-        for node in self._silent_s:
-            self._silent_s[node] += self.tick_s
-        while self._heard and (heard := _pop(self._store, f"{_KEY}/up")) is not None:
+        while self._heard and (heard := self._channel.pop("up")) is not None:
             node, message = heard
-            self._heard[node], self._silent_s[node] = time.time(), 0.0
+            self._heard[node] = time.time()
             self.handle(node, message)
-        for node, silent_s in self._silent_s.items():
-            if silent_s > self._limit_s:
+        for node, heard_at in self._heard.items():
+            if self._beats.hear(node, heard_at) > self._limit_s:
                 self.lose(node, f"has not been heard for {self._limit_s:g} s")
-        before, self._waited_s = self._waited_s, self._waited_s + self.tick_s
+        waited_s = self._clock()
         missing = [host for node, host in enumerate(self._job.hosts) if node not in self.present]
         if missing and not self._started and not self._stopped:
             limit, hosts = join_limit(), ", ".join(missing)
-            if before < SAY_AFTER_S <= self._waited_s:
+            if waited_s >= SAY_AFTER_S and not self._logged:
+                self._logged = True
                 logger.info("waiting up to %g s for the launchers on %s", limit, hosts)
-            if self._waited_s >= limit:
+            if waited_s >= limit:
                 text = f"deepspeed: no launcher on {hosts} joined within {limit:g} s; no rank has been started\n"
                 self._end(Verdict(1, text), signal.SIGTERM, 0.0)
 
@@ -112,8 +106,7 @@ class Hub:
             self.present.add(node)
             if len(self.present) == len(self._job.hosts):
                 self._started = True
-                port = self._store.port
-                self._tell({"kind": "go", "port": port, "run_id": f"deepspeed_{os.getpid()}_{port}"})
+                self._tell({"kind": "go", "port": self._port, "run_id": f"deepspeed_{os.getpid()}_{self._port}"})
         elif kind == "join":
             self._tell({"kind": "verdict", "status": 1, "text": "deepspeed: the job has ended already\n"}, {node})
         elif kind == "failed":
@@ -161,14 +154,14 @@ class Hub:
             if node == 0:
                 self._post("hub", message)
             else:
-                self._store.queue_push(f"{_KEY}/down/{node}", json.dumps(message))
+                self._channel.push(f"down/{node}", message)
 
     def close(self) -> None:
         """Give every node time to read its last message; then drop the store, after the last rank of the last node."""
         end = time.monotonic() + _FAREWELL_S
-        while self._store.add(f"{_KEY}/left", 0) < len(self.present) - 1 and time.monotonic() < end:
+        while self._channel.add("left") < len(self.present) - 1 and time.monotonic() < end:
             time.sleep(_LISTEN_S)
-        del self._store
+        del self._channel
 
 
 class Spoke:
@@ -182,7 +175,8 @@ class Spoke:
     def __init__(self, job: Job, node: int, post: Post) -> None:
         self._job, self._node, self._post = job, node, post
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._silent_s, self._limit_s, self._join_s = 0.0, silence_limit(), join_limit()
+        self._silent, self._limit_s, self._join_s = Heard(SteadyClock(2 * TICK_S)), silence_limit(), join_limit()
+        self._answers = 0  # of the hub's store
         self.port: queue.SimpleQueue[int] = queue.SimpleQueue()  # of node 0, as soon as it is known
         self.joined = False  # whether the hub knows of this node and will answer
         self._thread = threading.Thread(target=self._talk, daemon=True)
@@ -194,8 +188,7 @@ class Spoke:
 
     def tick(self) -> None:
         """Count silent time; report the hub as lost when it exceeds the limit."""
-        self._silent_s += TICK_S
-        if self.joined and self._silent_s > self._limit_s:
+        if self._silent.hear(0, self._answers) > self._limit_s and self.joined:
             self._lost(f"has not been heard for {self._limit_s:g} s")
 
     def close(self) -> None:
@@ -208,45 +201,47 @@ class Spoke:
 
     def _talk(self) -> None:
         try:
-            store = self._join()
+            channel = self._join()
             self.joined = True
-            self._exchange(store)
+            self._exchange(channel)
         except queue.Empty:
             self._post("refused", f"no launcher on {self._job.hosts[0]} joined within {self._join_s:g} s")
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, *GONE) as error:
             if self.joined:
                 self._lost("closed its connection: its launcher was killed or the host went down")
             else:
                 self._post("refused", str(error).partition("\n")[0])
 
-    def _exchange(self, store: TCPStore) -> None:
+    def _exchange(self, channel: Channel) -> None:
         message: Message = {"kind": "join"}
         while True:
-            store.queue_push(f"{_KEY}/up", json.dumps([self._node, message]))
-            while (order := _pop(store, f"{_KEY}/down/{self._node}")) is not None:
+            channel.push("up", [self._node, message])
+            while (order := channel.pop(f"down/{self._node}")) is not None:
                 self._post("hub", order)
                 if order["kind"] == "verdict":
-                    store.add(f"{_KEY}/left", 1)
+                    channel.add("left", 1)
                     return
-            self._silent_s = 0.0
+            self._answers += 1
             try:
                 message = self._outbox.get(timeout=_LOOK_S)
             except queue.Empty:
                 message = {"kind": "beat"}
 
-    def _join(self) -> TCPStore:
-        """Join the job and return the store. UsageError, or torch's error, if it cannot; queue.Empty without a port."""
+    def _join(self) -> Channel:
+        """Join the job; return its channel. UsageError, or torch's error, if it cannot; queue.Empty without a port."""
         end = time.monotonic() + self._join_s
         address, port = self._job.master_addr, self.port.get(timeout=self._join_s)
         await_port(address, port, end - time.monotonic())
         remaining = timedelta(seconds=max(5.0, end - time.monotonic()))
         store = TCPStore(address, port, is_master=False, timeout=remaining, wait_for_workers=False)
-        if store.get(_KEY).decode() != encode_world(self._job.world):
+        channel = Channel(store, _KEY)
+        channel.wait("world", seconds=remaining.total_seconds())
+        if channel.get("world") != encode_world(self._job.world):
             why = "it was started with other hosts or slots than node 0; give every node the same hostfile and filters"
-        elif store.add(f"{_KEY}/claim/{self._node}", 1) > 1:
+        elif channel.add(f"claim/{self._node}", 1) > 1:
             why = f"a launcher with --node_rank {self._node} is in this job already; give every node its own"
         else:
-            return store
+            return channel
         raise UsageError(f"node 0 cannot take this node in: {why}")
 
 

@@ -220,7 +220,8 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         ranks = Ranks(guardian, lambda exitcode: member.post("rank", exitcode), scratch=scratch, stdin=stdin)
         # The store goes last: it must be there until the last rank of the last node has ended.
         store = bind_store(job.master_addr, job.master_port) if node_rank == 0 else None
-        link = Spoke(job, node_rank, member.post) if store is None else Hub(job, store, member.post)
+        post = member.post
+        link = Spoke(job, node_rank, post) if store is None else Hub(job, store, post, port=store.port)
         if runner == "ssh":
             tell_command({"kind": "join", **({} if store is None else {"port": store.port})})
             watch_command(member.post)

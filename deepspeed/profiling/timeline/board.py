@@ -3,7 +3,6 @@ connection of its own, and that of rank 0 reads it, looks for slow ranks and wri
 """
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -12,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.comm.channel import GONE, Channel
 from deepspeed.device import get_accelerator
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
@@ -29,11 +29,11 @@ Facts = dict[str, Any]
 
 
 class Board:
-    """Thread of one rank. ``store`` None: alone. ``file``: on the first. ``factor``, ``steps``: of ``slow_ranks``."""
+    """Thread of one rank. ``channel`` None: alone. ``file``: on the first. ``factor``, ``steps``: of ``slow_ranks``."""
 
     def __init__(
         self,
-        store: Any,
+        channel: Channel | None,
         *,
         rank: int,
         ranks: int,
@@ -42,7 +42,7 @@ class Board:
         steps: int,
         drive_bytes: Callable[[], int],
     ) -> None:
-        self._store, self._rank, self._ranks, self.file = store, rank, ranks, file
+        self._channel, self._rank, self._ranks, self.file = channel, rank, ranks, file
         self._factor, self._steps, self._drive_bytes = factor, steps, drive_bytes
         self._pace, self._last_step = Pace(steps), 0
         self._pending = deque[tuple[StepSpans, Facts]]()
@@ -80,7 +80,7 @@ class Board:
         self._over.set()
         self._thread.join(_LAST_S)
         end = time.monotonic() + _LAST_S
-        with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store went with the process that kept it
+        with contextlib.suppress(*GONE, OSError):
             self._look(last=wait)
             while self.file is not None and self._behind() and time.monotonic() < end:
                 time.sleep(0.01)
@@ -95,7 +95,7 @@ class Board:
         while not self._over.wait(self._beat_s):
             try:
                 self._look()
-            except (RuntimeError, ValueError, OSError) as error:  # of the store
+            except (*GONE, OSError) as error:
                 logger.debug("the record of the run waits: %s", error)
             self._complain()
 
@@ -113,10 +113,11 @@ class Board:
             **{"work": self._pace.work, "wait": self._pace.wait, "memory": self._memory},
             **self._facts,
         }
-        if self._store is not None:
-            self._store.set(f"pace/{self._rank}", json.dumps(local))
+        if self._channel is not None:
+            self._channel.put(f"pace/{self._rank}", local)
         if self._rank == 0:
-            self._judge({0: local} | self._others())
+            others = self._channel.of("pace", range(1, self._ranks)) if self._channel is not None else {}
+            self._judge({0: local} | others)
 
     def _take_in(self, *, last: bool = False) -> None:
         """Sum up the updates that are over."""
@@ -139,11 +140,6 @@ class Board:
         if accelerator.device_name() != "cpu":
             memory |= {"device": accelerator.memory_allocated(), "device_peak": accelerator.max_memory_allocated()}
         return memory
-
-    def _others(self) -> dict[int, Facts]:
-        keys = {f"pace/{rank}": rank for rank in range(1, self._ranks)} if self._store is not None else {}
-        present = [key for key in keys if self._store.check([key])]
-        return {keys[key]: json.loads(self._store.get(key)) for key in present}
 
     def _judge(self, states: dict[int, Facts]) -> None:
         """Warn of slow ranks, once each, and publish how fast each rank is."""

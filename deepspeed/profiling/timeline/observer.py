@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.channel import job_channel
 from deepspeed.comm.collectives import failures
-from deepspeed.comm.hang.watch import own_store
 from deepspeed.comm.point_to_point import clock_offset
 from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
@@ -127,7 +127,7 @@ class Observer:
         engine, mesh, put = self._engine, self._mesh, self._wraps.put
         alone = mesh.job.size == 1 or mesh.job.alike
         self._board = Board(
-            None if alone else own_store(f"{mesh.name}/pace"),
+            None if alone else job_channel(f"{mesh.name}/pace"),
             rank=mesh.job.index,
             ranks=1 if alone else mesh.job.size,
             file=file,
