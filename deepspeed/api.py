@@ -30,6 +30,7 @@ from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
+from deepspeed.moe.spread import facts_with_experts, spread_experts
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings
@@ -195,6 +196,7 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
+    mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     _mark_leaves(model, cfg)
@@ -206,6 +208,7 @@ def _assemble(
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
+    facts_of = facts_with_experts(facts, facts_of, of_experts)
     parts = build(model, plan, facts, rules=rules, optimizer=base, facts_of=facts_of)
     if isinstance(base, GroupStep):
         base.load_kernels()

@@ -14,7 +14,7 @@ from deepspeed.comm.channel import GONE, Channel
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
+from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 
 
 def _alone() -> AxisGroup:
@@ -197,6 +197,31 @@ def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, Ax
     axis = Axis(label, len(ranks), ranks.index(dist.get_rank()), ranks)
     group = _new_group(f"{mesh.name}/{label}", axis, mesh.job.backend)
     return replace(mesh, made=(*mesh.made, group)), group
+
+
+def with_experts(mesh: Mesh, ep: int) -> tuple[Mesh, Mesh]:
+    """Return ``mesh`` with more groups to destroy, and the mesh of parameters of experts that ``ep`` ranks divide.
+
+    In the second the ranks that hold parts of one tensor (``tp``) are the expert-parallel ones, and those that hold the
+    same values (``zero``, ``groups``) the expert-data-parallel ones. Collective over each group. Raises
+    DeepSpeedConfigError when ``ep`` does not divide the ranks.
+    """
+    rank = mesh.job.ranks[mesh.job.index]
+    grid = expert_topology(mesh.topology or dense_topology(mesh.job.ranks), ep)
+    known = {group.ranks: group for group in (mesh.job, mesh.zero, *mesh.groups, mesh.tp)}
+
+    def over(*names: str) -> AxisGroup:
+        nonlocal mesh
+        axis = grid.axis(rank, *names)
+        if axis.size > 1 and axis.ranks not in known:
+            mesh, known[axis.ranks] = with_group(mesh, f"experts{ep}/{axis.name}", axis.ranks)
+        return known[axis.ranks] if axis.size > 1 else _alone()
+
+    parts, zero, first = over("ep"), over("dp_outer", "edp"), over("edp")
+    groups = (first,) if len(mesh.groups) == 1 else (first, over("dp_outer"))
+    topology = replace(grid, names=("pp", "dp_outer", "dp", "tp"))
+    alone = replace(mesh, groups=groups, zero=zero, tp=parts, topology=topology, control=None, reducing=None, made=())
+    return mesh, alone
 
 
 def _channel(mesh: Mesh, name: str) -> Channel:

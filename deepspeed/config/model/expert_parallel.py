@@ -1,0 +1,20 @@
+"""The block ``expert_parallel``: over how many ranks the experts of a model are spread, and where they are in it."""
+
+from deepspeed.config.model import unread
+from deepspeed.config.model.values import Flag, Positive, Text, key
+
+
+class ExpertParallelConfig(unread.ExpertParallelKeys):
+    """``expert_parallel``: experts of Hugging Face models spread over ranks."""
+
+    enabled: Flag = key(False, "Spread the experts of a Hugging Face model over ranks.")
+    autoep_size: Positive = key(1, "Ranks over which the experts of one layer are spread; 1 is off.")
+    moe_layer_pattern: Text | None = key(
+        None, "Regular expression on the module paths of mixture-of-experts layers; null: the plan of the model."
+    )
+    expert_pattern: Text | None = key(None, "Attribute of such a layer that holds its experts; null: experts.")
+
+    @property
+    def ways(self) -> int:
+        """Return the number of ranks that hold different experts of a layer."""
+        return self.autoep_size if self.enabled else 1
