@@ -35,9 +35,8 @@ class Experts(nn.Module):
         order = torch.argsort(index[:, 0], stable=True)
         counts = torch.bincount(index[:, 0], minlength=len(experts)).tolist()
         parts = hidden[order].split(counts)
-        outputs = [_output(expert(part)) for expert, part in zip(experts, parts, strict=True) if len(part)]
-        if not outputs:
-            return hidden
+        # Those without a token run too: their weights then have a gradient on each rank, and ranks reduce in one order.
+        outputs = [_output(expert(part)) for expert, part in zip(experts, parts, strict=True)]
         return torch.cat(outputs)[torch.argsort(order)] * weights
 
 
