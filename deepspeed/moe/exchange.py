@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.comm.collectives import AxisGroup, all_to_all
-from deepspeed.comm.differentiable import anchored, exchange_rows
+from deepspeed.comm.differentiable import anchored, bounds, cut_parts, exchange_rows, join_parts
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Local experts: (hidden [pairs, H], local expert [pairs, 1], weight [pairs, 1]) -> weighted outputs [pairs, H]."""
@@ -59,13 +59,20 @@ def through_experts(
     group: AxisGroup | None,
     experts: int,
     compute: Compute,
+    sharers: AxisGroup | None = None,
 ) -> torch.Tensor:
     """Return the sum of the chosen experts' weighted outputs for each token of ``hidden`` [tokens, H].
 
     ``index``, ``weights``: [tokens, k] experts and their weights. Each rank of ``group`` holds ``experts`` of them, in
     rank order, which ``compute`` applies. Sums are taken in fp32. Collective, in the backward too. Without a ``group``
-    all experts are here.
+    all experts are here. The ranks of ``sharers`` have the same tokens (tensor parallelism), and each sends a part.
     """
+    if sharers is not None and sharers.size > 1:
+        edges = bounds(len(hidden), sharers.size)
+        part = slice(edges[sharers.index], edges[sharers.index + 1])
+        hidden, weights = (cut_parts(whole, sharers, 0, edges=edges) for whole in (hidden, weights))
+        out = through_experts(hidden, index[part], weights, group=group, experts=experts, compute=compute)
+        return join_parts(out, sharers, 0, edges=edges)
     if group is None:
         row, choice = torch.nonzero(index >= 0).unbind(1)
         outputs = compute(hidden[row], index[row, choice, None], weights[row, choice, None])

@@ -101,9 +101,9 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
-    def set_group(self, group: AxisGroup) -> None:
-        """Set the ranks that divide the experts, and number this rank's."""
-        self.deepspeed_moe.set_group(group)
+    def set_group(self, group: AxisGroup, sharers: AxisGroup | None = None) -> None:
+        """Set the ranks that divide the experts, and those with the same tokens; number this rank's experts."""
+        self.deepspeed_moe.set_group(group, sharers)
         self.deepspeed_moe.experts.number_from(group.index * self.num_local_experts)  # type: ignore[operator]
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:  # noqa: FBT001, FBT002

@@ -255,11 +255,12 @@ class MOELayer(nn.Module):
         self.gate, self.experts = gate, experts
         self.ep_group_name, self.ep_size, self.num_local_experts = ep_group_name, ep_size, num_local_experts
         self.group: AxisGroup | None = None
+        self.sharers: AxisGroup | None = None
         self.l_aux, self.exp_counts = torch.zeros(()), torch.zeros((), dtype=torch.int64)
 
-    def set_group(self, group: AxisGroup) -> None:
-        """Set the ranks that hold the experts."""
-        self.group, self.gate.ep_group = group, group.pg
+    def set_group(self, group: AxisGroup, sharers: AxisGroup | None = None) -> None:
+        """Set the ranks that hold the experts, and those with the same tokens."""
+        self.group, self.gate.ep_group, self.sharers = group, group.pg, sharers
 
     def forward(self, hidden: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs, in the shape of ``hidden`` [..., H]. Collective over the expert-parallel ranks."""
@@ -272,7 +273,6 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = routing.loss, routing.counts
         compute: Callable[..., torch.Tensor] = self.experts
         weights = routing.weights.to(hidden.dtype)
-        group, local = self.group, self.num_local_experts
-        return through_experts(flat, routing.index, weights, group=group, experts=local, compute=compute).view(
-            hidden.shape
-        )
+        where = {"group": self.group, "sharers": self.sharers, "experts": self.num_local_experts}
+        out: torch.Tensor = through_experts(flat, routing.index, weights, compute=compute, **where)  # type: ignore[arg-type]
+        return out.view(hidden.shape)

@@ -39,9 +39,9 @@ def spread_experts(
     for ep in dict.fromkeys([*(layer.ep_size for layer in layers), *([block.ways] if stacked else [])]):
         mesh, meshes[GROUP_NAME.format(ep)] = with_experts(mesh, ep)
     for layer in layers:
-        layer.set_group(meshes[layer.expert_group_name].tp)
+        layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
     for module in stacked.values():
-        _divide(module, meshes[GROUP_NAME.format(block.ways)].tp, back)
+        _divide(module, meshes[GROUP_NAME.format(block.ways)].tp, mesh.tp, back)
     if stacked:
         number = _number(next(iter(stacked.values())))
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers of {number} experts")
@@ -111,8 +111,10 @@ def _number(module: nn.Module) -> int:
     return number if isinstance(number, int) and shapes and all(s and s[0] == number for s in shapes) else 0
 
 
-def _divide(module: nn.Module, group: AxisGroup, back: ExitStack) -> None:
-    """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``."""
+def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, back: ExitStack) -> None:
+    """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``; those of
+    ``sharers`` have the same ones.
+    """
     number: int = module.num_experts  # type: ignore[assignment]
     local = number // group.size
     for param in module.parameters(recurse=False):
@@ -127,7 +129,9 @@ def _divide(module: nn.Module, group: AxisGroup, back: ExitStack) -> None:
 
     def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = through_experts(flat, index, weights, group=group, experts=local, compute=compute)
+        out = through_experts(
+            flat, index, weights, group=group, experts=local, compute=compute, sharers=sharers
+        )
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)

@@ -15,7 +15,7 @@ from deepspeed.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import plan_routes, through_experts
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, tokens_of
+from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedLlama, tokens_of
 from tests.harness.training import make_config, start
 
 pytestmark = pytest.mark.timeout(180)
@@ -25,8 +25,7 @@ DROPLESS = {"k": 2, "top2_2nd_expert_sampling": False, "drop_tokens": False}
 
 def model_of(kind: str, ep: int, **options: Any) -> Any:
     """A new model; ``ep`` 1: all experts on each rank."""
-    model = Layered(ep, **options) if kind == "layered" else Stacked(**options)
-    return model
+    return Layered(ep, **options) if kind == "layered" else {"stacked": Stacked, "llama": StackedLlama}[kind](**options)
 
 
 def config_of(kind: str, ep: int, stage: int, **changes: Any) -> dict[str, Any]:
@@ -47,18 +46,25 @@ def _skewed(model: Any) -> None:
             layer.gate.weight.zero_()
 
 
+def _skewed_layers(model: Any) -> None:
+    for layer in model.layers:
+        with torch.no_grad():
+            layer.deepspeed_moe.gate.wg.weight.zero_()
+
+
 def _frozen(model: Any) -> None:
     """As under an adapter: experts and routers are fixed."""
     for name, param in model.named_parameters():
         param.requires_grad_("expert" not in name and "gate" not in name)
 
 
-PREPARED = {"": lambda _: None, "recomputed": _recomputed, "skewed": _skewed, "frozen": _frozen}
+PREPARED = {"": lambda _: None, "recomputed": _recomputed, "skewed": _skewed, "skewed layers": _skewed_layers, "frozen": _frozen}
 
 
 def parity(kind: str, ep: int, stage: int, options: dict[str, Any], changes: dict[str, Any], how: str) -> dict[str, float]:
     """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    tp = changes.get("tensor_parallel", {}).get("autotp_size", 1)
+    rank, world = dist.get_rank() // tp, dist.get_world_size() // tp
     gas = changes.get("gradient_accumulation_steps", 1)
     model, plain = model_of(kind, ep, **options), model_of(kind, 1, **options)
     PREPARED[how](model)
@@ -109,6 +115,9 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "shard groups": ("stacked", 2, 3, {}, {"zero": {"mics_shard_size": 2}}, ""),
     "secondary shards": ("stacked", 2, 3, {}, {"zero": {"zero_hpz_partition_size": 2}}, ""),
     "optimizer in host memory": ("stacked", 2, 2, {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}, ""),
+    "folded over tensor-parallel ranks": ("llama", 4, 3, {}, {"tensor_parallel": {"autotp_size": 2}}, ""),
+    "beside tensor parallelism": ("llama", 2, 1, {}, {"tensor_parallel": {"autotp_size": 2}}, ""),
+    "layer, ranks without tokens": ("layered", 4, 3, {**DROPLESS, "k": 1}, {}, "skewed layers"),
     "layer, top-2 without capacity": ("layered", 2, 1, DROPLESS, {}, ""),
     "layer, top-1 with capacity": ("layered", 4, 3, {"k": 1, "use_rts": False, "min_capacity": 1}, {}, ""),
     "layer, top-2 with capacity": ("layered", 2, 0, {**DROPLESS, "drop_tokens": True, "min_capacity": 2}, {}, ""),
@@ -219,7 +228,7 @@ def test_a_token_travels_once_to_each_rank_of_its_experts(pool2: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "ranks": (Stacked, {"expert_parallel": {"enabled": True, "autoep_size": 3}}, "does not divide the 2 data-parallel"),
+    "ranks": (Stacked, {"expert_parallel": {"enabled": True, "autoep_size": 3}}, "autoep_size 3 does not divide the 2 ranks"),
     "experts": (lambda: Stacked(experts=5), {}, "autoep_size 2 does not divide the 5 experts of layers.0.experts"),
     "pattern": (
         Stacked,
@@ -236,7 +245,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"expert_parallel": {"enabled": True, "autoep_size": 2, "moe_layer_pattern": r"layers\.\d+", "expert_pattern": "norm"}},
         "no stacked tensors",
     ),
-    "with tensor parallelism": (Stacked, {"tensor_parallel": {"autotp_size": 2}}, "cannot be combined with"),
+    "parts of sequences": (
+        Stacked,
+        {"tensor_parallel": {"autotp_size": 2, "sequence_parallel_norms": True}},
+        "sequence_parallel_norms cannot be combined with expert_parallel",
+    ),
     "preset": (
         Stacked,
         {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "gpt"}},

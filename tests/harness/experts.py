@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.moe.layer import MoE
+from tests.harness.decoders import WORDS, Llama
 
 HIDDEN, INNER, VOCABULARY, LENGTH = 16, 24, 32, 6
 
@@ -64,6 +65,18 @@ class Stacked(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class StackedLlama(Llama):
+    """Decoder with heads, whose attention tensor parallelism splits, and experts in place of its last layer's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.base_model_ep_plan = {"layers.*.mlp.experts": "ep_dispatch_experts"}
+        self.model.layers[-1].mlp = StackedBlock(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(ids % WORDS).flatten(0, 1), ids.roll(-1, 1).flatten() % WORDS)
 
 
 class Expert(nn.Module):
