@@ -94,9 +94,7 @@ def through_experts(
     return _sum_rows(returned, routes.tokens, len(hidden)).to(hidden.dtype)
 
 
-def _of_nothing(
-    rows: torch.Tensor, local: torch.Tensor, scales: torch.Tensor, compute: Compute
-) -> torch.Tensor:
+def _of_nothing(rows: torch.Tensor, local: torch.Tensor, scales: torch.Tensor, compute: Compute) -> torch.Tensor:
     """Return the first expert's output for a token of zeros, with weight 0."""
     return compute(rows.new_zeros(1, rows.shape[1]), local.new_zeros(1, 1), scales.new_zeros(1, 1))
 

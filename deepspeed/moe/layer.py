@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepspeed.client.comm.groups import GETTERS
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import plain_mesh
@@ -30,7 +31,7 @@ class Experts(nn.Module):
         self.deepspeed_experts._modules = {str(first + i): m for i, m in enumerate(modules.values())}
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted outputs [pairs, H] of the (row, expert) pairs ``hidden`` [pairs, H], ``index`` [pairs, 1]."""
+        """Return the weighted outputs [pairs, H] of pairs of a row ``hidden`` [H] and a local expert ``index`` [1]."""
         experts = list(self.deepspeed_experts._modules.values())
         order = torch.argsort(index[:, 0], stable=True)
         counts = torch.bincount(index[:, 0], minlength=len(experts)).tolist()
@@ -47,9 +48,10 @@ def _output(value: Any) -> torch.Tensor:
 class MoE(nn.Module):
     """Layer of ``num_experts`` copies of ``expert``, of which a gate chooses ``k`` for each token.
 
-    ``ep_size`` ranks divide the experts; ``deepspeed.initialize`` makes their group. Tokens beyond an expert's capacity,
-    ceil(tokens * k / experts * ``capacity_factor``) and at least ``min_capacity``, are dropped with ``drop_tokens``: at
-    random for k = 1 with ``use_rts``. ``use_residual`` adds the output of a dense ``expert`` (Rajbhandari et al. 2022).
+    ``ep_size`` ranks divide the experts; ``deepspeed.initialize`` makes their group. Tokens beyond the capacity of an
+    expert, ceil(tokens * k / experts * ``capacity_factor``) and at least ``min_capacity``, are dropped with
+    ``drop_tokens``: at random for k = 1 with ``use_rts``. ``use_residual`` adds the output of a dense ``expert``
+    (Rajbhandari et al. 2022).
     ``noisy_gate_policy``: None, "Jitter" or "RSample". ``use_tutel`` has no effect. AssertionError for an ``ep_size``
     that does not divide the experts.
     """
@@ -108,8 +110,6 @@ class MoE(nn.Module):
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:  # noqa: FBT001, FBT002
         """Make the group of the experts, as ``deepspeed.initialize`` does. Collective."""
-        from deepspeed.client.comm.groups import GETTERS
-
         pg = GETTERS["get_expert_parallel_group"](self.expert_group_name)
         self.set_group(plain_mesh("", group=pg).job)
 

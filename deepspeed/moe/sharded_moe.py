@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import through_experts
 
 _JITTER = 1e-2  # half the width of the factors on a gate's input (Fedus et al. 2021)
@@ -18,13 +18,13 @@ Gating = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Routing(NamedTuple):
-    """Experts of each token: ``index`` [tokens, k], -1 where a choice was dropped, with ``weights`` [tokens, k].
+    """Experts of each token: ``chosen`` [tokens, k], -1 where a choice was dropped, with ``weights`` [tokens, k].
 
     ``loss``: the auxiliary loss E * sum over experts of (mean probability * share of the choices). ``counts`` [E]:
     choices of each expert before any was dropped. ``capacity``: most tokens of an expert.
     """
 
-    index: torch.Tensor
+    chosen: torch.Tensor
     weights: torch.Tensor
     loss: torch.Tensor
     counts: torch.Tensor
@@ -101,9 +101,7 @@ def _two(logits: torch.Tensor, factor: float, least: int, *, drop: bool, sample:
     return Routing(index, _normalised(weights, index), _balance(probabilities, mask), (mask | behind).sum(0), capacity)
 
 
-def _several(
-    logits: torch.Tensor, k: int, factor: float, least: int, *, drop: bool, policy: str = "probs"
-) -> Routing:
+def _several(logits: torch.Tensor, k: int, factor: float, least: int, *, drop: bool, policy: str = "probs") -> Routing:
     """Choose ``k`` experts a token, and drop by ``policy``: the least probable choices, or those of later tokens."""
     tokens, experts = logits.shape
     probabilities = F.softmax(logits, dim=1)
@@ -128,16 +126,14 @@ def _dense(routing: Routing, experts: int, group: Any, *, drop: bool) -> Gating:
     """Return auxiliary loss, weights and mask [tokens, E, capacity], and counts; in the second each expert's kept
     choices have places of their own.
     """
-    kept = torch.zeros(len(routing.index), experts + 1, dtype=torch.bool, device=routing.index.device)
-    index = torch.where(routing.index >= 0, routing.index, experts)
+    kept = torch.zeros(len(routing.chosen), experts + 1, dtype=torch.bool, device=routing.chosen.device)
+    index = torch.where(routing.chosen >= 0, routing.chosen, experts)
     kept = kept.scatter_(1, index, 1)[:, :-1]
-    capacity = torch.tensor(routing.capacity) if drop else kept.sum(0).max().cpu()
+    capacity = routing.capacity if drop else int(kept.sum(0).max())
     if group is not None and not drop:
-        largest = capacity.to(routing.index.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        capacity = largest.cpu()
+        capacity = max(gather_objects(capacity, plain_mesh("", group=group).job))
     spread = routing.weights.new_zeros(len(index), experts + 1).scatter(1, index, routing.weights)[:, :-1]
-    places = F.one_hot(torch.where(kept, _places(kept), 0), int(capacity)) * kept[..., None]
+    places = F.one_hot(torch.where(kept, _places(kept), 0), capacity) * kept[..., None]
     combine = spread[..., None] * places.to(spread.dtype)
     return routing.loss, combine, combine.bool(), routing.counts
 
@@ -274,5 +270,5 @@ class MOELayer(nn.Module):
         compute: Callable[..., torch.Tensor] = self.experts
         weights = routing.weights.to(hidden.dtype)
         where = {"group": self.group, "sharers": self.sharers, "experts": self.num_local_experts}
-        out: torch.Tensor = through_experts(flat, routing.index, weights, compute=compute, **where)  # type: ignore[arg-type]
+        out: torch.Tensor = through_experts(flat, routing.chosen, weights, compute=compute, **where)  # type: ignore[arg-type]
         return out.view(hidden.shape)

@@ -49,7 +49,7 @@ def spread_experts(
 
 
 def facts_with_experts(facts: UnitFacts, facts_of: FactsOf | None, meshes: dict[str, Mesh]) -> FactsOf | None:
-    """Return the function of a parameter's facts: of experts those of their mesh, else by ``facts_of``, or ``facts``."""
+    """Return the function of a parameter's facts: ``facts`` in the mesh of experts for these, else by ``facts_of``."""
     if not meshes:
         return facts_of
     alone = plain_mesh("none", group=None).tp
@@ -79,17 +79,17 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
                 f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r} is no regular expression: {error}"
             ) from None
         source = f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r}"
-    found = {
+    matching = {
         path: module
         for path, module in model.named_modules()
         if any(re.search(rf"(?:^|\.){pattern}$", path) for pattern in patterns)
     }
-    if not found:
+    if not matching:
         raise DeepSpeedConfigError(
             f"expert_parallel.autoep_size is {block.ways}, but {source} matches no module of {type(model).__name__}. "
             "Set moe_layer_pattern to the paths of its mixture-of-experts layers, or enabled to false"
         )
-    for path, module in found.items():
+    for path, module in matching.items():
         number = _number(module)
         if not number:
             raise DeepSpeedConfigError(
@@ -129,9 +129,7 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, back: ExitS
 
     def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = through_experts(
-            flat, index, weights, group=group, experts=local, compute=compute, sharers=sharers
-        )
+        out = through_experts(flat, index, weights, group=group, experts=local, compute=compute, sharers=sharers)
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)

@@ -38,7 +38,7 @@ def split_params_grads_into_shared_and_expert_params(
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return ``model_parameters`` (parameters, or groups of them) as groups, those of experts in groups of their own."""
+    """Return ``model_parameters`` (parameters, or groups of them) as groups, those of experts apart."""
     items = list(model_parameters)
     groups = items if items and isinstance(items[0], dict) else [{"params": items}]
     return split_params_into_different_moe_groups_for_optimizer(groups)

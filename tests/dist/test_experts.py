@@ -58,10 +58,18 @@ def _frozen(model: Any) -> None:
         param.requires_grad_("expert" not in name and "gate" not in name)
 
 
-PREPARED = {"": lambda _: None, "recomputed": _recomputed, "skewed": _skewed, "skewed layers": _skewed_layers, "frozen": _frozen}
+PREPARED = {
+    "": lambda _: None,
+    "recomputed": _recomputed,
+    "skewed": _skewed,
+    "skewed layers": _skewed_layers,
+    "frozen": _frozen,
+}
 
 
-def parity(kind: str, ep: int, stage: int, options: dict[str, Any], changes: dict[str, Any], how: str) -> dict[str, float]:
+def parity(
+    kind: str, ep: int, stage: int, options: dict[str, Any], changes: dict[str, Any], how: str
+) -> dict[str, float]:
     """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
     tp = changes.get("tensor_parallel", {}).get("autotp_size", 1)
     rank, world = dist.get_rank() // tp, dist.get_world_size() // tp
@@ -228,7 +236,11 @@ def test_a_token_travels_once_to_each_rank_of_its_experts(pool2: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "ranks": (Stacked, {"expert_parallel": {"enabled": True, "autoep_size": 3}}, "autoep_size 3 does not divide the 2 ranks"),
+    "ranks": (
+        Stacked,
+        {"expert_parallel": {"enabled": True, "autoep_size": 3}},
+        "autoep_size 3 does not divide the 2 ranks",
+    ),
     "experts": (lambda: Stacked(experts=5), {}, "autoep_size 2 does not divide the 5 experts of layers.0.experts"),
     "pattern": (
         Stacked,
@@ -242,7 +254,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "not stacked": (
         Stacked,
-        {"expert_parallel": {"enabled": True, "autoep_size": 2, "moe_layer_pattern": r"layers\.\d+", "expert_pattern": "norm"}},
+        {
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": 2,
+                "moe_layer_pattern": r"layers\.\d+",
+                "expert_pattern": "norm",
+            }
+        },
         "no stacked tensors",
     ),
     "parts of sequences": (
