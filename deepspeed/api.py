@@ -197,6 +197,7 @@ def _assemble(
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
     mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
+    _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     _mark_leaves(model, cfg)
@@ -241,13 +242,15 @@ def _optimizer(
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+    return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+
+
+def _log_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
     comms_log.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
-        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)
+        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums, *mesh.experts)
         for axis in {id(group): group for group in groups}.values():
             axis.ledger.append(comms_log.begin)
-    return mesh
 
 
 def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> ZeroPlan:

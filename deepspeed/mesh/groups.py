@@ -33,7 +33,7 @@ class Mesh:
     ranks that share each layer; ``pp``: those that hold the stages one batch passes. ``host``: a gloo group over the
     job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``reducing``: a
     second group over the first axis, for the sums of gradients, as a communicator runs one collective at a time.
-    ``made``: all groups that are the mesh's to destroy.
+    ``experts``: the groups that divide experts and exchange tokens. ``made``: all groups that are to be destroyed.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -47,6 +47,7 @@ class Mesh:
     host: AxisGroup | None = None
     topology: Topology | None = None
     reducing: AxisGroup | None = None
+    experts: tuple[AxisGroup, ...] = ()
     made: tuple[AxisGroup, ...] = ()
 
     @property
@@ -220,8 +221,8 @@ def with_experts(mesh: Mesh, ep: int) -> tuple[Mesh, Mesh]:
     parts, zero, first = over("ep"), over("dp_outer", "edp"), over("edp")
     groups = (first,) if len(mesh.groups) == 1 else (first, over("dp_outer"))
     topology = replace(grid, names=("pp", "dp_outer", "dp", "tp"))
-    alone = replace(mesh, groups=groups, zero=zero, tp=parts, topology=topology, control=None, reducing=None, made=())
-    return mesh, alone
+    theirs = replace(mesh, groups=groups, zero=zero, tp=parts, topology=topology, control=None, reducing=None, made=())
+    return replace(mesh, experts=(*mesh.experts, parts)), theirs
 
 
 def _channel(mesh: Mesh, name: str) -> Channel:
