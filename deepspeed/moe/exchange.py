@@ -30,24 +30,26 @@ class Routes(NamedTuple):
     pairs: int
 
 
-def plan_routes(index: torch.Tensor, group: AxisGroup, experts: int) -> Routes:
+def plan_routes(index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int = 1) -> Routes:
     """Return the routes of tokens with the chosen experts ``index`` [tokens, k], of which each rank holds ``experts``.
 
-    A choice outside the experts of all ranks is dropped. Collective; the host waits once for the counts.
+    ``etp`` neighbouring ranks hold parts of the same experts: a token goes to all of them. A choice outside the experts
+    of all ranks is dropped. Collective; the host waits once for the counts.
     """
-    chosen = (index >= 0) & (index < experts * group.size)
-    home = torch.where(chosen, index // experts, group.size)
-    goes = torch.zeros(len(index), group.size + 1, dtype=torch.bool, device=index.device).scatter_(1, home, 1)
-    goes = goes[:, :-1].T
-    each = torch.zeros(group.size + 1, dtype=torch.int64, device=index.device)
-    pairs = each.scatter_add_(0, home.reshape(-1), torch.ones_like(home).reshape(-1))[:-1]
+    homes = group.size // etp
+    home = torch.where((index >= 0) & (index < experts * homes), index // experts, homes)
+    goes = torch.zeros(len(index), homes + 1, dtype=torch.bool, device=index.device).scatter_(1, home, 1)
+    goes = goes[:, :-1].T.repeat_interleave(etp, dim=0)
+    each = torch.zeros(homes + 1, dtype=torch.int64, device=index.device)
+    pairs = each.scatter_add_(0, home.reshape(-1), torch.ones_like(home).reshape(-1))[:-1].repeat_interleave(etp)
     counts = torch.stack([goes.sum(1), pairs], dim=1)
     ones = [1] * group.size
     arriving = all_to_all(counts, group, sent=ones, received=ones)
     sent, received = torch.stack([counts, arriving]).tolist()
     rows = [count for count, _ in sent]
     rank, tokens = torch.nonzero_static(goes, size=sum(rows)).unbind(1)
-    local = torch.where(home[tokens] == rank[:, None], index[tokens] - rank[:, None] * experts, -1)
+    there = rank[:, None] // etp
+    local = torch.where(home[tokens] == there, index[tokens] - there * experts, -1)
     return Routes(tokens, local, rows, [count for count, _ in received], sum(count for _, count in received))
 
 
@@ -59,25 +61,27 @@ def through_experts(
     group: AxisGroup | None,
     experts: int,
     compute: Compute,
+    etp: int = 1,
     sharers: AxisGroup | None = None,
 ) -> torch.Tensor:
     """Return the sum of the chosen experts' weighted outputs for each token of ``hidden`` [tokens, H].
 
     ``index``, ``weights``: [tokens, k] experts and their weights. Each rank of ``group`` holds ``experts`` of them, in
     rank order, which ``compute`` applies. Sums are taken in fp32. Collective, in the backward too. Without a ``group``
-    all experts are here. The ranks of ``sharers`` have the same tokens (tensor parallelism), and each sends a part.
+    all experts are here. ``etp`` neighbouring ranks hold parts of the same experts, whose outputs add up. The ranks of
+    ``sharers`` have the same tokens (tensor parallelism), and each sends a part of them.
     """
     if sharers is not None and sharers.size > 1:
         edges = bounds(len(hidden), sharers.size)
         part = slice(edges[sharers.index], edges[sharers.index + 1])
         hidden, weights = (cut_parts(whole, sharers, 0, edges=edges) for whole in (hidden, weights))
-        out = through_experts(hidden, index[part], weights, group=group, experts=experts, compute=compute)
+        out = through_experts(hidden, index[part], weights, group=group, experts=experts, compute=compute, etp=etp)
         return join_parts(out, sharers, 0, edges=edges)
     if group is None:
         row, choice = torch.nonzero(index >= 0).unbind(1)
         outputs = compute(hidden[row], index[row, choice, None], weights[row, choice, None])
         return _sum_rows(outputs, row, len(hidden)).to(hidden.dtype)
-    routes = plan_routes(index, group, experts)
+    routes = plan_routes(index, group, experts, etp=etp)
     sizes = {"sent": routes.sent, "received": routes.received}
     # Every rank takes part in the collectives of the backward, whatever of this needs a gradient on it.
     start = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled())

@@ -36,15 +36,16 @@ def spread_experts(
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
     stacked = dict(_stacked(model, block)) if block.ways > 1 else {}
     meshes: dict[str, Mesh] = {}
-    for ep in dict.fromkeys([*(layer.ep_size for layer in layers), *([block.ways] if stacked else [])]):
-        mesh, meshes[GROUP_NAME.format(ep)] = with_experts(mesh, ep)
+    for ways in dict.fromkeys([*(layer.ep_size for layer in layers), *([block.ways] if stacked else [])]):
+        mesh, meshes[GROUP_NAME.format(ways)] = with_experts(mesh, ways)
     for layer in layers:
         layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
     for module in stacked.values():
-        _divide(module, meshes[GROUP_NAME.format(block.ways)].tp, mesh.tp, back)
+        group = meshes[GROUP_NAME.format(block.ways)].tp
+        _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)
     if stacked:
         number = _number(next(iter(stacked.values())))
-        log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers of {number} experts")
+        log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes
 
 
@@ -96,11 +97,13 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
                 f"expert_parallel: {path} is a {type(module).__name__}, whose experts are no stacked tensors (experts "
                 "first, num_experts of them) as those of Transformers 5; use deepspeed.moe.layer.MoE for it"
             )
-        if number % block.ways:
+        if number % block.autoep_size:
             raise DeepSpeedConfigError(
-                f"expert_parallel.autoep_size {block.ways} does not divide the {number} experts of {path}; use a "
-                f"divisor of {number}"
+                f"expert_parallel.autoep_size {block.autoep_size} does not divide the {number} experts of {path}; use "
+                f"a divisor of {number}"
             )
+        for name, param in module.named_parameters(recurse=False):
+            inner_cut(module, name, param, block.expert_tensor_parallel_size, at=path)
         yield path, module
 
 
@@ -111,25 +114,68 @@ def _number(module: nn.Module) -> int:
     return number if isinstance(number, int) and shapes and all(s and s[0] == number for s in shapes) else 0
 
 
-def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, back: ExitStack) -> None:
-    """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``; those of
-    ``sharers`` have the same ones.
+def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at: str) -> tuple[int, int]:
+    """Return the dimension along which ``etp`` ranks cut parameter ``name`` of stacked experts, and how many equal parts
+    are packed there: 2 for gate and up projection in halves. Raises DeepSpeedConfigError where they cannot.
+    """
+    transposed, halves = getattr(module, "is_transposed", False), getattr(module, "is_concatenated", True)
+    down = name.startswith("down_proj")
+    dim = 1 if param.dim() == 2 or transposed is down else 2
+    packed = 2 if name.startswith("gate_up") and halves else 1
+    fault = ""
+    if param.dim() == 2 and down:
+        fault = "is a bias that each of them would add"
+    elif transposed and packed > 1:
+        fault = "has its halves in the last dimension"
+    elif not name.startswith(("gate_up_proj", "up_proj", "gate_proj", "down_proj")):
+        fault = "is not known"
+    elif param.shape[dim] % (packed * etp):
+        fault = f"has an inner width of {param.shape[dim] // packed}"
+    if fault and etp > 1:
+        raise DeepSpeedConfigError(
+            f"expert_parallel.expert_tensor_parallel_size {etp}: {at}.{name} {fault}; choose a divisor of the inner "
+            "width, or 1"
+        )
+    return dim, packed
+
+
+def _place(shape: tuple[int, ...], experts: range, *, dim: int, packed: int, part: int, etp: int) -> Place:
+    """Return the place of these ``experts``, and of the ``part`` among ``etp`` of what is packed along ``dim``."""
+    first, count, width = experts.start, len(experts), shape[dim] // (packed * etp)
+    boxes = []
+    # Halves of one expert follow each other in memory, so that each of them is a box.
+    for start, number in ((e, 1) for e in experts) if packed > 1 and etp > 1 else ((first, count),):
+        for half in range(packed if etp > 1 else 1):
+            corner, size = [start, *(0 for _ in shape[1:])], [number, *shape[1:]]
+            if etp > 1:
+                corner[dim], size[dim] = half * shape[dim] // packed + part * width, width
+            boxes.append((tuple(corner), tuple(size)))
+    whole = [count, *shape[1:]]
+    whole[dim] //= etp
+    return Place(tuple(boxes), tuple(whole), shape)
+
+
+def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack) -> None:
+    """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``: ``etp`` ranks
+    share each expert. Those of ``sharers`` have the same tokens.
     """
     number: int = module.num_experts  # type: ignore[assignment]
-    local = number // group.size
-    for param in module.parameters(recurse=False):
-        shape = tuple(param.shape)
-        size, start = (local, *shape[1:]), (group.index * local, *(0 for _ in shape[1:]))
-        marks = {"tp_place": Place(((start, size),), size, shape), "allreduce": False}
-        marks["group_name"] = GROUP_NAME.format(group.size)
-        for name, mark in marks.items():
-            setattr(param, name, mark)
+    local = number * etp // group.size
+    first = group.index // etp * local
+    for name, param in module.named_parameters(recurse=False):
+        dim, packed = inner_cut(module, name, param, etp, at="")
+        shape, experts = tuple(param.shape), range(first, first + local)
+        place = _place(shape, experts, dim=dim, packed=packed, part=group.index % etp, etp=etp)
+        marks = {"tp_place": place, "allreduce": False, "group_name": GROUP_NAME.format(group.size)}
+        for mark, value in marks.items():
+            setattr(param, mark, value)
         back.callback(_unmark, param, marks)
     compute = module.forward
 
     def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = through_experts(flat, index, weights, group=group, experts=local, compute=compute, sharers=sharers)
+        where = {"group": group, "sharers": sharers, "experts": local, "etp": etp}
+        out: torch.Tensor = through_experts(flat, index, weights, compute=compute, **where)  # type: ignore[arg-type]
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)

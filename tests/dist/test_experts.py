@@ -29,7 +29,8 @@ def model_of(kind: str, ep: int, **options: Any) -> Any:
 
 
 def config_of(kind: str, ep: int, stage: int, **changes: Any) -> dict[str, Any]:
-    block = {"enabled": kind != "layered" and ep > 1, "autoep_size": ep}
+    etp = changes.pop("etp", 1)
+    block = {"enabled": kind != "layered" and ep * etp > 1, "autoep_size": ep, "expert_tensor_parallel_size": etp}
     return make_config(stage, optimizer=ADAMW, gradient_clipping=0.5, expert_parallel=block, **changes)
 
 
@@ -123,6 +124,17 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "shard groups": ("stacked", 2, 3, {}, {"zero": {"mics_shard_size": 2}}, ""),
     "secondary shards": ("stacked", 2, 3, {}, {"zero": {"zero_hpz_partition_size": 2}}, ""),
     "optimizer in host memory": ("stacked", 2, 2, {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}, ""),
+    "two ranks share an expert, stage 0": ("stacked", 2, 0, {}, {"etp": 2}, ""),
+    "two ranks share an expert, stage 3, skewed": ("stacked", 2, 3, {}, {"etp": 2}, "skewed"),
+    "all experts are shared": ("stacked", 1, 3, {}, {"etp": 2}, ""),
+    "shared experts folded over tensor-parallel ranks": (
+        "llama",
+        2,
+        3,
+        {},
+        {"etp": 2, "tensor_parallel": {"autotp_size": 2}},
+        "",
+    ),
     "folded over tensor-parallel ranks": ("llama", 4, 3, {}, {"tensor_parallel": {"autotp_size": 2}}, ""),
     "beside tensor parallelism": ("llama", 2, 1, {}, {"tensor_parallel": {"autotp_size": 2}}, ""),
     "layer, ranks without tokens": ("layered", 4, 3, {**DROPLESS, "k": 1}, {}, "skewed layers"),
@@ -155,12 +167,14 @@ def test_training_equals_one_process_in_every_cell(pool4: Any, ep: int, tmp_path
                 assert max(errors.values()) <= 2e-6, (stage, tier, k, errors)
 
 
-def _resumed(kind: str, before: tuple[int, int], after: tuple[int, int], folder: str) -> float:
+def _resumed(kind: str, before: tuple[int, int, int], after: tuple[int, int, int], folder: str) -> float:
     """Train, save, train on; load into another layout, train on: the largest difference of losses."""
     rank, runs, options = dist.get_rank(), [], DROPLESS if kind == "layered" else {}
-    for ep, stage in (before, after):
-        engine = start(model_of(kind, ep, **options), config_of(kind, ep, stage))
-        first = (ep, stage) == before
+    for ep, etp, stage in (before, after):
+        model = model_of(kind, ep, **options)
+        groups = deepspeed.moe.utils.configure_moe_param_groups(model.parameters())
+        engine = start(model, config_of(kind, ep, stage, etp=etp), model_parameters=groups)
+        first = (ep, etp, stage) == before
         for step in range(2) if first else ():
             engine.backward(engine(tokens_of(step, rank)))
             engine.step()
@@ -176,11 +190,17 @@ def _resumed(kind: str, before: tuple[int, int], after: tuple[int, int], folder:
     return max(abs(a - b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["stacked", "layered"])
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (4, 3)), ((4, 3), (1, 0))])
+MOVES = [
+    ("stacked", (2, 1, 1), (4, 1, 3)), ("stacked", (4, 1, 3), (1, 1, 0)), ("stacked", (2, 1, 0), (2, 2, 3)),
+    ("stacked", (1, 2, 3), (2, 1, 2)), ("layered", (2, 1, 1), (4, 1, 3)), ("layered", (4, 1, 3), (1, 1, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), MOVES)
 def test_a_checkpoint_loads_with_experts_over_other_ranks(
-    pool4: Any, tmp_path: Path, kind: str, before: tuple[int, int], after: tuple[int, int]
+    pool4: Any, tmp_path: Path, kind: str, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
+    """Each layout is: expert-parallel ranks, ranks that share an expert, ZeRO stage."""
     assert max(pool4.run(_resumed, kind, before, after, str(tmp_path))) <= 1e-6
 
 
@@ -239,7 +259,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "ranks": (
         Stacked,
         {"expert_parallel": {"enabled": True, "autoep_size": 3}},
-        "autoep_size 3 does not divide the 2 ranks",
+        "autoep_size x expert_tensor_parallel_size = 3 does not divide the 2 ranks",
     ),
     "experts": (lambda: Stacked(experts=5), {}, "autoep_size 2 does not divide the 5 experts of layers.0.experts"),
     "pattern": (
@@ -268,6 +288,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         Stacked,
         {"tensor_parallel": {"autotp_size": 2, "sequence_parallel_norms": True}},
         "sequence_parallel_norms cannot be combined with expert_parallel",
+    ),
+    "inner width": (
+        lambda: Stacked(inner=25),
+        {"expert_parallel": {"enabled": True, "expert_tensor_parallel_size": 2}},
+        "has an inner width of 25",
     ),
     "preset": (
         Stacked,

@@ -16,11 +16,11 @@ HIDDEN, INNER, VOCABULARY, LENGTH = 16, 24, 32, 6
 class StackedExperts(nn.Module):
     """Experts first in each tensor, called with (hidden, index, weights), as ``transformers`` calls its own."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, inner: int = INNER) -> None:
         super().__init__()
         self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * INNER, HIDDEN) / 4)
-        self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, INNER) / 5)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, HIDDEN) / 4)
+        self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, inner) / 5)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -33,12 +33,12 @@ class StackedExperts(nn.Module):
 
 
 class StackedBlock(nn.Module):
-    def __init__(self, experts: int, k: int) -> None:
+    def __init__(self, experts: int, k: int, inner: int = INNER) -> None:
         super().__init__()
         self.k = k
         self.norm = nn.LayerNorm(HIDDEN)
         self.gate = nn.Linear(HIDDEN, experts, bias=False)
-        self.experts = StackedExperts(experts)
+        self.experts = StackedExperts(experts, inner)
         self.shared = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ class StackedBlock(nn.Module):
 class Stacked(nn.Module):
     """Decoder whose configuration names its experts as those of Transformers do."""
 
-    def __init__(self, experts: int = 8, k: int = 2, blocks: int = 2, seed: int = 3) -> None:
+    def __init__(self, experts: int = 8, k: int = 2, blocks: int = 2, seed: int = 3, inner: int = INNER) -> None:
         super().__init__()
         torch.manual_seed(seed)
         plan = {"layers.*.experts": "ep_dispatch_experts", "layers.*.experts.down_proj": "grouped_gemm"}
         self.config: Any = SimpleNamespace(base_model_ep_plan=plan)
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList([StackedBlock(experts, k) for _ in range(blocks)])
+        self.layers = nn.ModuleList([StackedBlock(experts, k, inner) for _ in range(blocks)])
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ class ExpertParallelConfig(unread.ExpertParallelKeys):
 
     enabled: Flag = key(False, "Spread the experts of a Hugging Face model over ranks.")
     autoep_size: Positive = key(1, "Ranks over which the experts of one layer are spread; 1 is off.")
+    expert_tensor_parallel_size: Positive = key(1, "Ranks that share each expert, each with a part of its inner width.")
     moe_layer_pattern: Text | None = key(
         None, "Regular expression on the module paths of mixture-of-experts layers; null: the plan of the model."
     )
@@ -16,5 +17,5 @@ class ExpertParallelConfig(unread.ExpertParallelKeys):
 
     @property
     def ways(self) -> int:
-        """Return the number of ranks that hold different experts of a layer."""
-        return self.autoep_size if self.enabled else 1
+        """Return the number of ranks among which the experts of a layer are divided."""
+        return self.autoep_size * self.expert_tensor_parallel_size if self.enabled else 1
