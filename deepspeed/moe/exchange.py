@@ -48,8 +48,8 @@ def plan_routes(index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int
     sent, received = torch.stack([counts, arriving]).tolist()
     rows = [count for count, _ in sent]
     rank, tokens = torch.nonzero_static(goes, size=sum(rows)).unbind(1)
-    there = rank[:, None] // etp
-    local = torch.where(home[tokens] == there, index[tokens] - there * experts, -1)
+    owner = rank[:, None] // etp
+    local = torch.where(home[tokens] == owner, index[tokens] - owner * experts, -1)
     return Routes(tokens, local, rows, [count for count, _ in received], sum(count for _, count in received))
 
 

@@ -44,7 +44,7 @@ def spread_experts(
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)
     if stacked:
-        number = _number(next(iter(stacked.values())))
+        number = next(iter(stacked.values())).num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes
 
@@ -115,8 +115,8 @@ def _number(module: nn.Module) -> int:
 
 
 def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at: str) -> tuple[int, int]:
-    """Return the dimension along which ``etp`` ranks cut parameter ``name`` of stacked experts, and how many equal parts
-    are packed there: 2 for gate and up projection in halves. Raises DeepSpeedConfigError where they cannot.
+    """Return the dimension along which ``etp`` ranks cut parameter ``name`` of stacked experts, and the number of equal
+    parts packed there: 2 for gate and up projection in halves. Raises DeepSpeedConfigError where they cannot.
     """
     transposed, halves = getattr(module, "is_transposed", False), getattr(module, "is_concatenated", True)
     down = name.startswith("down_proj")

@@ -63,9 +63,11 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in groups:
         dense, experts = split_params_into_shared_and_expert_params(group["params"])
         shared.append({**group, "params": dense})
-        for name in dict.fromkeys(param.group_name for param in experts):  # type: ignore[attr-defined]
-            of_name = [param for param in experts if param.group_name == name]  # type: ignore[attr-defined]
-            split += [{**group, "params": p, "name": name, "moe": True} for p in _pieces(of_name, max_group_size)]
+        by_name: dict[str, list[torch.Tensor]] = {}
+        for param in experts:
+            by_name.setdefault(getattr(param, "group_name", GROUP_NAME.format(1)), []).append(param)
+        for name, params in by_name.items():
+            split += [{**group, "params": some, "name": name, "moe": True} for some in _pieces(params, max_group_size)]
     return shared + split
 
 
