@@ -14,9 +14,10 @@ from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import plan_routes, through_experts
+from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedLlama, tokens_of
+from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedLlama, staged, tokens_of
 from tests.harness.training import make_config, start
 
 pytestmark = pytest.mark.timeout(180)
@@ -203,6 +204,36 @@ def test_a_checkpoint_loads_with_experts_over_other_ranks(
 ) -> None:
     """Each layout is: expert-parallel ranks, ranks that share an expert, ZeRO stage."""
     assert max(pool4.run(_resumed, kind, before, after, str(tmp_path))) <= 1e-6
+
+
+def _next_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _pipeline(stage: int) -> list[float]:
+    """Two stages, in each two ranks that divide the experts: differences of loss and norm from one process."""
+    model = PipelineModule(staged(2), num_stages=2, loss_fn=_next_loss)
+    config = make_config(stage, optimizer=ADAMW, gradient_clipping=0.5, gradient_accumulation_steps=2)
+    engine = start(model, {**config, "train_micro_batch_size_per_gpu": 2})
+    ways, plain, apart = engine.mesh.data.size, torch.nn.Sequential(*staged(1)), []
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])  # type: ignore[arg-type]
+    for step in range(3):
+        batches = {w: [tokens_of(2 * step + m, w) for m in range(2)] for w in range(ways)}
+        loss = engine.train_batch(iter([(t, t.roll(-1, 1)) for t in batches[engine.mesh.data.index]]))
+        optimizer.zero_grad()
+        wanted = sum(_next_loss(plain(t), t.roll(-1, 1)) for of_way in batches.values() for t in of_way) / (2 * ways)
+        wanted.backward()  # type: ignore[union-attr]
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        apart += [abs(float(loss) - float(wanted.detach())), abs(engine.get_global_grad_norm() - float(norm))]  # type: ignore[union-attr]
+    engine.destroy()
+    return apart
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_pipeline_divides_experts_within_a_stage(pool4: Any, stage: int) -> None:
+    for apart in pool4.run(_pipeline, stage):
+        assert max(apart) < 1e-6
 
 
 def _whole(kind: str, folder: str) -> list[str]:

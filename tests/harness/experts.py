@@ -106,6 +106,23 @@ class Layered(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.roll(-1, 1).flatten()) + 0.01 * extra
 
 
+class Stage(nn.Module):
+    """Layer of a pipeline."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.moe = MoE(HIDDEN, Expert(), 4, ep, k=2, top2_2nd_expert_sampling=False, drop_tokens=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.moe(hidden)[0]
+
+
+def staged(ep: int) -> list[nn.Module]:
+    """Layers of a pipeline; ``ep`` ranks divide the experts of each."""
+    torch.manual_seed(1)
+    return [nn.Embedding(VOCABULARY, HIDDEN), Stage(ep), Stage(ep), nn.Linear(HIDDEN, VOCABULARY)]
+
+
 def tokens_of(step: int, rank: int) -> Tensor:
     """Tokens [2, LENGTH] of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
