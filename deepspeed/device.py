@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe import hostmem
 

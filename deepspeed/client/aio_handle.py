@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.device import DTYPES

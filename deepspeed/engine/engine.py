@@ -23,7 +23,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine.checkpoint import EngineCheckpoint
 from deepspeed.engine.clocks import PHASES, HostMemoryWatch, PhaseClock
+from deepspeed.engine.loss_scale import build_loss_scaler
 from deepspeed.engine.outcomes import Outcomes
+from deepspeed.engine.token_weights import TokenWeights
 from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
@@ -31,8 +33,6 @@ from deepspeed.observe.events import METRICS
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.timers import ThroughputTimer
-from deepspeed.precision.loss_scale import build_loss_scaler
-from deepspeed.precision.token_weights import TokenWeights
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.zero.build import ZeroParts, dismantle

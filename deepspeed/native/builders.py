@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.errors import BuildError
 from deepspeed.native import build, compiler, spec as ops
 from deepspeed.native.compiler import Compiler

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.comm.collectives import failures, gather_objects, is_of_backend, sum_in_place
 from deepspeed.config import DeepSpeedConfig

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.attrs import answers, recursive_getattr
 from deepspeed.client.activation import non_reentrant_checkpoint
+from deepspeed.client.attrs import answers, recursive_getattr
 from deepspeed.client.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
 from deepspeed.comm.point_to_point import receive_object, send_object

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import group_over, plain_mesh
 

@@ -1,4 +1,4 @@
-from deepspeed.attrs import recursive_getattr, recursive_setattr
+from deepspeed.client.attrs import recursive_getattr, recursive_setattr
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.client.legacy import get_numactl_cmd
 from deepspeed.client.zero.leaf import (

@@ -32,7 +32,6 @@ TOOLS_LINES = 11_471
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
-    "api",
     "engine",
     "config",
     "mesh",
@@ -40,7 +39,6 @@ CORE = (
     "zero",
     "tier",
     "optim",
-    "precision",
     "checkpoint.format",
     "checkpoint.save",
     "checkpoint.load",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed.api import initialize
 from deepspeed.client.zero.init import Init
+from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DivergenceError, RankFailedError
 from deepspeed.mesh import groups
 from deepspeed.tools.simulate.control import talking
