@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from deepspeed.comm.collectives import merge
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import PreemptedExit, UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.process_settings import Borrowed
 

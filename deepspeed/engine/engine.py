@@ -19,6 +19,7 @@ from deepspeed.client.step_calls import StepCalls
 from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.comm import interrupts
 from deepspeed.comm.collectives import is_of_backend
+from deepspeed.comm.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine.checkpoint import EngineCheckpoint
@@ -28,7 +29,6 @@ from deepspeed.engine.outcomes import Outcomes
 from deepspeed.engine.token_weights import TokenWeights
 from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe.events import METRICS
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster

@@ -24,12 +24,12 @@ from deepspeed.client.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
+from deepspeed.comm.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
-from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings

@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any
 
 from deepspeed.client.attrs import answers
+from deepspeed.comm.mesh.groups import group_over, plain_mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import group_over, plain_mesh
 
 
 class ProcessTopology:

@@ -12,10 +12,10 @@ from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.differentiable import summed
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.layers import SharedInput, TensorParallelLayer

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import ModuleHooks

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.events import FLUSH, NEED, Events
 from deepspeed.tier.behind import Worker

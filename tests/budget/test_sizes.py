@@ -34,7 +34,7 @@ TOOLS_LINES = 11_471
 CORE = (
     "engine",
     "config",
-    "mesh",
+    "comm.mesh",
     "comm.collectives",
     "zero",
     "tier",

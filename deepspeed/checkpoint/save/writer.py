@@ -26,9 +26,9 @@ from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.collect import TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content, Copies
 from deepspeed.comm.collectives import gather_objects
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.regions import Span

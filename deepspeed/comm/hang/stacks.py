@@ -189,7 +189,7 @@ def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | Non
         if where == "tier" and hasattr(holder, "waits_for"):
             text = holder.waits_for()
             return DRIVE, text, None, text
-        if where in ("comm", "mesh"):
+        if where == "comm":
             group = getattr(frame.f_locals.get("group"), "pg", None)
             return COLLECTIVE, frame.f_code.co_name, group_title(group) if group else None, ""
     return None

@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.mesh.topology import dense_topology
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Action, Timed, chunks_and_style
 from deepspeed.pipe.plain import PlainPipeline, cut_model
