@@ -36,7 +36,7 @@ _LAZY = {
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",
     "HAS_TRITON": "deepspeed.git_version_info:",
-    "OnDevice": "deepspeed.device:",
+    "OnDevice": "deepspeed.accelerator.device:",
     "PipelineEngine": "deepspeed.pipe.engine:",
     "PipelineModule": "deepspeed.pipe:",
     "add_config_arguments": "deepspeed.engine.initialize:",

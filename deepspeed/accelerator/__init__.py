@@ -1,1 +1,6 @@
-from deepspeed.device import Accelerator, Accelerator as DeepSpeedAccelerator, get_accelerator, set_accelerator
+from deepspeed.accelerator.device import (
+    Accelerator,
+    Accelerator as DeepSpeedAccelerator,
+    get_accelerator,
+    set_accelerator,
+)

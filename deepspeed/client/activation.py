@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.parse import read_config_source
-from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger, warning_once
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.attrs import answers
-from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import AioEngine, DirectFile

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.data_position import Order, Position, ResumableSampler, drop_batches, is_stateful, refuse_drawn
 from deepspeed.comm import get_rank, get_world_size, is_initialized
-from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 
 _END = object()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.mpu import Ways
 from deepspeed.comm.collectives import describe, failures, gather_objects, is_of_backend
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
 from deepspeed.observe.log import log_dist_once

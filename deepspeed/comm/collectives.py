@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import Transfer

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import get_accelerator, take_device
 from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
 from deepspeed.client.comm.faults import show_plainly
 from deepspeed.comm.hang.watch import watch
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.log import log_dist, logger
 

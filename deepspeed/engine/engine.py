@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator, map_tensors
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.client.step_calls import StepCalls
 from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
@@ -21,7 +22,6 @@ from deepspeed.comm import interrupts
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.comm.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine.checkpoint import EngineCheckpoint
 from deepspeed.engine.clocks import PHASES, HostMemoryWatch, PhaseClock
 from deepspeed.engine.loss_scale import build_loss_scaler

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
+from deepspeed.accelerator.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
 from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
@@ -27,7 +28,6 @@ from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
-from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.observe.log import log_dist

@@ -50,7 +50,7 @@ def local_devices() -> LocalDevices:
         return LocalDevices(0)
     import torch  # noqa: PLC0415 - takes about a second, and a wrong command line should be refused at once
 
-    from deepspeed.device import get_accelerator  # noqa: PLC0415 - imports torch
+    from deepspeed.accelerator.device import get_accelerator  # noqa: PLC0415 - imports torch
 
     count = torch.accelerator.device_count()
     variable = next(iter(get_accelerator().visible_devices_envs()), "") if count else ""

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from deepspeed.accelerator.device import map_tensors
 from deepspeed.client.attrs import answers
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.comm.collectives import failures, gather_objects, is_of_backend, sum_in_place
 from deepspeed.comm.mesh.groups import leave_note
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import map_tensors
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import NotYetError, PipelineError, UsageError
 from deepspeed.observe.log import log_dist

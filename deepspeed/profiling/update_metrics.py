@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.observe import hostmem
 from deepspeed.observe.anomaly import AnomalyWatch
 from deepspeed.observe.log import log_dist

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.observe.log import warning_once
 
 ALIGN = 4096  # bytes; csrc/aio/engine.h has the same number

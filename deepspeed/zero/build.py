@@ -11,9 +11,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
 from deepspeed.comm.mesh.groups import Mesh
-from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.device import Accelerator
+from deepspeed.accelerator.device import Accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import warning_once
 from deepspeed.tier import aio, drive

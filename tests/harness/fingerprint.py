@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.accelerator.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.client import activation
 from deepspeed.client.comm import comms_log
 from deepspeed.client.data_loader import RepeatingLoader
-from deepspeed.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log
 from deepspeed.observe.log import logger

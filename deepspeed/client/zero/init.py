@@ -20,12 +20,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from deepspeed.accelerator.device import DTYPES, get_accelerator, take_device
 from deepspeed.client.zero.incoming import Incoming, follow_transformers
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import DTYPES, get_accelerator, take_device
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.events import PHASE
 from deepspeed.observe.log import log_dist, logger

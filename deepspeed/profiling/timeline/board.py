@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.channel import GONE, Channel
-from deepspeed.device import get_accelerator
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.observe.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ranks

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import NullEvent, get_accelerator
 from deepspeed.comm.channel import job_channel
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.point_to_point import clock_offset
-from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.anomaly import AnomalyWatch
 from deepspeed.observe.events import METRICS

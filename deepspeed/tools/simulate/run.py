@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import move_to_device
 from deepspeed.client.zero.init import Init
 from deepspeed.config import load_config
-from deepspeed.device import move_to_device
 from deepspeed.engine.initialize import initialize
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
-from deepspeed.device import get_accelerator
 from deepspeed.observe.log import logger
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.observe.log import log_dist
 from deepspeed.optim import host as host_kernels

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed.device import Accelerator
+from deepspeed.accelerator.device import Accelerator
 
 ROUNDS = 9
 _TURN_S = 0.01  # of one thing before the next has its turn

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import Accelerator, get_accelerator
 from deepspeed.checkpoint.format.folders import temporary_for, write_atomically
 from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh.groups import Mesh, build_mesh, destroy_mesh
-from deepspeed.device import Accelerator, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.hostmem import host_total_bytes
 from deepspeed.tools.bench.common import check_folder

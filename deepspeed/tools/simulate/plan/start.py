@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError
 from deepspeed.observe.program import say, size
 from deepspeed.tools.simulate.costs import Machine
