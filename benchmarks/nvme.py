@@ -55,7 +55,7 @@ def child(args: argparse.Namespace) -> None:
     from train_gpt import Corpus
 
     import deepspeed
-    from deepspeed.observe import hostmem
+    from deepspeed.monitor import hostmem
 
     begin = time.monotonic()
     cfg = config(args.folder, args.limit, offload=not args.in_memory, stated=not args.unstated)

@@ -45,8 +45,8 @@ _LAZY = {
     "init_distributed": "deepspeed.comm:",
     "initialize": "deepspeed.engine.initialize:",
     "load_ds_config": "deepspeed.config:read_config_source",
-    "log_dist": "deepspeed.observe.log:",
-    "logger": "deepspeed.observe.log:",
+    "log_dist": "deepspeed.monitor.log:",
+    "logger": "deepspeed.monitor.log:",
     "set_autotp_mode": "deepspeed.module_inject.layers:",
     "tp_model_init": "deepspeed.tensor.start:",
 }

@@ -19,7 +19,7 @@ import torch
 
 from deepspeed.client.attrs import answers
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 _VISIBLE_DEVICES = {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "npu": ["ASCEND_RT_VISIBLE_DEVICES"]}

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.attrs import answers
 from deepspeed.errors import DeepSpeedError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, aligned_empty
 

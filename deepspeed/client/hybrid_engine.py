@@ -15,7 +15,7 @@ from deepspeed.comm.collectives import describe, failures, gather_objects, is_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
-from deepspeed.observe.log import log_dist_once
+from deepspeed.monitor.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.reallocate.adapters import adapted_layer, fused_adapters
 from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts

@@ -20,7 +20,7 @@ from typing import Any
 from deepspeed.comm.hang.stacks import origin, outwards
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# What must not be left half done; other parts (observe/, accelerator/) belong to what calls them, and so do these two.
+# What must not be left half done; other parts (monitor/, accelerator/) belong to what calls them, and so do these two.
 _PARTS = "engine/ comm/ zero/ tier/ optim/ ops/ pipe/ tensor/ moe/ reallocate/"
 _RUNTIME = tuple(_PACKAGE + part for part in _PARTS.split())
 _CALLED = (_PACKAGE + "engine/initialize.py", _PACKAGE + "comm/mesh/")

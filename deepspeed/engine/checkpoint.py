@@ -19,7 +19,7 @@ from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import together

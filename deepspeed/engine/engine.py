@@ -29,10 +29,10 @@ from deepspeed.engine.outcomes import Outcomes
 from deepspeed.engine.token_weights import TokenWeights
 from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.observe.events import METRICS
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.observe.timers import ThroughputTimer
+from deepspeed.monitor.events import METRICS
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.timers import ThroughputTimer
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.zero.build import ZeroParts, dismantle

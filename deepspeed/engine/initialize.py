@@ -30,9 +30,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.observe.process_settings import hold_settings
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.process_settings import hold_settings
 from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity

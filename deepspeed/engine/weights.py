@@ -17,7 +17,7 @@ from deepspeed.comm.collectives import failures
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import log_dist, log_dist_once, logger
+from deepspeed.monitor.log import log_dist, log_dist_once, logger
 from deepspeed.reallocate.adapters import is_adapter, merged_parcels
 from deepspeed.reallocate.flow import Parcel, WeightFlow
 from deepspeed.zero.module.state import leave_device, state_names

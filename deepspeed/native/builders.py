@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from deepspeed.client.attrs import answers
 from deepspeed.errors import BuildError
+from deepspeed.monitor.log import logger
 from deepspeed.native import build, compiler, spec as ops
 from deepspeed.native.compiler import Compiler
 from deepspeed.native.spec import Kind, OpSpec
-from deepspeed.observe.log import logger
 
 _SOURCE_FOLDER = "csrc/"
 

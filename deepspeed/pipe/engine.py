@@ -15,7 +15,7 @@ from deepspeed.comm.mesh.groups import leave_note
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import NotYetError, PipelineError, UsageError
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.pipe.links import Links
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only

@@ -20,7 +20,7 @@ from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
 from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_group
 from deepspeed.comm.point_to_point import receive_object, send_object
 from deepspeed.errors import NotYetError, PipelineError, UsageError
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.pipe.orders import Micro, homes_of
 from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from deepspeed.errors import PipelineError
-from deepspeed.observe.log import log_dist_once
+from deepspeed.monitor.log import log_dist_once
 from deepspeed.pipe.orders import SCHEDULES, Action, Program, by_chunks, check, chunks_and_style, homes_of, one_f_one_b
 
 _TORCH = "torch.distributed.pipelining"  # imported when it is used: it takes a second and brings much with it

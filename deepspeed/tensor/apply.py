@@ -16,7 +16,7 @@ from deepspeed.comm.differentiable import summed
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss

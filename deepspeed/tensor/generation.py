@@ -18,7 +18,7 @@ from deepspeed.comm.collectives import AxisGroup, break_off, broadcast, fresh
 from deepspeed.comm.mesh.groups import Mesh, destroy_mesh, with_group
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.observe.log import log_dist_once
+from deepspeed.monitor.log import log_dist_once
 from deepspeed.reallocate.exchange import ParameterReallocation
 from deepspeed.reallocate.sides import units_of
 from deepspeed.tensor.apply import draws, replace_layers

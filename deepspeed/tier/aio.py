@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 from deepspeed.errors import DeepSpeedError
+from deepspeed.monitor.log import logger
 from deepspeed.native.build import load, try_load
 from deepspeed.native.spec import ASYNC_IO
-from deepspeed.observe.log import logger
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 

@@ -43,7 +43,7 @@ CORE = (
     "checkpoint.save",
     "checkpoint.load",
 )
-TOOLS = ("tools", "observe.program")
+TOOLS = ("tools", "monitor.program")
 SURFACE = (
     "engine.elastic",
     "engine.weights",

@@ -26,8 +26,8 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.point_to_point import Wire, clock_offset
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
-from deepspeed.observe.runfile import read_run
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.runfile import read_run
 from deepspeed.profiling.timeline import collect
 from deepspeed.profiling.timeline.observer import Observer
 from deepspeed.tools.report.run import page

@@ -26,7 +26,7 @@ from deepspeed.client import legacy
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
-from deepspeed.observe import hostmem, log, timers
+from deepspeed.monitor import hostmem, log, timers
 from deepspeed.tier.arena import aligned_empty
 
 

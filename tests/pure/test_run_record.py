@@ -19,12 +19,12 @@ from xml.etree import ElementTree
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
-from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
-from deepspeed.observe.tracefile import TraceFile, lanes
+from deepspeed.monitor.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
+from deepspeed.monitor.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
 from deepspeed.profiling.timeline.board import Board
 from deepspeed.profiling.timeline.collect import on_first_clock, rows_of
 from deepspeed.profiling.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
+from deepspeed.profiling.timeline.tracefile import TraceFile, lanes
 from deepspeed.tools.report.cli import main
 from deepspeed.tools.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
 from deepspeed.tools.report.run.live import spark
@@ -152,8 +152,8 @@ def test_what_overlaps_gets_a_row_of_its_own() -> None:
 def test_the_record_keeps_every_update_of_a_short_run_and_averages_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed.observe.runfile._EVERY_LINE", 10)
-    monkeypatch.setattr("deepspeed.observe.runfile._LEAST_S", 3600.0)
+    monkeypatch.setattr("deepspeed.monitor.runfile._EVERY_LINE", 10)
+    monkeypatch.setattr("deepspeed.monitor.runfile._LEAST_S", 3600.0)
     steps = read_run(_run(tmp_path / "a", 40)).of("step")
     assert [s["step"] for s in steps[:10]] == [*range(1, 11)] and len(steps) == 11
     assert steps[10]["steps"] == 30 and steps[10]["step"] == 40
@@ -247,7 +247,7 @@ def test_a_record_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path, caps
 def test_what_was_written_before_a_kill_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = f"""
 import os, signal
-from deepspeed.observe.runfile import RunFile
+from deepspeed.monitor.runfile import RunFile
 file = RunFile({str(tmp_path)!r}, {FACTS!r})
 for n in range(1, 8):
     file.step({{"total_ms": 5.0}}, {{"step": n, "loss": 1.0}})
@@ -477,7 +477,7 @@ def test_a_line_written_in_part_spoils_no_other(tmp_path: Path) -> None:
 
 def test_two_processes_with_one_folder_are_warned_of(tmp_path: Path) -> None:
     first = RunFile(tmp_path, FACTS)
-    code = f"from deepspeed.observe.runfile import RunFile; RunFile({str(tmp_path)!r}, {{}}).close()"
+    code = f"from deepspeed.monitor.runfile import RunFile; RunFile({str(tmp_path)!r}, {{}}).close()"
     subprocess.run([sys.executable, "-c", code], check=True)
     first.close()
     assert "another process writes" in read_run(tmp_path).of("warning")[0]["text"]
@@ -488,7 +488,7 @@ def test_two_processes_with_one_folder_are_warned_of(tmp_path: Path) -> None:
 def test_updates_that_were_left_out_are_all_counted_and_a_loss_that_is_none_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed.observe.runfile._EVERY_LINE", 0)
+    monkeypatch.setattr("deepspeed.monitor.runfile._EVERY_LINE", 0)
     file = RunFile(tmp_path, FACTS)
     for n in range(1, 11):
         file.step({"total_ms": 1.0}, {"step": n, "skipped": n % 2 == 0, "loss": math.nan})

@@ -47,7 +47,7 @@ PRIVATE = {
     "torch._weights_only_unpickler._get_allowed_globals": "checkpoint/foreign/unpickle.py",
     "torch.autograd.Variable._execution_engine": "zero/hooks.py",
     "torch.autograd.Variable._execution_engine.queue_callback": "zero/hooks.py",
-    "torch.autograd.profiler._is_profiler_enabled": "observe/events.py",
+    "torch.autograd.profiler._is_profiler_enabled": "monitor/events.py",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": "tools/simulate/control.py",
     "torch.distributed._tools.fake_collectives.CollectiveOp": "tools/simulate/record.py",
     "torch.distributed._tools.fake_collectives.CollectiveOp.get_process_group": "tools/simulate/record.py",

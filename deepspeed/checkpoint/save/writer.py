@@ -29,7 +29,7 @@ from deepspeed.checkpoint.save.content import Content, Copies
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import CheckpointError, DeepSpeedError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.regions import Span
 from deepspeed.zero.sync.failures import together

@@ -27,8 +27,8 @@ from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import logger
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import logger
 from deepspeed.zero.build import memory_of_ranks
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present

@@ -7,8 +7,8 @@ from typing import Any
 
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.point_to_point import Wire
-from deepspeed.observe.tracefile import TraceFile, lanes
 from deepspeed.profiling.timeline.spans import COLLECTIVES, ROWS, TIERS, MarkClock, StepSpans
+from deepspeed.profiling.timeline.tracefile import TraceFile, lanes
 
 # One span for the journey: row, name, begin and length in nanoseconds (None: a moment), facts.
 Row = tuple[int, str, int, int | None, dict[str, Any] | None]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.observe.events import FLUSH, ISSUE, NEED, PHASE, UPDATE, WAIT
+from deepspeed.monitor.events import FLUSH, ISSUE, NEED, PHASE, UPDATE, WAIT
 from deepspeed.profiling.timeline.spans import (
     COLLECTIVES,
     COMPUTE,

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.observe.program import say, size
+from deepspeed.monitor.program import say, size
 from deepspeed.tools.checkpoint import reference_layout
 
 CHOICES = {**DTYPES, "keep": None}

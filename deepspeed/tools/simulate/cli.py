@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
-from deepspeed.observe.program import CommandLine, count_of, guarded, say, whole_of
+from deepspeed.monitor.program import CommandLine, count_of, guarded, say, whole_of
 from deepspeed.tools.bench.common import size_of
 from deepspeed.tools.simulate.costs import load_machine, machines
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.observe.program import columns, size
-from deepspeed.observe.tracefile import TraceFile
+from deepspeed.monitor.program import columns, size
+from deepspeed.profiling.timeline.tracefile import TraceFile
 from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST
 from deepspeed.tools.simulate.run import Outcome

@@ -17,8 +17,8 @@ from deepspeed.accelerator.device import move_to_device
 from deepspeed.client.zero.init import Init
 from deepspeed.config import load_config
 from deepspeed.engine.initialize import initialize
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import logger
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import logger
 from deepspeed.tools.simulate.control import Control, talking
 from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.device import NAME

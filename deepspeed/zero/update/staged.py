@@ -18,7 +18,7 @@ from deepspeed.comm import collectives
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.optim import host as host_kernels
 from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.host import Scalar

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import counted
-from deepspeed.observe.program import size
-from deepspeed.observe.runfile import Record, Run
+from deepspeed.monitor.program import size
+from deepspeed.monitor.runfile import Record, Run
 from deepspeed.tools.report.run.figures import Bars, Curve, Figure, draw, draw_bars
 
 _STYLE = Path(__file__).with_name("page.css")

@@ -17,7 +17,7 @@ from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.errors import UsageError
-from deepspeed.observe.hostmem import host_total_bytes
+from deepspeed.monitor.hostmem import host_total_bytes
 from deepspeed.tools.bench.common import check_folder
 from deepspeed.tools.report.probes import cpu_rows
 from deepspeed.tools.simulate.calibrate.clock import Clock

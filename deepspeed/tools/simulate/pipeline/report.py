@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deepspeed.observe.program import columns, size
+from deepspeed.monitor.program import columns, size
 from deepspeed.tools.simulate import report
 from deepspeed.tools.simulate.costs import MESSAGES, Machine
 from deepspeed.tools.simulate.events import COMPUTE

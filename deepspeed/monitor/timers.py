@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from deepspeed.accelerator.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import log_dist
 
 P = ParamSpec("P")
 R = TypeVar("R")
