@@ -280,6 +280,19 @@ def test_clocks_that_are_apart_are_found_to_be_so(pool2: RankPool) -> None:
     assert first == 0 and abs(second - 5e9) < 5e7, "within 50 ms on a busy machine"
 
 
+def _second_begins_first(path: str) -> None:
+    rank = dist.get_rank()
+    group = AxisGroup(dist.group.WORLD, dist.get_world_size(), rank, tuple(range(2)), "gloo")
+    rows: list[collect.Row] = [(0, "step 1", 9_000 - 4_000 * rank, 2_000, None)]
+    collect.write_trace(path, f"rank {rank}", rows, group, 0)
+
+
+def test_a_trace_begins_with_the_first_span_of_any_rank(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_second_begins_first, str(tmp_path / "t.json.gz"))
+    events, _ = _events(tmp_path / "t.json.gz")
+    assert [(e["pid"], e["ts"], e["dur"]) for e in events] == [(0, 4.0, 2.0), (1, 0.0, 2.0)]
+
+
 def _cannot(folder: str) -> str:
     (Path(folder) / "file").write_text("")
     dist.barrier()
