@@ -47,19 +47,15 @@ def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_o
         Wire(group).number(0)  # its turn
         Wire(group).send_bytes(gzip.compress(content, 1), 0)
         return
-    failure: OSError | None = None
     begin_ns = min((begin for begin in begins if begin is not None), default=0)  # of all: no moment is before it
     parts = _parts(content, group)
     try:
         with TraceFile(path) as file:
             for rank, (name, theirs, lost) in parts:
                 _write_rank(file, rank, name, theirs, begin_ns, lost)
-    except OSError as error:
-        failure = error
-    for _ in parts:  # what the others have to send
-        pass
-    if failure is not None:
-        raise failure
+    finally:
+        for _ in parts:  # what the others have to send
+            pass
 
 
 def _parts(content: bytes, group: AxisGroup) -> Iterator[tuple[int, Any]]:
