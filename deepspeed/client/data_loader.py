@@ -99,7 +99,7 @@ class DeepSpeedDataLoader:
     Map-style datasets get a shuffling ``DistributedSampler`` over ``data_parallel_world_size`` ranks
     (``ResumableSampler``, whose text says what padding does), unless ``data_sampler`` is given; iterable datasets must
     split themselves. Every pass is a new epoch with a new shuffle; it begins at its first batch. ``tput_timer`` (see
-    ``observe.timers.ThroughputTimer``) starts with each batch. ``deepspeed_dataloader_config`` is accepted for its
+    ``monitor.timers.ThroughputTimer``) starts with each batch. ``deepspeed_dataloader_config`` is accepted for its
     curriculum keys, which this release does not read.
 
     The position (``state_dict``) counts batches handed out, not those that workers fetched ahead; a batch counts at

@@ -72,13 +72,9 @@ def _programs(torch_name: str, homes: tuple[int, ...], ranks: int, micros: int) 
 
 def _flat(planned: Sequence[Any]) -> list[Action]:
     """Return plain actions: pauses are left out, overlapped actions come one after the other."""
-    flat: list[Action] = []
-    for action in planned:
-        if action is None:
-            continue
-        for one in getattr(action, "sub_actions", None) or (action,):
-            flat.append(Action(one.computation_type.value, one.stage_index, one.microbatch_index))
-    return flat
+    actions = (action for action in planned if action is not None)
+    parts = (one for action in actions for one in getattr(action, "sub_actions", None) or (action,))
+    return [Action(one.computation_type.value, one.stage_index, one.microbatch_index) for one in parts]
 
 
 def split_backward(

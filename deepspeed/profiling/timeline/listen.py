@@ -1,4 +1,4 @@
-"""Notes what an engine tells: a listener of its events (``observe.events``) and of its process groups.
+"""Notes what an engine tells: a listener of its events (``monitor.events``) and of its process groups.
 
 Calls that clients make, and transfers between tiers, are noted by methods of living objects that stand in for theirs
 (``Wraps``).
