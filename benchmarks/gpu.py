@@ -51,7 +51,7 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from deepspeed.accelerator.device import get_accelerator
-    from deepspeed.native.spec import FUSED_ADAM
+    from deepspeed.accelerator.native.spec import FUSED_ADAM
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.optim import cuda
 

@@ -344,6 +344,9 @@ def _detect(requested: str | None) -> Accelerator:
     return Accelerator("cpu" if device is None else device.type)
 
 
+DeepSpeedAccelerator = Accelerator  # as clients call it
+
+
 def get_accelerator() -> Accelerator:
     """Return the device layer: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds."""
     return Accelerator._chosen or _detect(os.environ.get("DS_ACCELERATOR") or None)

@@ -18,7 +18,7 @@ LAYERS = {
     "deepspeed.client.absent": 0,
     "deepspeed.accelerator": 0,
     "deepspeed.monitor": 0,
-    "deepspeed.native": 1,
+    "deepspeed.accelerator.native": 1,
     "deepspeed.git_version_info": 1,
     "deepspeed.config": 1,
     "deepspeed.comm.mesh": 2,

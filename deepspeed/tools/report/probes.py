@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from deepspeed.accelerator.native import builders, compiler
 from deepspeed.errors import BuildError, DeepSpeedConfigError
 from deepspeed.monitor.program import size
-from deepspeed.native import builders, compiler
 from deepspeed.version import __version__
 
 ROOT = Path("/")
