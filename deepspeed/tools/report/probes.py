@@ -51,7 +51,7 @@ OPTIONAL = {
     "tensorboard": "writes metrics as TensorBoard event files",
     "wandb": "sends metrics to Weights & Biases",
     "comet_ml": "sends metrics to Comet",
-    "matplotlib": "plots in the examples",
+    "matplotlib": "draws the figures of ds_report run, and plots in the examples",
     "mpi4py": "not needed: ranks started by MPI are recognised without it",
 }
 LAUNCH_TOOLS = {
