@@ -19,8 +19,8 @@ from deepspeed.accelerator.device import get_accelerator, take_device
 from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
 from deepspeed.client.comm.faults import show_plainly
+from deepspeed.client.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.comm.hang.watch import watch
-from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.monitor.log import log_dist, logger
 

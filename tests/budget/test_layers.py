@@ -13,7 +13,7 @@ REEXPORTS += tuple(f"deepspeed.monitor.{name}" for name in ("comet", "config", "
 LAYERS = {
     "deepspeed.errors": 0,
     "deepspeed.version": 0,
-    "deepspeed.constants": 0,
+    "deepspeed.client.constants": 0,
     "deepspeed.client.attrs": 0,
     "deepspeed.client.absent": 0,
     "deepspeed.accelerator": 0,
@@ -30,7 +30,6 @@ LAYERS = {
     "deepspeed.zero.regions": 2,
     "deepspeed.checkpoint.format.manifest": 2,
     "deepspeed.comm": 3,
-    "deepspeed.dist": 3,
     "deepspeed.comm.mesh.groups": 3,
     "deepspeed.client.mpu": 3,
     "deepspeed.client.comm": 3,
