@@ -1,7 +1,7 @@
 """A model that does not fit: train it with parameters, gradients and optimizer state on a drive, under a hard memory
 limit.
 
-    python benchmarks/nvme.py train --layers 51 --steps 5      the headline: 1.0 billion parameters in 3 GiB
+    python benchmarks/nvme.py train --layers 51 --steps 5       the headline: 1.0 billion parameters in 3 GiB
     python benchmarks/nvme.py train --unstated                 without a memory block: the engine measures what there is
     python benchmarks/nvme.py depth --layers 12 48             the peak must not grow with depth
     python benchmarks/nvme.py speed                            the step against compute alone and the drive's bandwidth
