@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.accelerator.device import DTYPES
+from deepspeed.client.attrs import answers
 from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.data_loader import DeepSpeedDataLoader
-from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 
 _ADVICE = "call it after every backward(), or see set_gradient_accumulation_boundary()"
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.tier.transfer import Transfer
 
 # torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.

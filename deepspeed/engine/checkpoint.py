@@ -15,11 +15,11 @@ from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import failures, gather_objects
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import together

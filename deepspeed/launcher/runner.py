@@ -32,8 +32,8 @@ from deepspeed.launcher.launch import run_here
 from deepspeed.launcher.machine import is_this_machine, local_devices, own_address
 from deepspeed.launcher.resources import Location, find_place, master_address
 from deepspeed.launcher.runners import RUNNERS, describe, prepare
-from deepspeed.observe.log import logger
-from deepspeed.observe.program import CommandLine, guarded
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.program import CommandLine, guarded
 
 # What other projects take from here, beside functions.
 DLTS_HOSTFILE, encode_world_info = DEFAULT_HOSTFILE, encode_world

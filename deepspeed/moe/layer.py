@@ -9,8 +9,8 @@ from torch import nn
 
 from deepspeed.client.comm.groups import GETTERS
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import plain_mesh
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.moe.utils import GROUP_NAME
 

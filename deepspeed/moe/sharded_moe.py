@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import through_experts
 
 _JITTER = 1e-2  # half the width of the factors on a gate's input (Fedus et al. 2021)

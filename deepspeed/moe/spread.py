@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.mesh.groups import Mesh, plain_mesh, with_experts
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import GROUP_NAME, is_moe_param
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.zero.layout import Place
 from deepspeed.zero.partition import UnitFacts
 

@@ -4,8 +4,8 @@ from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.errors import counted
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.timers import see_memory_usage
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.timers import see_memory_usage
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
 from deepspeed.zero.unit import Unit

@@ -11,12 +11,12 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
-from deepspeed.device import get_accelerator
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.zero.param import is_composed, local_of
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
 

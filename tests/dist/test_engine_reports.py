@@ -13,7 +13,7 @@ import torch
 import deepspeed.comm as comm
 from deepspeed.client.comm import comms_log
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.tools.verify.reference import trainable

@@ -100,7 +100,7 @@ def test_under_torchrun_it_is_said_once_too(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path) -> None:
     err = _ended(tmp_path, "key", DS_LOG_LEVEL="DEBUG")
-    assert err.count(FAULTS["key"]) >= 3 and "api.py" in err, "each rank, and the launcher"
+    assert err.count(FAULTS["key"]) >= 3 and "initialize.py" in err, "each rank, and the launcher"
 
 
 def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.mesh.groups import plain_mesh
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import plan_routes, through_experts
 from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.grads import scaled_error

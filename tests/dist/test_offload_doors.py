@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind

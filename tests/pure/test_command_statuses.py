@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.observe.program import CheckFailedError, guarded
+from deepspeed.monitor.program import CheckFailedError, guarded
 from tests.budget.source import ROOT
 
 MAINS = {

@@ -17,7 +17,7 @@ from deepspeed.config.model.spelling import LEGACY_OFFLOAD, REMOVED_KEYS, ZERO_A
 from deepspeed.config.model.values import DTYPE_NAMES
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import nearest_hint
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 # The same cases at every run, so more of them find nothing new; a search for counterexamples takes more.
 CASES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "search" else 1_500

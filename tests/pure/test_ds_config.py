@@ -13,7 +13,7 @@ import pytest
 from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
 from deepspeed.config.model.root import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import all_keys, written_paths
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tools.config import cli
 from deepspeed.tools.config.cli import STARTERS, main
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.api import _log_notes
 from deepspeed.checkpoint.format.folders import begin
 from deepspeed.client.comm import comms_log
 from deepspeed.config import load_config
+from deepspeed.engine.initialize import _log_notes
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.launcher import runner
 from deepspeed.launcher.node.verdict import RankEnd

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed.native import compiler
-from deepspeed.native.builders import ALL_OPS
-from deepspeed.observe import hostmem
+from deepspeed.accelerator.native import compiler
+from deepspeed.accelerator.native.builders import ALL_OPS
+from deepspeed.monitor import hostmem
 from deepspeed.tools.report import cli, probes
 from deepspeed.tools.report.cli import Report, doubts, gather
 from deepspeed.tools.report.probes import Row, size

@@ -14,7 +14,7 @@ from deepspeed.checkpoint import get_layer_ckpt_name_for_rank, get_model_ckpt_na
 from deepspeed.checkpoint.ds_to_universal import main as to_universal, parse_arguments
 from deepspeed.checkpoint.save.client_files import SCRIPT_TEXT, copy_for_later
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tools.checkpoint.cli import main as tool
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

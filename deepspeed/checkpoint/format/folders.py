@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.plain import Collected, encode
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.collect import Elements, States, TensorPart
-from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
 from deepspeed.tier.drive import Held

@@ -24,7 +24,7 @@ from deepspeed.errors import (
     ReleasedParameterError,
     UsageError,
 )
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 _PLAIN = (DeepSpeedConfigError, UsageError, NotYetError, ReleasedParameterError, CheckpointError)
 _FIRST_S = 2.0  # how long others wait for the first rank to say the same

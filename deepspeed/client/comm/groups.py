@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from deepspeed.client.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
+from deepspeed.comm.mesh.groups import group_over
+from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
-from deepspeed.mesh.groups import group_over
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
 
 # Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
 _DATA = ("dp_outer", "dp")

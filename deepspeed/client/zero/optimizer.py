@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.errors import UsageError
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView

@@ -31,7 +31,7 @@ from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, 
 from deepspeed.comm.hang.ledger import Ledger, torch_numbers
 from deepspeed.comm.hang.stacks import DEVICE_WAITS, LOADER, WATCHERS, Failure, Spot, failure_of, process_state, spots
 from deepspeed.errors import DeepSpeedConfigError, JobHungError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.aio import AioEngine
 
 VARIABLE, NOTICE = "DS_HANG_TIMEOUT", "DS_HANG_NOTICE"

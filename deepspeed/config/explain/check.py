@@ -15,7 +15,7 @@ from deepspeed.config.model.settings import Setting, gate_open, plain, settings
 from deepspeed.config.model.spelling import canonical_path
 from deepspeed.config.model.values import AUTO, BATCH_KEYS, MICRO, TRAIN, Support, is_auto
 from deepspeed.config.parse import ConfigSource
-from deepspeed.observe.program import columns
+from deepspeed.monitor.program import columns
 
 # The keys whose "auto" Transformers and Accelerate replace before the configuration reaches the engine.
 _FILLED: Mapping[str, str] = {

@@ -14,7 +14,7 @@ from deepspeed.config.model.settings import support_faults
 from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
 from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import DeepSpeedConfigError, nearest_hint
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 _DEEPEST = 64  # levels; a dict that contains itself has no end
 _SCHEMA = "$schema"  # for editors: names the file that describes this format

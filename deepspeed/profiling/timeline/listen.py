@@ -1,4 +1,4 @@
-"""Notes what an engine tells: a listener of its events (``observe.events``) and of its process groups.
+"""Notes what an engine tells: a listener of its events (``monitor.events``) and of its process groups.
 
 Calls that clients make, and transfers between tiers, are noted by methods of living objects that stand in for theirs
 (``Wraps``).
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.observe.events import FLUSH, ISSUE, NEED, PHASE, UPDATE, WAIT
+from deepspeed.monitor.events import FLUSH, ISSUE, NEED, PHASE, UPDATE, WAIT
 from deepspeed.profiling.timeline.spans import (
     COLLECTIVES,
     COMPUTE,

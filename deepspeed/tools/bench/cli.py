@@ -19,7 +19,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from deepspeed.observe.program import BAD_INPUT, CommandLine, docstring_of, guarded
+from deepspeed.monitor.program import BAD_INPUT, CommandLine, docstring_of, guarded
 from deepspeed.tools.bench import options
 
 # Name: module; the function of the same name in ``options`` adds what the measurement may be told.

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load.reader import find_and_open, located, read_manifest
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.observe.program import say, size
+from deepspeed.monitor.program import say, size
 
 _UNREAD = "not part of the checkpoint, never read"
 

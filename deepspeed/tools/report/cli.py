@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from deepspeed.observe.program import CommandLine, guarded
+from deepspeed.monitor.program import CommandLine, guarded
 from deepspeed.tools.report import probes
 from deepspeed.tools.report.probes import LAUNCH_TOOLS, OPTIONAL, Row, first_line, installed
 from deepspeed.tools.report.run.cli import job_command, run_command

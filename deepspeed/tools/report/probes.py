@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from deepspeed.accelerator.native import builders, compiler
 from deepspeed.errors import BuildError, DeepSpeedConfigError
-from deepspeed.native import builders, compiler
-from deepspeed.observe.program import size
+from deepspeed.monitor.program import size
 from deepspeed.version import __version__
 
 ROOT = Path("/")
@@ -51,7 +51,7 @@ OPTIONAL = {
     "tensorboard": "writes metrics as TensorBoard event files",
     "wandb": "sends metrics to Weights & Biases",
     "comet_ml": "sends metrics to Comet",
-    "matplotlib": "plots in the examples",
+    "matplotlib": "draws the figures of ds_report run, and plots in the examples",
     "mpi4py": "not needed: ranks started by MPI are recognised without it",
 }
 LAUNCH_TOOLS = {
@@ -252,7 +252,7 @@ def cpu_rows(root: Path = ROOT) -> list[Row]:
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Return the cores' worth of time that the control group allows (cgroup v2 only); None without a limit."""
-    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
+    from deepspeed.monitor import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
 
     files = [folder / "cpu.max" for folder, first in hostmem.groups(root, "cpu") if not first]
     allowed = [file.read_text().split() for file in files if file.is_file()]
@@ -270,7 +270,7 @@ def cores_row(root: Path = ROOT) -> Row:
 
 def memory_rows(root: Path = ROOT) -> list[Row]:
     """Report the memory of the machine, and the control group's limit."""
-    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
+    from deepspeed.monitor import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
 
     total = hostmem.host_total_bytes()
     limit = min((group.limit for group in hostmem.memory_groups(root)), default=math.inf)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.device import DTYPES
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.tools.verify import STEPS
 from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.engine.token_weights import IGNORED
 from deepspeed.optim.rules import FusedLion
-from deepspeed.precision.token_weights import IGNORED
 from deepspeed.tools.verify import grads, models
 from deepspeed.tools.verify.driver import Driver, Finding, RowResult
 from deepspeed.tools.verify.grads import Cell, Errors, run_cell

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.hostmem import Pool
-from deepspeed.observe.program import size
+from deepspeed.monitor.hostmem import Pool
+from deepspeed.monitor.program import size
 from deepspeed.zero.layout import round_up
 from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 

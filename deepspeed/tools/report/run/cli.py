@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.program import CommandLine, guarded, size
-from deepspeed.observe.runfile import RECORDS, Run, read_run
+from deepspeed.monitor.program import CommandLine, guarded, size
+from deepspeed.monitor.runfile import RECORDS, Run, read_run
 from deepspeed.tools.report.run.live import follow, job_text
 from deepspeed.tools.report.run.page import page
 

@@ -6,10 +6,10 @@ import json
 import sys
 from typing import Any
 
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError
-from deepspeed.observe.program import say, size
+from deepspeed.monitor.program import say, size
 from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.models import subject_of
 from deepspeed.tools.simulate.pipeline.run import ways_of

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
+from deepspeed.accelerator.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
 from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
@@ -24,16 +25,15 @@ from deepspeed.client.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
+from deepspeed.comm.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
-from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
-from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.moe.spread import facts_with_experts, spread_experts
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.observe.process_settings import hold_settings
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.process_settings import hold_settings
 from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from deepspeed.comm.channel import GONE, Channel
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
+from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 
 
 def _alone() -> AxisGroup:
