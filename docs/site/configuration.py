@@ -160,7 +160,7 @@ def _rows() -> dict[str, list[str]]:
         alone = block_inside(info.annotation)[0] is not None
         schema = schemas[block.__name__]["properties"][path.rpartition(".")[2]]
         head = path.partition(".")[0] if "." in path or alone else ""
-        kind = "block, or absent" if alone else type_text(schema)
+        kind = "block" if alone else type_text(schema)
         key = Key.of(info)
         out.setdefault(head, []).append(_row(path, kind, _default_text(path, info), key, notes.get(head, "")))
         notes[head] = key.note
