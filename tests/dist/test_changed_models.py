@@ -386,6 +386,7 @@ def changing_within_windows(stage: int, place: dict[str, Any], optimizer: dict[s
     return errors
 
 
+@pytest.mark.in_make_test("0-device", "1-host", "3-drive")
 @pytest.mark.parametrize(
     ("stage", "place"),
     [(0, "device"), (1, "device"), (2, "device"), (3, "device"), (1, "host"), (3, "host"), (3, "drive")],

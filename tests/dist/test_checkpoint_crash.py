@@ -89,6 +89,13 @@ def crash_and_resume(job: SavingJob, point: tuple[str, str, str, int], *, nth: i
     assert not still, still
 
 
+@pytest.mark.in_make_test(
+    "after the manifest",
+    "before it has its name",
+    "after it has its name",
+    "before latest names it",
+    "when the old one has lost its name",
+)
 @pytest.mark.parametrize("where", POINTS)
 def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:
     # Pruning finds its first victim in the second save.
@@ -110,6 +117,7 @@ def test_killed_while_a_tag_changes_places_with_the_next(where: str, tmp_path: P
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), EXCHANGE[where], nth=1)
 
 
+@pytest.mark.exhaustive
 def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:
     witness, job = Witness(tmp_path), SavingJob(str(tmp_path), 1, tag="newest")
     live(replace(job, saves=1), witness)
@@ -119,6 +127,7 @@ def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> Non
     assert witness.skipped == 2
 
 
+@pytest.mark.exhaustive
 def test_killed_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crash", "--kills", "6", "--folder", str(tmp_path), "--seed", "5"]) == 0
     told = capsys.readouterr().out

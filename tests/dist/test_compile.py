@@ -51,6 +51,7 @@ def compiled(model: str, stage: int, accumulation: int = 1, backend: str = BACKE
     return train_compiled(Cell(model, stage=stage, accumulation=accumulation, config=config), 4, backend)
 
 
+@pytest.mark.in_make_test("frozen-3-2")
 @pytest.mark.parametrize(
     ("model", "stage", "accumulation"),
     [
@@ -279,6 +280,7 @@ def parity(model: type[nn.Module], *, by_compiler: bool) -> tuple[float, str]:
     return pair.finish()
 
 
+@pytest.mark.in_make_test("Aside-False", "Aside-True")
 @pytest.mark.parametrize("by_compiler", [False, True])
 @pytest.mark.parametrize("model", [Pairs, Within, Aside])
 def test_a_block_entered_by_what_is_inside(pool2: RankPool, model: type[nn.Module], by_compiler: bool) -> None:

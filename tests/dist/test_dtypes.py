@@ -77,6 +77,7 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
     return error
 
 
+@pytest.mark.in_make_test("plain-0", "accumulation-3", "unused-3", "batch_norm-0")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name", ["plain", "accumulation", "clipping", "tied", "unused", "rotary", "batch_norm", "constants"]
@@ -193,6 +194,7 @@ def _verified(name: str, config: dict[str, Any], *, cast: bool) -> str:
         build._move_buffers = honest
 
 
+@pytest.mark.in_make_test("bf16")
 @pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
 def test_the_gate_sees_a_changed_dtype(pool2: RankPool, config: dict[str, Any]) -> None:
     for said in pool2.run(_verified, "rotary", config, cast=True):
@@ -220,6 +222,7 @@ def test_buffer_dtype_casts_floating_buffers_and_batch_norms_with_them(
         assert set(found.values()) == {dtype}
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_default_reduction_stays_within_bf16_rounding(pool2: RankPool, stage: int) -> None:
     for error in pool2.run(compare_16bit, "accumulation", stage, torch.bfloat16, 1.0, BF16):
@@ -227,6 +230,7 @@ def test_bf16_default_reduction_stays_within_bf16_rounding(pool2: RankPool, stag
         assert error["grad"] <= 1e-2 and error["master"] <= 1e-3, error
 
 
+@pytest.mark.in_make_test("plain-3", "accumulation-3", "clipping-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["plain", "accumulation", "clipping"])
 def test_fp16_static_scale_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
@@ -344,6 +348,7 @@ def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> lis
     return report
 
 
+@pytest.mark.in_make_test("1-False-3", "2-True-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("hysteresis", "consecutive"), [(1, False), (2, False), (2, True)])
 def test_dynamic_scale_follows_the_rule_and_skips_are_counted(

@@ -79,6 +79,7 @@ def test_a_node_whose_ranks_have_ended_waits_for_others_and_is_not_taken_for_los
     assert not list(first.out.glob("1.*"))
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_one_launcher_leaves_the_ranks_of_all_nodes_the_time_to_save(nodes: Nodes) -> None:
     """More than one that says nothing has, and a rank that ends later than those of the node with the store."""
     first, second = (nodes.start("--signal_grace", "60", mode="slow") for _ in range(2))

@@ -78,6 +78,7 @@ def compared(scenario: str) -> tuple[bool, bool]:
     return ours[0] == plain[0], equal(ours[1], plain[1])
 
 
+@pytest.mark.in_make_test("order", "eval_between", "poked_per_rank", "forgotten")
 @pytest.mark.parametrize("scenario", ["order", "eval", "eval_between", "poked", "poked_per_rank", "forgotten"])
 def test_invariant_i6_mispredictions_are_bitwise_harmless(pool2: RankPool, scenario: str) -> None:
     for losses, weights in pool2.run(compared, scenario):

@@ -249,6 +249,7 @@ def by_hand(
     )
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_reduce_through_ssh(tmp_path: Path, hosts: Hosts) -> None:
     script, out = folders(tmp_path)
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=2\n")
@@ -274,6 +275,7 @@ def test_two_hosts_reduce_through_ssh(tmp_path: Path, hosts: Hosts) -> None:
     assert len({job.rank(rank)["env"]["TORCHELASTIC_RUN_ID"] for rank in range(3)}) == 1
 
 
+@pytest.mark.exhaustive
 def test_nodes_started_by_hand_reduce_in_any_order(tmp_path: Path, hosts: Hosts) -> None:
     world = {"a": [0], "b": [0]}
     second = by_hand(tmp_path, hosts, 1, "reduce", world)
@@ -319,6 +321,7 @@ def test_failure_reaches_every_launcher_started_by_hand(tmp_path: Path, hosts: H
         assert status == 1 and err.rstrip().endswith("ValueError: the cause"), err
 
 
+@pytest.mark.in_make_test("a")
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_dead_host_ends_the_job(tmp_path: Path, hosts: Hosts, victim: str) -> None:
     job = over_ssh(tmp_path, hosts, "hang", "a:1;b:1;c:1")
@@ -355,6 +358,7 @@ def test_pulled_cable_ends_the_job(tmp_path: Path, hosts: Hosts) -> None:
         hosts.plug("b", "up")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("frozen", ["launcher", "command"])
 def test_silence_ends_the_job_over_ssh(tmp_path: Path, hosts: Hosts, frozen: str) -> None:
     """A connection that stays open and brings nothing: a frozen process stands for it."""
@@ -372,6 +376,7 @@ def test_silence_ends_the_job_over_ssh(tmp_path: Path, hosts: Hosts, frozen: str
     assert frozen == "command" or heard in err.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_paused_terminal_ends_no_job(tmp_path: Path, hosts: Hosts) -> None:
     """Nobody reads for longer than the limit, and no sign of life gets through."""
     limit = short_limit()
@@ -479,6 +484,7 @@ def test_absent_first_node_is_named_with_its_address(tmp_path: Path, hosts: Host
     assert f"node 0 cannot be reached at {hosts.addresses['a']}:{PORT}" in err
 
 
+@pytest.mark.exhaustive
 def test_node_that_stays_away_is_named(tmp_path: Path, hosts: Hosts) -> None:
     status, _, err = by_hand(tmp_path, hosts, 0, "hang", {"a": [0], "b": [0]}, DS_JOIN_TIMEOUT_S="0.5").finish()
     assert status == 1 and "no launcher on b joined within 0.5 s" in err

@@ -258,6 +258,7 @@ def test_loop(pool2: RankPool, name: str, stage: int) -> None:
         assert max(errors.values()) <= TOLERANCE, (errors, worst)
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_unmanaged_accumulation(pool2: RankPool, stage: int) -> None:
     """``managed_gradient_accumulation: false``: every ``step`` is an update, the caller divides."""
@@ -282,6 +283,7 @@ def _scaled_once(stage: int) -> tuple[dict[str, float], str]:
     return errors, worst
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_scale_wrt_gas_false_does_not_divide(pool2: RankPool, stage: int) -> None:
     for errors, worst in pool2.run(_scaled_once, stage):

@@ -231,6 +231,7 @@ def _under_an_mpu(stage: int, neighbours: bool) -> float:  # noqa: FBT001 - call
     return worst
 
 
+@pytest.mark.in_make_test("0-False", "3-True")
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_megatron_model_under_an_mpu_trains_as_one_process_does(

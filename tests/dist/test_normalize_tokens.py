@@ -122,6 +122,7 @@ def test_offloaded_and_shifted_labels(pool2: RankPool, kind: str) -> None:
         assert error <= 1e-6, where
 
 
+@pytest.mark.in_make_test("(1, 1, 8)", "(4, 1, 2)")
 @pytest.mark.parametrize("split", [(1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)], ids=str)
 def test_any_split_of_a_batch_gives_the_same_update(request: pytest.FixtureRequest, split: tuple[int, ...]) -> None:
     ranks, micro, accumulation = split

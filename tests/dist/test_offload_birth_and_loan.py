@@ -85,6 +85,7 @@ def born_on_a_drive() -> list[str]:
     return problems
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_model_born_on_a_drive_trains_to_the_same_bits(world: int, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")

@@ -188,18 +188,23 @@ def differs(name: str, stage: int, way: str, folder: str, engines: int) -> list[
     return sorted(bad)[:8] + ([] if turns else ["nothing was done behind"])
 
 
+@pytest.mark.in_make_test(
+    "edited between-early", "in each other-early", "stepped inside-delayed", "one raised inside-delayed"
+)
 @pytest.mark.parametrize("way", ["early", "delayed"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_door_sees_or_loses_an_update_that_is_under_way(pool2: RankPool, tmp_path: Any, name: str, way: str) -> None:
     assert pool2.run(differs, name, 3, way, str(tmp_path), 1) == [[], []]
 
 
+@pytest.mark.in_make_test("edited between-delayed")
 @pytest.mark.parametrize("way", ["early", "delayed"])
 @pytest.mark.parametrize("name", ["edited between", "saved", "streamed", "in each other"])
 def test_nor_do_two_engines_that_take_turns(pool2: RankPool, tmp_path: Any, name: str, way: str) -> None:
     assert pool2.run(differs, name, 3, way, str(tmp_path), 2) == [[], []]
 
 
+@pytest.mark.in_make_test("saved-early")
 @pytest.mark.parametrize("way", ["early", "delayed"])
 @pytest.mark.parametrize("name", ["saved", "streamed"])
 def test_nor_where_parameters_are_whole(pool2: RankPool, tmp_path: Any, name: str, way: str) -> None:

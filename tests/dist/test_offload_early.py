@@ -112,6 +112,7 @@ def both(stage: int, precision: str, clip: float, loop: Loop = plainly, case: st
     return [k for k in keys if not all(k in f for f in found) or not same(found[0][k], found[1][k])], vars(seen)
 
 
+@pytest.mark.in_make_test("3-bf16-0.0", "3-fp16-1000.0")
 @pytest.mark.parametrize("clip", [0.0, 1000.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -291,6 +292,20 @@ def looped(name: str, stage: int) -> Any:
     return both(stage, precision, 1000.0, loop, case)
 
 
+@pytest.mark.in_make_test(
+    "late rates-2",
+    "looking-3",
+    "dropped-3",
+    "twice-3",
+    "overflowing-2",
+    "by hand-3",
+    "held-3",
+    "raising-2",
+    "unsynced-3",
+    "froze later-2",
+    "interrupted-2",
+    "changing rates-2",
+)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", LOOPS)
 def test_nor_where_somebody_meddles_before_the_step(pool1: RankPool, name: str, stage: int) -> None:

@@ -112,6 +112,7 @@ def test_optimizers(pool1: RankPool, tmp_path: Path, name: str) -> None:
     )
 
 
+@pytest.mark.in_make_test("user_whole", "Muon", "adamw")
 @pytest.mark.parametrize("name", [*WHOLE_TENSORS, "adamw", "Adagrad"])
 def test_optimizers_on_two_ranks(pool2: RankPool, tmp_path: Path, name: str) -> None:
     check(pool2.run(with_client if name in CLIENTS else with_config, name, 3, str(tmp_path), FEW))

@@ -165,6 +165,7 @@ def run(loop: Callable[[Any, Case], list[float]], precision: str, stage: int, fo
     )
 
 
+@pytest.mark.in_make_test("read_everything-bf16")
 @pytest.mark.parametrize(
     ("loop", "precision"),
     [
@@ -183,6 +184,7 @@ def test_as_in_memory(
     check(pool2.run(run, loop, precision, 3, str(tmp_path)))
 
 
+@pytest.mark.in_make_test("edit_full")
 @pytest.mark.parametrize("loop", [read_everything, edit_full, edit_local])
 def test_as_in_memory_at_lower_stages(
     pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]]
@@ -235,6 +237,7 @@ def continues(ways: tuple[str, str], precision: str, folder: str) -> list[str]:
     return bad
 
 
+@pytest.mark.in_make_test("ways1-bf16", "ways2-fp32")
 @pytest.mark.parametrize(
     ("ways", "precision"),
     [

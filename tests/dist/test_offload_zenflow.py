@@ -220,6 +220,7 @@ def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks
         assert max(errors) < limit, errors
 
 
+@pytest.mark.in_make_test("3-odd_shapes")
 @pytest.mark.parametrize("case", ["odd_shapes", "tied", "functional_tied", "unused", "checkpoint_reentrant", "single"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_it_is_the_rule_for_other_models(pool2: RankPool, stage: int, case: str) -> None:

@@ -137,6 +137,9 @@ def by_client(name: str, stage: int, form: str) -> tuple[float, str]:
     return trained_error(engine, case, expected)
 
 
+@pytest.mark.in_make_test(
+    "AdamW-object-0", "SGD-object-1", "Adafactor-object-2", "UserElementwise-object-3", "UserWholeTensor-object-0"
+)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ["object", "callable"])
 @pytest.mark.parametrize("name", CLIENT)

@@ -30,6 +30,7 @@ def test_two_stages(pool2: RankPool, schedule: str, chunks: int, micros: int, le
     assert max(pool2.run(pipes.case, 2, level, schedule, micros, chunks)) <= TOLERANCE
 
 
+@pytest.mark.in_make_test("4-eager_1f1b-1-8-2", "2-zero_bubble-1-4-3", "2-interleaved-2-4-2", "4-1f1b-1-3-1")
 @pytest.mark.parametrize(
     ("stages", "schedule", "chunks", "micros", "level"),
     [

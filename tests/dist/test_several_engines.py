@@ -160,6 +160,7 @@ def frozen_trunk(stages: tuple[int, ...], folder: str) -> dict[str, Any]:
     return {"error": max(errors), "resumed": same, "trunk": untouched}
 
 
+@pytest.mark.in_make_test("(2, 1)")
 @pytest.mark.parametrize("stages", [(2, 1), (1, 3), (0, 2)], ids=str)
 def test_engines_with_adapters_of_their_own_share_a_frozen_trunk(
     pool2: RankPool, stages: tuple[int, ...], tmp_path: Path
@@ -313,6 +314,7 @@ def put_away(stage: int, precision: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.in_make_test("2-fp16", "3-bf16")
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")])
 def test_states_of_an_idle_engine_are_put_away_and_come_back(pool2: RankPool, stage: int, precision: str) -> None:
     assert pool2.run(put_away, stage, precision) == [[], []]

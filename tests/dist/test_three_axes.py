@@ -85,6 +85,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.in_make_test("stages of parts-one rank", "one rank-stages of parts")
 @pytest.mark.parametrize(
     ("before", "after"),
     [("stages of parts", name) for name in LAYOUTS if name != "stages of parts"] + [("one rank", "stages of parts")],

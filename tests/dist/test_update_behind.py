@@ -104,6 +104,7 @@ def test_not_one_bit_differs_on_one_rank(pool1: RankPool, stage: int, precision:
     check(pool1.run(both, plan, "", HOST if stage == 3 else HOST[:1]))
 
 
+@pytest.mark.in_make_test("fp32")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_nor_on_two_where_parameters_are_sharded(pool2: RankPool, tmp_path: Path, precision: str) -> None:
     plan = Plan(config={**PRECISION[precision], "gradient_clipping": 0.05}, steps=4)
@@ -245,6 +246,7 @@ def opened(stage: int, precision: str, folder: str, offload: dict[str, Any]) -> 
     return bad
 
 
+@pytest.mark.in_make_test("False-3-bf16", "True-3-bf16")
 @pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (2, "fp32"), (3, "bf16")])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_every_door_waits(pool1: RankPool, tmp_path: Path, stage: int, precision: str, delayed: bool) -> None:

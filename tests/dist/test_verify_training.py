@@ -67,6 +67,7 @@ def test_rates_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert shown.count("  FAIL\n") == 3 and "0.1 0.1 0.05 0.05" in shown
 
 
+@pytest.mark.exhaustive
 def test_splits_that_are_too_far_from_the_whole_batch_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

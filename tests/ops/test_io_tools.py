@@ -213,6 +213,7 @@ def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'all_reduce' is not in this release" in capsys.readouterr().err
 
 
+@pytest.mark.in_make_test("ds_io-2-130", "ds_nvme_tune-2-130")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],

@@ -216,6 +216,7 @@ def test_dropped_samples_are_the_only_ones_missing() -> None:
     assert len(seen) == len(set(seen)) == 8 + 12
 
 
+@pytest.mark.in_make_test("0-0", "1-0", "3-0", "5-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [0, 1, 3, 5])
 def test_only_batches_handed_out_count(workers: int, batches: int) -> None:
@@ -357,6 +358,20 @@ def test_random_orders_are_refused_in_the_middle_only() -> None:
         loader.load_state_dict(loader.state_dict())
 
 
+@pytest.mark.in_make_test(
+    "True-0-0",
+    "True-1-0",
+    "True-3-0",
+    "True-3-2",
+    "True-4-0",
+    "True-4-2",
+    "False-0-0",
+    "False-1-0",
+    "False-3-0",
+    "False-3-2",
+    "False-4-0",
+    "False-4-2",
+)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [0, 1, 3, 4])
 @pytest.mark.parametrize("stateful", [True, False])

@@ -263,6 +263,7 @@ def check_agreement(facts: dict[str, Any]) -> None:
     assert learning["messages"] > 5 and 0 <= learning["exposed"] < learning["step"]
 
 
+@pytest.mark.in_make_test("1024")
 @pytest.mark.parametrize("world", AGREE)
 def test_agreement_is_hidden_in_a_step_whatever_the_number_of_ranks(
     facts: dict[str, dict[str, Any]], world: int

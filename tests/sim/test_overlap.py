@@ -101,6 +101,7 @@ def ended(folder: Path) -> dict[str, Ended]:
     return run_all({"short": command(SHORT, "unclipped", "--no-sync"), "two nodes": two, **runs}, folder)
 
 
+@pytest.mark.exhaustive
 def test_a_few_blocks_of_seven_billion(ended: dict[str, Ended]) -> None:
     check(SHORT, ended["short"])
 
