@@ -22,8 +22,8 @@ PATIENCE = 5  # a limit is meant for an idle machine; it ends what hangs, and no
 with contextlib.suppress(ImportError):  # the tests of clients and of devices do without it
     from hypothesis import settings
 
-    settings.register_profile("fixed", derandomize=True, deadline=None)
-    settings.register_profile("search", deadline=None, print_blob=True)
+    settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=100)
+    settings.register_profile("search", deadline=None, max_examples=3000, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

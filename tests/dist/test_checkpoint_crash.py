@@ -90,11 +90,7 @@ def crash_and_resume(job: SavingJob, point: tuple[str, str, str, int], *, nth: i
 
 
 @pytest.mark.in_make_test(
-    "after the manifest",
-    "before it has its name",
-    "after it has its name",
-    "before latest names it",
-    "when the old one has lost its name",
+    "after the manifest", "after it has its name", "before latest names it", "when the old one has lost its name"
 )
 @pytest.mark.parametrize("where", POINTS)
 def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:

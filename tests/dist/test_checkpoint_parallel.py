@@ -120,7 +120,7 @@ def of_columns(pool4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Own
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_reading_a_part_is_slicing_the_whole(of_columns: OwnSource, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[name]

@@ -60,19 +60,14 @@ def resumes(engine_of: Callable[[], Any], case: Case, folder: str, *, cut: int =
 
 @pytest.mark.in_make_test(
     "stage 0 bf16",
-    "stage 0 fp16, dynamic scale",
-    "stage 0 dropout",
     "stage 0 open window",
     "stage 1 fp32",
     "stage 1 nvme",
-    "stage 3 fp32",
-    "stage 3 bf16",
     "stage 3 fp16, dynamic scale",
     "stage 3 dropout",
     "stage 3 open window",
     "stage 3 uneven shards",
     "stage 3 async save",
-    "stage 3 nvme",
 )
 @pytest.mark.parametrize("cell", built_in_cells(), ids=lambda cell: cell.label)
 def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: Setup) -> None:
@@ -299,6 +294,7 @@ def test_models(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> None:
     identical(pool2.run(with_model, name, stage, "fp32", str(tmp_path)))
 
 
+@pytest.mark.in_make_test("frozen", "tied", "odd_shapes")
 @pytest.mark.parametrize("name", ["frozen", "tied", "odd_shapes", "batch_norm"])
 def test_models_in_bf16_on_three_ranks(pool3: RankPool, tmp_path: Path, name: str) -> None:
     identical(pool3.run(with_model, name, 3, "bf16", str(tmp_path)))

@@ -124,6 +124,14 @@ def edited_between(stage: int, accumulation: int, where: str, elsewhere: str) ->
 WHERE = ("between updates", "several at once", "between micro-batches")
 
 
+@pytest.mark.in_make_test(
+    "3-1-between updates-device",
+    "3-4-between micro-batches-device",
+    "1-3-several at once-device",
+    "2-3-between updates-device",
+    "3-3-several at once-parameters on the host",
+    "3-3-between micro-batches-all on the host",
+)
 @pytest.mark.parametrize(
     ("stage", "accumulation", "where", "elsewhere"),
     [
@@ -183,6 +191,15 @@ def written_in_forward(how: str, stage: int, accumulation: int, elsewhere: str) 
     return pair.finish()
 
 
+@pytest.mark.in_make_test(
+    "1-2-device-in place",
+    "3-1-device-data",
+    "3-3-device-assigned",
+    "3-3-device-clamped",
+    "3-3-device-max_norm",
+    "3-2-all on the host-clamped data",
+    "3-2-all on the host-max_norm",
+)
 @pytest.mark.parametrize("how", ["in place", "data", "assigned", "clamped", "clamped data", "max_norm"])
 @pytest.mark.parametrize(
     ("stage", "accumulation", "elsewhere"),

@@ -187,6 +187,7 @@ def clients_own(how: Callable[[nn.Module], nn.Module], *, late: bool) -> tuple[f
     return error, worst, graphs[-1], graphs[-1] - graphs[1]
 
 
+@pytest.mark.in_make_test("_compile_blocks-False")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("how", [_compile_blocks, _compile_forwards])
 def test_blocks_that_the_client_compiles_stay_whole(

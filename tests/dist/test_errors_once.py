@@ -85,7 +85,8 @@ def test_a_fault_of_all_ranks_is_said_once_by_the_first(tmp_path: Path, fault: s
     assert "deepspeed: rank 0 (pid" in err.splitlines()[-1], "and the launcher's last line says no more"
 
 
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("torchrun", [False, True])
 def test_a_fault_of_another_rank_is_said_by_that_one(tmp_path: Path, torchrun: bool) -> None:
     err = _ended(tmp_path, "alone", torchrun=torchrun)
     assert err.count("step() was called before backward()") == 1 and "[rank1]: Traceback" in err, err
@@ -103,6 +104,7 @@ def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path) -> N
     assert err.count(FAULTS["key"]) >= 3 and "api.py" in err, "each rank, and the launcher"
 
 
+@pytest.mark.exhaustive  # test_launcher_hosts.py has it over two hosts
 def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) -> None:
     err = _ended(tmp_path, "ordinary")
     assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err

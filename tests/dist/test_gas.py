@@ -67,6 +67,7 @@ def split_run(stage: int, micro: int, accumulation: int) -> tuple[float, float]:
     return abs(float(total) / world - expected_loss), error
 
 
+@pytest.mark.in_make_test("ranks1-micro8-accum1-0", "ranks2-micro2-accum2-2", "ranks2-micro1-accum4-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "ranks{}-micro{}-accum{}".format(*split))
 def test_split_does_not_change_the_gradient(

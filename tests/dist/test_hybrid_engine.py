@@ -162,7 +162,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.in_make_test("2, bf16", "3", "3, layer by layer")
+@pytest.mark.in_make_test("2, bf16", "3, layer by layer")
 @pytest.mark.parametrize("name", CASES)
 def test_it_generates_as_plain_torch_and_trains_as_without(pool2: RankPool, name: str) -> None:
     for wrong, same in pool2.run(like_plain_torch, *CASES[name]):

@@ -113,26 +113,3 @@ def test_invariant_i6_a_fetch_from_before_a_step_is_never_used(pool2: RankPool) 
     for states, same in pool2.run(prefetched_before_a_step):
         assert states == []
         assert same
-
-
-def hit_rate() -> tuple[float, int]:
-    """Alternating train and eval passes keep both forecasts."""
-    case = _case("plain")
-    engine = start(case.build(), make_config(3, zero=PREFETCH))
-    for step in range(6):
-        if step == 2:
-            engine.runtime.schedule.hits = engine.runtime.schedule.uses = 0
-        engine.backward(case.seeded_loss(engine, here(step))[0])
-        engine.step()
-        with torch.no_grad():
-            engine(case.batch(here(step))[0])
-    schedule = engine.runtime.schedule
-    rounds = engine.runtime.counts.dummy_collectives
-    engine.destroy()
-    return schedule.hits / schedule.uses, rounds
-
-
-def test_invariant_i6_alternating_train_and_eval_keep_the_forecast(pool2: RankPool) -> None:
-    for rate, dummies in pool2.run(hit_rate):
-        assert rate == 1.0
-        assert dummies == 0

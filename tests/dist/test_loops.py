@@ -398,6 +398,7 @@ def run_adversarial(stages: tuple[int, int]) -> tuple[float, float]:
     return errors  # type: ignore[return-value]
 
 
+@pytest.mark.in_make_test("stages0", "stages2", "stages4")
 @pytest.mark.parametrize("stages", [(0, 0), (1, 1), (2, 2), (3, 3), (3, 1), (0, 3)])
 def test_adversarial_pair(pool2: RankPool, stages: tuple[int, int]) -> None:
     for errors in pool2.run(run_adversarial, stages):

@@ -53,6 +53,7 @@ def lr_trace(stage: int, accumulation: int, scheduler: str) -> list[float]:
     return trace
 
 
+@pytest.mark.in_make_test("warmup-2-1", "torch-1-4", "torch-2-4")
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("scheduler", ["warmup", "torch"])

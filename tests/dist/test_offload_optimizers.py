@@ -105,6 +105,7 @@ def with_config(name: str, stage: int, folder: str, names: tuple[str, ...]) -> l
 WHOLE_TENSORS = ("adafactor", "user_whole", "Lamb", "Muon")  # parameters are dealt to ranks
 
 
+@pytest.mark.in_make_test("fused", "cpu_adagrad", "adafactor", "user_whole", "counting", "growing", "Muon")
 @pytest.mark.parametrize("name", [*CLIENTS, *NAMED])
 def test_optimizers(pool1: RankPool, tmp_path: Path, name: str) -> None:
     check(

@@ -212,6 +212,9 @@ CASES_OF_IT = [
 ]
 
 
+@pytest.mark.in_make_test(
+    "1-3-bf16-{'warm_up': 2}", "1-3-fp32-{'ratio': 0.5}", "2-3-fp32-{'overlap': True}", "1-1-fp32-{'select': 3}"
+)
 @pytest.mark.parametrize("case", CASES_OF_IT, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks: int, case: tuple[Any, ...]) -> None:

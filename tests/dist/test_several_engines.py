@@ -23,38 +23,6 @@ STEPS = 3
 TOLERANCE = 1e-6
 
 
-def four_engines() -> dict[str, float]:
-    """Actor (3), critic (2), reward model (0) and a frozen reference (3, no optimizer), every step interleaved."""
-    cases = {"actor": case_named("used_twice"), "critic": case_named("plain"), "reward": case_named("tied")}
-    stages = {"actor": 3, "critic": 2, "reward": 0}
-    expected = {name: plain_train(case, gate_optimizer, steps=STEPS) for name, case in cases.items()}
-    engines = {name: start(case.build(), make_config(stages[name])) for name, case in cases.items()}
-    judge_case = case_named("plain")
-    plain_judge = judge_case.build().eval()
-    judge = start(judge_case.build().eval(), make_config(3, optimizer=None))
-    errors = {"judge": 0.0}
-    for step in range(STEPS):
-        place = here(step)
-        losses = {name: case.seeded_loss(engines[name], place)[0] for name, case in cases.items()}
-        x = judge_case.batch(place)[0]
-        with torch.no_grad():
-            errors["judge"] = max(errors["judge"], scaled_error(judge(x), plain_judge(x)))
-        for name in ("critic", "reward", "actor"):
-            engines[name].backward(losses[name])
-        for name in ("reward", "actor", "critic"):
-            engines[name].step()
-    for name, engine in engines.items():
-        errors[name] = parameter_error(engine.module, expected[name])[0]
-        engine.destroy()
-    judge.destroy()
-    return errors
-
-
-def test_four_interleaved_engines_equal_four_separate_runs(pool2: RankPool) -> None:
-    for errors in pool2.run(four_engines):
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
 class Chained(nn.Module):
     """Consumes another engine's output."""
 
@@ -381,20 +349,6 @@ def test_engines_one_after_the_other_on_one_module(pool2: RankPool, stages: tupl
         assert clean, "hooks or parameter classes were left behind"
 
 
-def rebuilt_many_times(stage: int, cycles: int) -> tuple[int, int]:
-    """Live tensor bytes after the first and after the last of many create-train-destroy cycles."""
-    case = case_named("plain")
-    sizes = []
-    for _ in range(cycles):
-        engine = start(case.build(), make_config(stage))
-        train_step(engine, case, 0)
-        engine.destroy()
-        del engine
-        gc.collect()
-        sizes.append(_live_tensor_bytes())
-    return sizes[0], sizes[-1]
-
-
 def _live_tensor_bytes() -> int:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -402,12 +356,6 @@ def _live_tensor_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_destroy_returns_every_byte(pool2: RankPool, stage: int) -> None:
-    for first, last in pool2.run(rebuilt_many_times, stage, 6):
-        assert last <= first, (first, last)
 
 
 def test_four_engines_leave_nothing_behind(pool2: RankPool) -> None:
@@ -464,35 +412,4 @@ def after_a_failed_start() -> tuple[str, float]:
 def test_a_failed_start_leaves_the_module_usable(pool2: RankPool) -> None:
     for said, error in pool2.run(after_a_failed_start):
         assert "NoSuchOptimizer" in said
-        assert error <= TOLERANCE
-
-
-def gathered_edit_is_seen(stage: int) -> tuple[bool, float]:
-    """An edit by rank 0 inside GatheredParameters reaches every rank, the weights and the next update."""
-    case = case_named("plain")
-    model = case.build()
-    with torch.no_grad():
-        model.head.weight.fill_(0.125)
-    expected_model = model.state_dict()
-    engine = start(case.build(), make_config(stage))
-    weight = engine.module.head.weight
-    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
-        if dist.get_rank() == 0 or stage < 3:
-            with torch.no_grad():
-                weight.fill_(0.125)
-    seen = torch.equal(full_parameters(engine.module)["head.weight"], torch.full((5, 8), 0.125))
-    plain = case.build()
-    plain.load_state_dict(expected_model)
-    optimizer = gate_optimizer(plain)
-    _plain_step(plain, case, optimizer, 0)
-    train_step(engine, case, 0)
-    error = parameter_error(engine.module, {name: p.detach() for name, p in plain.named_parameters()})[0]
-    engine.destroy()
-    return seen, error
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_edit_under_gathered_parameters_reaches_the_master(pool2: RankPool, stage: int) -> None:
-    for seen, error in pool2.run(gathered_edit_is_seen, stage):
-        assert seen
         assert error <= TOLERANCE

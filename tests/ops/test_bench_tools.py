@@ -209,6 +209,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert caught.value.code == 2 and f"ds_bench {arguments[0]}: error:" in capsys.readouterr().err
 
 
+@pytest.mark.in_make_test("2-130", "9--9")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [

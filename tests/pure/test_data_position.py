@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -116,7 +116,6 @@ def moved(state: dict[str, Any]) -> dict[str, Any]:
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     fraction=st.floats(0, 1), epoch=st.integers(0, 3),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
 def test_the_rest_of_an_epoch_holds_every_remaining_sample_once_on_any_ranks(
     length: int, ranks: tuple[int, int], sizes: tuple[int, int], fraction: float, epoch: int
 ) -> None:
@@ -153,7 +152,6 @@ def test_the_rest_of_an_epoch_holds_every_remaining_sample_once_on_any_ranks(
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
 def test_a_whole_epoch_is_that_of_torchs_sampler(
     length: int, world: int, epoch: int, shuffle: bool, drop_last: bool
 ) -> None:
@@ -179,7 +177,6 @@ def test_a_whole_epoch_is_that_of_torchs_sampler(
     fraction=st.floats(0, 1),
     drop_last=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
 def test_the_same_ranks_go_on_sample_for_sample(
     length: int, world: int, batch: int, fraction: float, drop_last: bool
 ) -> None:
