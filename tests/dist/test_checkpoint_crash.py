@@ -114,16 +114,6 @@ def test_killed_while_a_tag_changes_places_with_the_next(where: str, tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:
-    witness, job = Witness(tmp_path), SavingJob(str(tmp_path), 1, tag="newest")
-    live(replace(job, saves=1), witness)
-    for where in ("between the two renames", "before the first rename"):
-        live(replace(job, trap=functools.partial(arm, SAME_TAG[where], 1)), witness)
-    assert live(replace(job, saves=1), witness)[0][1] >= 1
-    assert witness.skipped == 2
-
-
-@pytest.mark.exhaustive
 def test_killed_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crash", "--kills", "6", "--folder", str(tmp_path), "--seed", "5"]) == 0
     told = capsys.readouterr().out

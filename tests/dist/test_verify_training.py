@@ -84,12 +84,3 @@ def test_memory_that_grew_too_much_fails(capsys: pytest.CaptureFixture[str], mon
     shown = capsys.readouterr().out
     text = "FAIL\n    live tensors grew by 0 B, files by 0, threads by 0, groups by 0, resident memory by"
     assert shown.count(text) == 5
-
-
-@pytest.mark.parametrize(
-    "arguments", [["loop", "--steps", "0"], ["teardown", "--cycles", "none"], ["gas", "--tolerance", "x"]]
-)
-def test_what_cannot_be_is_a_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2 and f"argument {arguments[1]}: " in capsys.readouterr().err

@@ -195,17 +195,6 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--gpu"], ["--multi_process", "4"], ["--block_size", "1000"], ["--engine", "torch_io"], ["--loops", "0"]],
-)
-def test_flags_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.ds_io(["--folder", str(tmp_path), *arguments])
-    assert caught.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert "ds_bench io" in capsys.readouterr().out

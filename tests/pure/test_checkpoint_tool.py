@@ -376,13 +376,6 @@ def test_a_missing_tag_names_those_that_are_there(tmp_path: Path, capsys: pytest
     assert status == 2 and "global_step4" in err and "global_step3" in err
 
 
-@pytest.mark.parametrize(
-    "args", [[], ["nonsense"], ["prune", "d"], ["prune", "d", "--keep-last", "0"], ["export", "a", "b"]]
-)
-def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
-    assert run(capsys, *args)[0] == 2
-
-
 @pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("200mb", 2 * 10**8)])
 def test_sizes(text: str, nbytes: int) -> None:
     assert byte_count(text) == nbytes
