@@ -19,9 +19,6 @@ from deepspeed.tools.verify.models import (
     OUT_FEATURES,
     Case,
     case_named,
-    regression_batch,
-    seeded,
-    squared_error,
 )
 from deepspeed.tools.verify.reference import trainable
 from deepspeed.utils import safe_get_full_optimizer_state
@@ -73,11 +70,6 @@ class Matrices(nn.Module):
         return x
 
 
-def matrices_case() -> Case:
-    """Regression on :class:`Matrices`."""
-    return Case(name="matrices", build=seeded(Matrices), batch=regression_batch, loss=squared_error)
-
-
 def plain_config(stage: int, **changes: Any) -> dict[str, Any]:
     """A configuration that tolerates every optimizer and cuts parameters in many pieces."""
     return make_config(stage, zero_allow_untested_optimizer=True, **changes)
@@ -119,35 +111,6 @@ def split_groups(model: nn.Module, **changes: Any) -> list[dict[str, Any]]:
     return [{"params": matrices, **changes}, {"params": rest, "lr": 3e-3, "weight_decay": 0.0}]
 
 
-def by_client(name: str, stage: int, form: str) -> tuple[float, str]:
-    """Parameter error of a client's optimizer with two groups, given as an object or as a callable."""
-    factory, settings = CLIENT[name]
-    case = case_named("unused")
-    expected = plain_train(case, lambda model: factory(split_groups(model), **settings), steps=STEPS)
-    model = case.build()
-    groups = split_groups(model)
-    if form == "object":
-        optimizer = factory(groups, **settings)
-        engine = start(model, plain_config(stage, optimizer=None), optimizer=optimizer)
-        assert engine.basic_optimizer is optimizer
-        assert [group["lr"] for group in engine.optimizer.param_groups] == [settings["lr"], 3e-3]
-    else:
-        config = plain_config(stage, optimizer=None)
-        engine = start(model, config, optimizer=lambda params: factory(params, **settings), model_parameters=groups)
-    return trained_error(engine, case, expected)
-
-
-@pytest.mark.in_make_test(
-    "AdamW-object-0", "SGD-object-1", "Adafactor-object-2", "UserElementwise-object-3", "UserWholeTensor-object-0"
-)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("form", ["object", "callable"])
-@pytest.mark.parametrize("name", CLIENT)
-def test_client_optimizer_with_groups(pool2: RankPool, name: str, stage: int, form: str) -> None:
-    for error, worst in pool2.run(by_client, name, stage, form):
-        assert error <= TOLERANCE, (error, worst)
-
-
 def config_groups(stage: int) -> tuple[float, str]:
     """Groups through ``model_parameters`` and the optimizer from the configuration; frozen parameters in between."""
     case = case_named("frozen")
@@ -161,25 +124,6 @@ def config_groups(stage: int) -> tuple[float, str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_groups_with_an_optimizer_from_the_configuration(pool2: RankPool, stage: int) -> None:
     for error, worst in pool2.run(config_groups, stage):
-        assert error <= TOLERANCE, (error, worst)
-
-
-def muon(stage: int) -> tuple[float, str]:
-    """torch's Muon on a model of matrices."""
-    case = matrices_case()
-    settings = {"lr": 1e-2, "weight_decay": 0.1}
-    expected = plain_train(case, lambda model: torch.optim.Muon(model.parameters(), **settings), steps=STEPS)
-    model = case.build()
-    engine = start(
-        model, plain_config(stage, optimizer=None), optimizer=torch.optim.Muon(model.parameters(), **settings)
-    )
-    return trained_error(engine, case, expected)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("stage", STAGES)
-def test_torch_muon(pool2: RankPool, stage: int) -> None:
-    for error, worst in pool2.run(muon, stage):
         assert error <= TOLERANCE, (error, worst)
 
 
