@@ -90,13 +90,6 @@ def window(stage: int, accumulation: int, cut: int, folder: str) -> str:
     return resumes(lambda: start(case.build(), config), case, folder, cut=2 * accumulation + cut, last=4 * accumulation)
 
 
-@pytest.mark.in_make_test("1-0", "1-3")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cut", [1, 3])
-def test_half_finished_windows(pool2: RankPool, tmp_path: Path, stage: int, cut: int) -> None:
-    identical(pool2.run(window, stage, 4, cut, str(tmp_path)))
-
-
 def unsynced(stage: int, cut: int, folder: str) -> str:
     """Two backwards inside ``no_sync``, one outside; saved between two of them."""
     case = case_named("used_twice")

@@ -10,10 +10,11 @@ def leave_rows_out(rows: Sequence[pytest.Function]) -> None:
     """Mark rows of one parametrized test as ``exhaustive``: those that its mark ``in_make_test`` does not name, and of
     a test of ranks without one those that show no new setting.
     """
-    named = rows[0].get_closest_marker("in_make_test")
+    rows = [row for row in rows if row.get_closest_marker("exhaustive") is None]
+    named = rows[0].get_closest_marker("in_make_test") if rows else None
     if named is not None:
         left = [row for row in rows if row.callspec.id not in named.args]
-    elif rows[0].path.parent.name == "dist" and rows[0].get_closest_marker("exhaustive") is None:
+    elif rows and rows[0].path.parent.name == "dist":
         kept = covering([tuple(map(_plain, row.callspec.params.values())) for row in rows])
         left = [row for position, row in enumerate(rows) if position not in kept]
     else:
