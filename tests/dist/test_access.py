@@ -214,6 +214,7 @@ def _write_local(get: Any, put: Any, param: nn.Parameter, value: Tensor) -> None
     put(param, value.reshape(-1)[first : first + sizes[dist.get_rank()]])
 
 
+@pytest.mark.in_make_test("0-fp32-full", "1-bf16-local", "2-fp32-local", "3-fp32-local", "3-bf16-full")
 @pytest.mark.parametrize("local", [False, True], ids=["full", "local"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)

@@ -113,6 +113,14 @@ def edited(how: str, stage: int, place: str, half: bool) -> float:  # noqa: FBT0
     return error
 
 
+@pytest.mark.in_make_test(
+    "load_state_dict-2-host-bf16",
+    "load_state_dict-3-device-bf16",
+    "apply-1-device-fp32",
+    "apply-3-device-fp32",
+    "in place-0-device-fp32",
+    "in place-3-device-fp32",
+)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device")])
 @pytest.mark.parametrize("how", EDITS)
@@ -169,6 +177,7 @@ def edited_through_data(stage: int, place: str, half: bool, when: int) -> float:
     return error
 
 
+@pytest.mark.in_make_test("0-device-True-0", "1-device-True-2", "2-host-True-2", "2-device-False-0")
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize(
     ("stage", "place", "half"), [(0, "device", True), (1, "device", True), (2, "host", True), (2, "device", False)]

@@ -249,6 +249,7 @@ def _gradient_traffic(stage: int, extra: dict[str, Any]) -> set[torch.dtype]:
     return spy.dtypes()
 
 
+@pytest.mark.in_make_test("None-expected0-0", "fp32-expected2-1", "bf16-expected1-2", "bf16-expected1-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("chosen", "expected"), [(None, torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]

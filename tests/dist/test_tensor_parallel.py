@@ -234,6 +234,9 @@ def test_four_ranks_share_each_layer(pool4: RankPool, name: str) -> None:
         assert max(errors) < 1e-6, errors
 
 
+@pytest.mark.in_make_test(
+    "ten heads, five of keys-3-2", "five heads, one of keys-2-4", "gpt2 of five heads-0-2", "neox of five heads-3-2"
+)
 @pytest.mark.parametrize(("stage", "ways"), [(0, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize("name", UNEVEN)
 def test_heads_that_ranks_do_not_divide_are_dealt_out_unevenly(

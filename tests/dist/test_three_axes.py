@@ -52,6 +52,7 @@ COVERING = [
 TOLERANCE = 2e-6  # the default of `ds_verify three-axes`
 
 
+@pytest.mark.in_make_test("1 2 2 3 zero_bubble", "2 2 1 2 interleaved", "2 1 2 3 gpipe")
 @pytest.mark.parametrize("one", COVERING, ids=lambda one: " ".join(one.label()))
 def test_a_layout_trains_as_one_process(request: pytest.FixtureRequest, one: GridCell) -> None:
     records = train_reference(one.case(), world=one.dp)

@@ -96,6 +96,7 @@ def both(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
 HOST = ("optim cpu", "both cpu", "half cpu")
 
 
+@pytest.mark.in_make_test("1-fp32-0.0", "2-bf16-0.05", "3-fp16-0.0", "3-bf16-0.0")
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("precision", PRECISION)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -118,6 +119,9 @@ def test_nor_in_other_loops(pool1: RankPool, stage: int, loop: Callable[..., lis
     check(pool1.run(both, Plan(stage=stage, loop=loop, config={"gradient_clipping": 0.1}), "", HOST[:1]))
 
 
+@pytest.mark.in_make_test(
+    "2-everything", "2-tied", "2-unused", "2-checkpoint_reentrant", "2-manual_accumulation", "3-single"
+)
 @pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wide")])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nor_for_other_models(pool1: RankPool, case: str, stage: int) -> None:
