@@ -5,7 +5,6 @@ Every test trains the same model several times on the same ranks, once without o
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 from deepspeed.tools.verify.models import (
     Case,
 )
-from deepspeed.tools.verify.reference import trainable
-from deepspeed.utils import safe_get_full_fp32_param
 from tests.harness.offload import (
     ALL,
     CASES,
@@ -29,15 +26,10 @@ from tests.harness.offload import (
     Plan,
     check,
     compare,
-    gradients_on_drive,
     run,
-    same,
-    snapshot,
-    train,
-    variants,
 )
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, start, train_step
+from tests.harness.training import here, train_step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -180,29 +172,3 @@ def other_backend(backend: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("backend", ["threads", "libaio"])
 def test_other_backends(pool2: RankPool, tmp_path: Path, backend: str) -> None:
     check(pool2.run(other_backend, backend, str(tmp_path)))
-
-
-def several_engines(folder: str) -> list[str]:
-    """Two engines on one path, stepped in turn, against each alone."""
-    ways = variants(folder)
-    plans = [Plan("wide", steps=3), Plan("unused", steps=3)]
-    wanted = [train(plan, ways["grads nvme"]) for plan in plans]
-    engines = []
-    for plan in plans:
-        with gradients_on_drive(forced=True):
-            zero = ways["grads nvme"].zero
-            config = make_config(3, zero=zero, zero_allow_untested_optimizer=True)
-            engines.append(start(CASES[plan.case]().build().train(), config))
-    for step, (plan, engine) in itertools.product(range(3), zip(plans, engines, strict=True)):
-        train_step(engine, CASES[plan.case](), step)
-    bad = []
-    for alone, engine in zip(wanted, engines, strict=True):
-        bad += [k for k, v in snapshot(engine).items() if not same(v, alone[k])]
-        bad += [n for n, p in trainable(engine.module).items() if safe_get_full_fp32_param(p) is None]
-    for engine in engines:
-        engine.destroy()
-    return bad
-
-
-def test_two_engines_on_one_path(pool2: RankPool, tmp_path: Path) -> None:
-    check(pool2.run(several_engines, str(tmp_path)))
