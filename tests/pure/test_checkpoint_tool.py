@@ -319,22 +319,6 @@ def test_damaged_pickled_client_state_is_found_without_opening_it(
 # --- prune ---
 
 
-def test_prune_keeps_the_newest_and_what_latest_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in range(5):
-        checkpoint(tmp_path, tag=f"global_step{step}")
-        os.utime(tmp_path / f"global_step{step}" / MANIFEST, (1000 + step, 1000 + step))
-    (tmp_path / "latest").write_text("global_step1")
-    (tmp_path / "notes").mkdir()
-    status, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 2, "--dry-run")
-    assert (
-        status == 0 and "would remove global_step0" in out and "kept: global_step4, global_step3, global_step1" in out
-    )
-    assert len(list(tmp_path.iterdir())) == 8
-    assert run(capsys, "prune", tmp_path, "--keep-last", 2)[0] == 0
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left == {"global_step1", "global_step3", "global_step4", "latest", "notes", "zero_to_fp32.py"}
-
-
 def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
