@@ -35,8 +35,6 @@ from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import UnitState
 from deepspeed.zero.update.publish import Publication
 from deepspeed.zero.update.speculative import EarlyUpdate
-from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
-from tests.dist.test_one_pass_update import changing_rates
 from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, engine_for, same, train, variants
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -110,13 +108,6 @@ def test_not_one_bit_differs_on_one_rank(pool1: RankPool, stage: int, precision:
 def test_nor_on_two_where_parameters_are_sharded(pool2: RankPool, tmp_path: Path, precision: str) -> None:
     plan = Plan(config={**PRECISION[precision], "gradient_clipping": 0.05}, steps=4)
     check(pool2.run(both, plan, str(tmp_path), HOST))
-
-
-@pytest.mark.parametrize("loop", [unsynced, froze_later, interrupted, changing_rates])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_nor_in_other_loops(pool1: RankPool, stage: int, loop: Callable[..., list[float]]) -> None:
-    """Rates that change behind a step count in the next one."""
-    check(pool1.run(both, Plan(stage=stage, loop=loop, config={"gradient_clipping": 0.1}), "", HOST[:1]))
 
 
 @pytest.mark.in_make_test(
