@@ -22,10 +22,7 @@ from deepspeed.utils import (
     safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
-    safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
@@ -142,84 +139,6 @@ def read_in_bf16(stage: int) -> dict[str, float]:
 def test_masters_and_gradients_of_bf16_training_are_fp32(pool2: RankPool, stage: int) -> None:
     for errors in pool2.run(read_in_bf16, stage):
         assert max(errors.values()) <= TOLERANCE, errors
-
-
-def written(stage: int, dtype: str, local: bool) -> list[str]:
-    """Write master, gradient and slots of one parameter; read them back; the step uses them; nothing else has
-    changed.
-    """
-    case = case_named("plain")
-    extra = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    engine = start(case.build(), make_config(stage, zero=ZERO, **extra))
-    train_step(engine, case, 0)
-    p, neighbour = engine.module.layers[1].up.weight, engine.module.layers[1].down.weight
-    kept = {slot: safe_get_full_optimizer_state(neighbour, slot) for slot in SLOTS}
-    before = safe_get_full_fp32_param(neighbour)
-    wrong = []
-    value = torch.linspace(-1, 1, p.numel()).view(p.shape)
-    if local:
-        _write_local(safe_get_local_fp32_param, safe_set_local_fp32_param, p, value)
-    else:
-        safe_set_full_fp32_param(p, value)
-        seen = full_parameters(engine.module)["layers.1.up.weight"]
-        wrong += [] if torch.equal(seen, value.to(seen.dtype)) else ["the model does not see a written master"]
-    wrong += [] if torch.equal(safe_get_full_fp32_param(p), value) else ["master"]
-    for slot in SLOTS:
-        if local:
-            _write_local(
-                lambda q, slot=slot: safe_get_local_optimizer_state(q, slot),
-                lambda q, v, slot=slot: safe_set_local_optimizer_state(q, v, slot),
-                p,
-                value.square(),
-            )
-        else:
-            safe_set_full_optimizer_state(p, value.square(), slot)
-        wrong += [] if torch.equal(safe_get_full_optimizer_state(p, slot), value.square()) else [slot]
-        wrong += (
-            [] if torch.equal(safe_get_full_optimizer_state(neighbour, slot), kept[slot]) else [f"neighbour's {slot}"]
-        )
-    wrong += [] if torch.equal(safe_get_full_fp32_param(neighbour), before) else ["neighbour's master"]
-    engine.backward(case.seeded_loss(engine, here(1))[0])
-    if local:
-        _write_local(safe_get_local_grad, safe_set_local_grad, p, value)
-    else:
-        safe_set_full_grad(p, value)
-    wrong += [] if scaled_error(safe_get_full_grad(p), value) <= TOLERANCE else ["gradient"]
-    expected = nn.Parameter(value.clone())
-    reference = torch.optim.AdamW(
-        [expected], **{k: v for k, v in gate_optimizer(nn.Linear(1, 1)).defaults.items() if k in _ADAM}
-    )
-    expected.grad = torch.zeros_like(value)
-    reference.step()
-    reference.state[expected].update(exp_avg=value.square(), exp_avg_sq=value.square(), step=torch.tensor(1.0))
-    with torch.no_grad():
-        expected.copy_(value)
-    expected.grad = value.clone()
-    reference.step()
-    engine.step()
-    error = scaled_error(safe_get_full_fp32_param(p), expected.detach())
-    wrong += [] if error <= TOLERANCE else [f"the step did not use what was written: {error}"]
-    engine.destroy()
-    return wrong
-
-
-_ADAM = ("lr", "betas", "eps", "weight_decay")
-
-
-def _write_local(get: Any, put: Any, param: nn.Parameter, value: Tensor) -> None:
-    """Each rank writes its own part of ``value``, found by the sizes of the parts before it."""
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, get(param).numel())
-    first = 0 if sizes[0] == value.numel() else sum(sizes[: dist.get_rank()])
-    put(param, value.reshape(-1)[first : first + sizes[dist.get_rank()]])
-
-
-@pytest.mark.in_make_test("0-fp32-full", "1-bf16-local", "2-fp32-local", "3-fp32-local", "3-bf16-full")
-@pytest.mark.parametrize("local", [False, True], ids=["full", "local"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_writes_are_read_back_and_used(pool2: RankPool, stage: int, dtype: str, local: bool) -> None:
-    assert pool2.run(written, stage, dtype, local) == [[], []]
 
 
 def written_while_gathered(stage: int, modifier: int | None) -> dict[str, bool]:

@@ -1,9 +1,7 @@
 """What clients write into ``.grad`` counts, once; what they read there at stage 0 is the reduced gradient."""
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,39 +72,7 @@ class Pair:
         return found
 
 
-def mean_over_ranks(tensor: Callable[[int], Tensor]) -> Tensor:
-    world = dist.get_world_size()
-    return sum(tensor(rank) for rank in range(world)) / world  # type: ignore[return-value]
-
-
 # -- writing -------------------------------------------------------------------------------------------------------
-
-
-def each_rank_its_own(stage: int, way: str) -> float:
-    """Contributions that differ by rank are averaged, wherever gradients are not shown."""
-    pair = Pair(stage, **({"gradient_accumulation_steps": 2} if way == "early" else {}))
-    hold = pair.engine.no_sync() if way == "no_sync" else contextlib.nullcontext()
-    with hold:
-        pair.back(factor=0.5 if way == "early" else 1.0)
-    rank = dist.get_rank()
-    for ours, plain in pair.params():
-        extra = torch.full(ours.shape, rank + 1.0)
-        assert (ours.grad is None) == (stage > 0 or way != "no_sync" or plain.grad is None)
-        ours.grad = extra if ours.grad is None else ours.grad + extra
-        plain.grad = mean_over_ranks(lambda r, p=plain: torch.full(p.shape, r + 1.0)) + (
-            0 if plain.grad is None else plain.grad
-        )
-    if way == "early":
-        pair.engine.step()  # no boundary: nothing is lost
-        pair.back(micro=1, factor=0.5)
-    return pair.error()
-
-
-@pytest.mark.parametrize(
-    ("stage", "way"), [*((s, "last") for s in SHARDED), *((s, w) for s in STAGES for w in ("no_sync", "early"))]
-)
-def test_written_gradients_are_further_contributions(pool2: RankPool, stage: int, way: str) -> None:
-    assert max(pool2.run(each_rank_its_own, stage, way)) <= TOLERANCE
 
 
 def one_rank_now_and_then(stage: int) -> float:
@@ -213,39 +179,6 @@ def plain_window(stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_written_gradients_are_divided_like_those_of_autograd(pool2: RankPool, stage: int) -> None:
     assert max(pool2.run(plain_window, stage)) <= TOLERANCE
-
-
-def dropped(stage: int, way: str) -> float:
-    pair = Pair(stage)
-    pair.back()
-    for ours, _ in pair.params():
-        ours.grad = torch.full(ours.shape, 7.0)
-    if way == "engine":
-        pair.engine.zero_grad()
-    elif way == "optimizer":
-        pair.engine.optimizer.zero_grad()
-    else:
-        with contextlib.suppress(RuntimeError):
-            pair.engine.backward(
-                pair.engine(torch.ones(2, 3)).sum()
-                if way == "forward"
-                else torch.ones((), requires_grad=True).log() * 0
-            )
-        if way == "forward":  # those of earlier micro-batches stay
-            kept = [pair.engine.runtime.gradients.any(), all(p.grad is not None for p, _ in pair.params())]
-            assert all(kept), kept
-            pair.engine.zero_grad()
-    assert all(p.grad is None for p, _ in pair.params())
-    pair.optimizer.zero_grad()
-    pair.back()
-    return pair.error()
-
-
-@pytest.mark.parametrize("way", ["engine", "optimizer", "forward"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_grad_drops_what_was_written(pool2: RankPool, stage: int, way: str) -> None:
-    """And an error in a forward does not."""
-    assert max(pool2.run(dropped, stage, way)) <= TOLERANCE
 
 
 def saved(stage: int, folder: str) -> float:

@@ -1,15 +1,13 @@
 """The learning rate counts updates, and reaches them; torch's schedules, skips and resumes: test_verify_training.py."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from deepspeed.tools.verify.models import case_named
-from tests.harness.training import STAGES, make_config, parameter_error, plain_train, start, train_step
+from tests.harness.training import make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 8
@@ -50,50 +48,6 @@ def lr_trace(stage: int) -> list[float]:
 def test_a_schedule_of_the_configuration_counts_updates(pool2: Any) -> None:
     for trace in pool2.run(lr_trace, 2):
         assert trace == pytest.approx([warmup_decay(update) for update in range(STEPS)], abs=1e-9)
-
-
-class ScheduledSGD:
-    """Plain torch: an SGD and its scheduler stepped together."""
-
-    def __init__(self, model: nn.Module, schedule: Callable[..., Any]) -> None:
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.schedule = schedule(self.optimizer)
-
-    def step(self) -> None:
-        """One update, then one step of the schedule."""
-        self.optimizer.step()
-        self.schedule.step()
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self.optimizer.zero_grad()
-
-
-def lr_applied(stage: int, form: str) -> float:
-    """Train with a torch scheduler given in one of three forms; the error of the parameters against plain torch."""
-    case = case_named("plain")
-    expected = plain_train(case, lambda model: ScheduledSGD(model, step_lr), steps=5)
-    model = case.build()
-    if form == "config":
-        scheduler = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
-        engine = start(model, make_config(stage, optimizer=SGD, scheduler=scheduler))
-    elif form == "callable":
-        engine = start(model, make_config(stage, optimizer=SGD), lr_scheduler=step_lr)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = make_config(stage, optimizer=None, zero_allow_untested_optimizer=True)
-        engine = start(model, config, optimizer=optimizer, lr_scheduler=step_lr(optimizer))
-    for step in range(5):
-        train_step(engine, case, step)
-    error = parameter_error(engine.module, expected)[0]
-    engine.destroy()
-    return error
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("form", ["config", "callable", "object"])
-def test_the_rate_reaches_the_update(pool2: Any, stage: int, form: str) -> None:
-    assert max(pool2.run(lr_applied, stage, form)) <= 1e-6
 
 
 def scheduler_can_be_replaced(stage: int) -> list[float]:

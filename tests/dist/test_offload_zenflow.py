@@ -223,15 +223,6 @@ def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks
         assert max(errors) < limit, errors
 
 
-@pytest.mark.in_make_test("3-odd_shapes")
-@pytest.mark.parametrize("case", ["odd_shapes", "tied", "functional_tied", "unused", "checkpoint_reentrant", "single"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_it_is_the_rule_for_other_models(pool2: RankPool, stage: int, case: str) -> None:
-    rule = {"overlap": stage == 3, "window": 2, "select": 4, "warm_up": 1}
-    for errors in pool2.run(against_statement, stage, "fp32", rule, case, 0.05, {}):
-        assert max(errors) < 2e-5, errors
-
-
 # -- what it is near to ----------------------------------------------------------------------------------------------
 def far_from_adam(precision: str) -> list[float]:
     """How far masters and moments are from an update of everything at once, with nearly all columns, windows of one."""

@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.tools.verify.models import (
-    HIDDEN,
-    IN_FEATURES,
-    OUT_FEATURES,
     Case,
     case_named,
 )
@@ -56,20 +52,6 @@ CLIENT: dict[str, tuple[Factory, dict[str, Any]]] = {
 }
 
 
-class Matrices(nn.Module):
-    """A model of matrices only, as ``torch.optim.Muon`` demands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [IN_FEATURES, HIDDEN, 2 * HIDDEN, HIDDEN, OUT_FEATURES]
-        self.layers = nn.ModuleList([nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.silu(layer(x))
-        return x
-
-
 def plain_config(stage: int, **changes: Any) -> dict[str, Any]:
     """A configuration that tolerates every optimizer and cuts parameters in many pieces."""
     return make_config(stage, zero_allow_untested_optimizer=True, **changes)
@@ -82,49 +64,6 @@ def trained_error(engine: Any, case: Case, expected: dict[str, Tensor]) -> tuple
     result = parameter_error(engine.module, expected)
     engine.destroy()
     return result
-
-
-def by_name(name: str, stage: int) -> tuple[float, str]:
-    """Parameter error of an optimizer named in the configuration."""
-    settings, factory, plain = BY_NAME[name]
-    case = case_named("used_twice")
-    expected = plain_train(case, lambda model: factory(model.parameters(), **plain), steps=STEPS)
-    block = {
-        "type": CONFIG_TYPE.get(name, name),
-        "params": {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()},
-    }
-    engine = start(case.build(), plain_config(stage, optimizer=block))
-    return trained_error(engine, case, expected)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_optimizer_by_name(pool2: RankPool, name: str, stage: int) -> None:
-    for error, worst in pool2.run(by_name, name, stage):
-        assert error <= TOLERANCE, (error, worst)
-
-
-def split_groups(model: nn.Module, **changes: Any) -> list[dict[str, Any]]:
-    """Matrices in a group of their own, everything else without decay and with another rate."""
-    params = list(trainable(model).values())
-    matrices, rest = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
-    return [{"params": matrices, **changes}, {"params": rest, "lr": 3e-3, "weight_decay": 0.0}]
-
-
-def config_groups(stage: int) -> tuple[float, str]:
-    """Groups through ``model_parameters`` and the optimizer from the configuration; frozen parameters in between."""
-    case = case_named("frozen")
-    expected = plain_train(case, lambda model: torch.optim.AdamW(split_groups(model, lr=5e-3), **SMOOTH), steps=STEPS)
-    model = case.build()
-    block = {"type": "AdamW", "params": {**SMOOTH, "betas": [0.9, 0.95]}}
-    engine = start(model, plain_config(stage, optimizer=block), model_parameters=split_groups(model, lr=5e-3))
-    return trained_error(engine, case, expected)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_groups_with_an_optimizer_from_the_configuration(pool2: RankPool, stage: int) -> None:
-    for error, worst in pool2.run(config_groups, stage):
-        assert error <= TOLERANCE, (error, worst)
 
 
 def adam_state(stage: int) -> dict[str, float]:

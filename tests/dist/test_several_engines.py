@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
-from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.tools.verify.teardown import FOUR, run_cycles
 from tests.harness.cases import case_named
@@ -286,67 +285,6 @@ def put_away(stage: int, precision: str) -> list[str]:
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")])
 def test_states_of_an_idle_engine_are_put_away_and_come_back(pool2: RankPool, stage: int, precision: str) -> None:
     assert pool2.run(put_away, stage, precision) == [[], []]
-
-
-def one_after_the_other(stages: tuple[int, ...]) -> tuple[list[float], bool, bool]:
-    """One module passes through several engines; training continues where the last one stopped."""
-    case = case_named("checkpoint_nonreentrant")
-    model = case.build()
-    before = (_hooks(model), {name: type(p) for name, p in model.named_parameters()})
-    identity = {name: id(p) for name, p in model.named_parameters()}
-    plain = case.build()
-    errors = []
-    for stage in stages:
-        optimizer = gate_optimizer(plain)
-        engine = start(model, make_config(stage))
-        for step in range(2):
-            train_step(engine, case, step)
-            _plain_step(plain, case, optimizer, step)
-        engine.destroy()
-        # After destroy the module is plain torch again: its values can be read without any context.
-        errors.append(
-            max(
-                scaled_error(p.detach(), q.detach())
-                for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-            )
-        )
-    same = identity == {name: id(p) for name, p in model.named_parameters()}
-    clean = before == (_hooks(model), {name: type(p) for name, p in model.named_parameters()})
-    case.seeded_loss(model, here(9))[0].backward()
-    clean = clean and all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-    return errors, same, clean
-
-
-def _plain_step(model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, step: int) -> None:
-    world = dist.get_world_size()
-    for rank in range(world):
-        (case.seeded_loss(model, here(step)._replace(rank=rank))[0] / world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _hooks(model: nn.Module) -> int:
-    kinds = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-    )
-    on_modules = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-    on_parameters = sum(
-        len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()
-    )
-    return on_modules + on_parameters
-
-
-@pytest.mark.parametrize("stages", [(0, 1, 2, 3), (3, 2, 3), (1, 3, 0)], ids=str)
-def test_engines_one_after_the_other_on_one_module(pool2: RankPool, stages: tuple[int, ...]) -> None:
-    for errors, same, clean in pool2.run(one_after_the_other, stages):
-        assert max(errors) <= TOLERANCE, errors
-        assert same, "a parameter object was replaced"
-        assert clean, "hooks or parameter classes were left behind"
 
 
 def _live_tensor_bytes() -> int:

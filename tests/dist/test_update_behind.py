@@ -110,16 +110,6 @@ def test_nor_on_two_where_parameters_are_sharded(pool2: RankPool, tmp_path: Path
     check(pool2.run(both, plan, str(tmp_path), HOST))
 
 
-@pytest.mark.in_make_test(
-    "2-everything", "2-tied", "2-unused", "2-checkpoint_reentrant", "2-manual_accumulation", "3-single"
-)
-@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wide")])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_nor_for_other_models(pool1: RankPool, case: str, stage: int) -> None:
-    precision = PRECISION["fp32" if case in ("conditional", "mixed_dtype") else "bf16"]
-    check(pool1.run(both, Plan(case, stage=stage, config=precision, steps=3), "", HOST[:1]))
-
-
 # -- doors -----------------------------------------------------------------------------------------------------------
 def _first(engine: Any) -> Any:
     return engine.module.inp.weight
