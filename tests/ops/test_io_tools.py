@@ -234,6 +234,7 @@ def _holds_a_file(pid: int, folder: Path) -> bool:
     return sum(link.startswith(str(folder)) for link in links) == 3  # twice for the engine, once for the loop
 
 
+@pytest.mark.exhaustive  # the commands of one of them in make test: test_report.py
 def test_commands_of_a_source_tree(tmp_path: Path) -> None:
     runs = [
         start("ds_io", "--folder", tmp_path, *SMALL),
