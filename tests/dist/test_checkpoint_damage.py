@@ -94,7 +94,7 @@ def copy(original: Path, tmp_path: Path) -> Path:
 
 
 def regions(folder: Path) -> Iterator[tuple[Path, int, str]]:
-    """(file, byte, what must be named): a byte of every box, in turn the first, one in the middle, the last, padding."""
+    """(file, byte, what must be named): a byte of every box: in turn first, middle, last and padding."""
     turn = itertools.cycle(range(4))
     for entry in read_manifest(folder).entries.values():
         for box in entry.boxes:
