@@ -1,5 +1,6 @@
 """What clients write into ``.grad`` counts, once; what they read there at stage 0 is the reduced gradient."""
 
+import contextlib
 import logging
 import warnings
 from pathlib import Path
@@ -312,27 +313,31 @@ def test_no_sync_shows_the_sum_of_this_rank(pool2: RankPool, changes: dict[str, 
         assert max(errors) <= tolerance and (error <= TOLERANCE or tolerance > 1e-6)
 
 
-def edited_without_sync(way: str, changes: dict[str, Any]) -> float:
-    """The same edit of this rank's sum on the engine's parameters and, in proportion, on the plain mean."""
+def edited(way: str, changes: dict[str, Any], *, synced: bool) -> float:
+    """The same edit on the engine's parameters, of this rank's sum or the reduced one, and on the plain mean."""
     pair = Pair(0, case="plain", **changes)
-    with pair.engine.no_sync():
+    with contextlib.nullcontext() if synced else pair.engine.no_sync():
         pair.back()
         for params in zip(*pair.params(), strict=True):
+            if way == "clip":
+                assert float(torch.nn.utils.clip_grad_norm_(params, 0.01)) > 0.01
             for index, param in enumerate(params):
                 assert param.grad is not None
                 if way == "scale":
                     param.grad.mul_(0.5)
-                elif way == "replace" and index % 2:
-                    param.grad = torch.full(param.shape, 0.1 * index)
+                elif way == "add":
+                    param.grad.add_(torch.full(param.shape, 0.25))
                 elif way == "none" and index % 2:
                     param.grad = None
+                elif way in {"replace", "zero", "again", "regulariser"} and index % 2:
+                    param.grad = torch.full(param.shape, 0.1 * index)
         if way == "zero":
-            pair.engine.zero_grad()
+            pair.engine.module.zero_grad() if synced else pair.engine.zero_grad()
             pair.plain.zero_grad()
-            assert all(ours.grad is None for ours, _ in pair.params())
         if way == "again":
             pair.back(micro=1)
-    if way in {"zero", "scale"}:
+    if way in {"zero", "scale"} and not synced:
+        assert (way == "zero") == all(ours.grad is None for ours, _ in pair.params())
         pair.back(micro=2)
     elif way == "regulariser":  # its backward passes no output of a module
         for model in (pair.engine.module, pair.plain):
@@ -340,44 +345,6 @@ def edited_without_sync(way: str, changes: dict[str, Any]) -> float:
     elif way == "reduced":
         pair.engine.allreduce_gradients()
         assert max(scaled_error(ours.grad, plain.grad) for ours, plain in pair.params()) <= 1e-6  # type: ignore[arg-type]
-    return pair.error()
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
-)
-@pytest.mark.parametrize("way", ["scale", "replace", "none", "zero", "again", "regulariser", "reduced"])
-def test_edits_of_what_no_sync_shows_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
-    """In place, by another tensor, by None, with a further backward behind them, inside or outside, and at the step."""
-    assert max(pool2.run(edited_without_sync, way, changes)) <= TOLERANCE
-
-
-def edited(way: str, changes: dict[str, Any]) -> float:
-    """The same edit on the engine's parameters and the plain ones."""
-    pair = Pair(0, case="plain", **changes)
-    pair.back()
-    for params in zip(*pair.params(), strict=True):
-        if way == "clip":
-            assert float(torch.nn.utils.clip_grad_norm_(params, 0.01)) > 0.01
-        for index, param in enumerate(params):
-            if way == "scale":
-                param.grad.mul_(0.5)  # type: ignore[union-attr]
-            elif way == "add":
-                param.grad.add_(torch.full(param.shape, 0.25))  # type: ignore[union-attr]
-            elif way == "replace" and index % 2:
-                param.grad = torch.full(param.shape, 0.1 * index)
-            elif way == "none" and index % 2:
-                param.grad = None
-            elif way in {"zero", "again", "regulariser"} and index % 2:
-                param.grad = torch.full(param.shape, 2.0)
-    if way == "zero":
-        pair.engine.module.zero_grad()
-        pair.plain.zero_grad()
-    elif way == "again":
-        pair.back(micro=1)
-    elif way == "regulariser":  # its backward passes no output of a module
-        for model in (pair.engine.module, pair.plain):
-            sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
     elif way == "set":
         ours, plain = pair.params()[0]
         safe_set_full_grad(ours, torch.full(ours.shape, 3.0))
@@ -386,13 +353,19 @@ def edited(way: str, changes: dict[str, Any]) -> float:
     return pair.error()
 
 
+BOTH = ("scale", "replace", "none", "zero", "again", "regulariser")
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
 )
-@pytest.mark.parametrize("way", ["clip", "scale", "add", "replace", "none", "zero", "again", "regulariser", "set"])
-def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
-    """In place, by another tensor, by None, and with a further backward behind them."""
-    assert max(pool2.run(edited, way, changes)) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("way", "synced"),
+    [*((way, True) for way in (*BOTH, "clip", "add", "set")), *((way, False) for way in (*BOTH, "reduced"))],
+)
+def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, synced: bool, changes: dict[str, Any]) -> None:  # noqa: FBT001
+    """Reduced, or shown by no_sync: in place, by another tensor, by None, and with a further backward behind them."""
+    assert max(pool2.run(edited, way, changes, synced=synced)) <= TOLERANCE
 
 
 def clipped_in_vain(stage: int) -> tuple[list[str], list[bool]]:
