@@ -23,7 +23,6 @@ from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(180)
-NOWHERE = {"device": "nvme", "nvme_path": "/no/such/drive", "max_in_cpu": 0}
 WIDTH = 192  # weights beyond the size that is worth a page on a drive
 
 
