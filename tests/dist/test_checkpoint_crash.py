@@ -103,11 +103,13 @@ def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Pa
     crash_and_resume(SavingJob(str(tmp_path), RANKS, background=True), POINTS[where])
 
 
+@pytest.mark.in_make_test("before the first rename", "between the two renames", "before the old one is thrown away")
 @pytest.mark.parametrize("where", SAME_TAG)
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
 
 
+@pytest.mark.in_make_test("after the exchange", "before the files of the old one go")
 @pytest.mark.parametrize("where", EXCHANGE)
 def test_killed_while_a_tag_changes_places_with_the_next(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), EXCHANGE[where], nth=1)

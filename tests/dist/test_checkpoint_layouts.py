@@ -141,7 +141,7 @@ def unequal(wanted: dict[str, str], found: dict[str, str]) -> list[str]:
     return [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
 
 
-@pytest.mark.in_make_test("2 ranks stage 3 nvme", "3 ranks stage 3 tiny")
+@pytest.mark.in_make_test("2 ranks stage 3 nvme")
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path, source: str) -> None:
     wanted = pools_of(request, source).run(save, source, str(tmp_path), "plain", {})[0]

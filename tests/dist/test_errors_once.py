@@ -111,6 +111,7 @@ def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path, wa
     assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err
 
 
+@pytest.mark.exhaustive  # test_interrupts.py has it without a job
 def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path, warm: Warm) -> None:
     err = _ended(tmp_path, warm.python, "ctrl-c", status=130)
     assert err.count("KeyboardInterrupt") == 1 and "engine.py" not in err, err

@@ -157,7 +157,7 @@ def test_invariant_i7_under_other_plans(pool2: RankPool, scenario: str, stage: i
         assert restless == []
 
 
-@pytest.mark.in_make_test("skip_both_later-{}")
+@pytest.mark.exhaustive  # a surprise on one of three ranks stays
 @pytest.mark.parametrize(
     "zero", [{}, {"prefetch_bucket_size": 0, "overlap_comm": False}, {"prefetch_bucket_size": 10_000}], ids=str
 )
@@ -193,6 +193,7 @@ def accumulated(scenario: str, stage: int) -> float:
     return pair.finish()[0]
 
 
+@pytest.mark.in_make_test("recomputed-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("scenario", ["skip_expert", "swapping", "recomputed"])
 def test_invariant_i7_with_accumulation(pool2: RankPool, scenario: str, stage: int) -> None:
@@ -225,6 +226,7 @@ def collectives_of_the_user(scenario: str) -> list[float]:
     return seen
 
 
+@pytest.mark.in_make_test("skip_last", "nothing_in_common", "only_one_rank_uses_it")
 @pytest.mark.parametrize(
     "scenario", ["skip_expert", "skip_tower", "skip_last", "nothing_in_common", "only_one_rank_uses_it"]
 )
@@ -348,7 +350,7 @@ def surprised(
     return error, worst, messages
 
 
-@pytest.mark.in_make_test("skips_an_expert", "skips_the_tower_and_the_head", "recomputes")
+@pytest.mark.in_make_test("skips_the_tower_and_the_head", "recomputes")
 @pytest.mark.parametrize("name", SURPRISES)
 def test_invariant_i7_a_surprise_after_predictions(pool2: RankPool, name: str) -> None:
     for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
@@ -489,6 +491,7 @@ def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: MicroBatch) -
     return [(model(x, ALL) - y).square().mean()]
 
 
+@pytest.mark.in_make_test("skip_expert-train", "skip_tower-eval", "other_order-train")
 @pytest.mark.parametrize("phase", ["train", "eval"])
 @pytest.mark.parametrize(
     "scenario", ["skip_expert", "skip_tower", "skip_last", "other_order", "twice", "nothing_in_common"]

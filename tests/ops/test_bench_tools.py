@@ -188,7 +188,7 @@ def test_a_save_that_fails_is_a_sentence(
     assert str(lost) in err and "Traceback" not in err
 
 
-@pytest.mark.in_make_test("2-130", "9--9")
+@pytest.mark.in_make_test("2-130")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [

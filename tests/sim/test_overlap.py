@@ -94,23 +94,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ended(folder: Path) -> dict[str, Ended]:
-    """The short runs."""
-    two = [*command(FEW, "two", "--gpus", "16", "--device", "far.json", "--trace", "two-trace.json")]
-    runs = {name: command(FEW, name, "--trace", f"{name}-trace.json") for name in ("unclipped", "apart")}
-    return run_all({"two nodes": two, **runs}, folder)
-
-
 @pytest.mark.exhaustive
 def test_a_few_blocks_of_seven_billion(folder: Path) -> None:
     check(SHORT, run_all({"": command(SHORT, "unclipped", "--no-sync")}, folder)[""])
 
 
-def test_the_next_sum_inside_a_node_does_not_wait_for_the_last_between_nodes(
-    ended: dict[str, Ended], folder: Path
-) -> None:
-    assert not json.loads(ended["two nodes"].stdout)["unordered"]
+def test_the_next_sum_inside_a_node_does_not_wait_for_the_last_between_nodes(folder: Path) -> None:
+    run = command(FEW, "two", "--gpus", "16", "--device", "far.json", "--trace", "two-trace.json")
+    assert not json.loads(run_all({"": run}, folder)[""].stdout)["unordered"]
     rows = json.loads((folder / "two-trace.json").read_text())["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     spans = [row for row in rows if row["ph"] == "X"]
@@ -139,8 +130,10 @@ def _beside(folder: Path, name: str) -> tuple[int, float]:
     return len(streams), sum(seconds for seconds in both if seconds > 0)
 
 
-def test_sums_beside_gathers_where_they_have_a_communicator(ended: dict[str, Ended], folder: Path) -> None:
-    facts = {name: json.loads(ended[name].stdout) for name in ("unclipped", "apart")}
+@pytest.mark.exhaustive
+def test_sums_beside_gathers_where_they_have_a_communicator(folder: Path) -> None:
+    runs = {name: command(FEW, name, "--trace", f"{name}-trace.json") for name in ("unclipped", "apart")}
+    facts = {name: json.loads(ended.stdout) for name, ended in run_all(runs, folder).items()}
     assert not facts["unclipped"]["unordered"] and not facts["apart"]["unordered"]
     one, apart = _beside(folder, "unclipped"), _beside(folder, "apart")
     assert (one[0], apart[0]) == (1, 2) and one[1] < 1 < apart[1]  # microseconds

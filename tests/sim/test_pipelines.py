@@ -152,7 +152,7 @@ def test_every_access_is_ordered_at_every_level(four: RankPool, schedule: str, l
         assert not outcome.unordered, "\n".join(map(str, outcome.unordered))
 
 
-@pytest.mark.in_make_test("eager_1f1b")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b"])
 def test_messages_travel_beside_kernels(four: RankPool, schedule: str) -> None:
     """Each takes half as long as a forward, and a step as much longer as its program makes inevitable: in gpipe and
