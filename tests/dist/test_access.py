@@ -28,7 +28,7 @@ from deepspeed.utils import (
 )
 from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
-from tests.harness.reference16 import rounded, train_16bit
+from tests.harness.reference16 import rounded
 from tests.harness.training import STAGES, here, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,35 +109,6 @@ def _local_error(param: nn.Parameter, local: Tensor | None, full: Tensor) -> flo
 @pytest.mark.parametrize("stage", STAGES)
 def test_full_and_local_reads_equal_the_plain_run(pool2: RankPool, stage: int, accumulation: int) -> None:
     for errors in pool2.run(read_everything, stage, accumulation):
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
-def read_in_bf16(stage: int) -> dict[str, float]:
-    case = rounded(case_named("plain"), torch.bfloat16)
-    expected = train_16bit(case, world=dist.get_world_size(), dtype=torch.bfloat16, steps=1)
-    config = make_config(
-        stage, bf16={"enabled": True}, communication_data_type="fp32", data_types={"grad_accum_dtype": "fp32"}
-    )
-    engine = start(case.build(), config)
-    params = trainable(engine.module)
-    engine.backward(case.seeded_loss(engine, here(0))[0])
-    errors = {"grad": max(scaled_error(safe_get_full_grad(p), expected.grads[0][name]) for name, p in params.items())}
-    engine.step()
-    masters = {name: safe_get_full_fp32_param(p) for name, p in params.items()}
-    errors["master"] = max(scaled_error(masters[name], expected.masters[name]) for name in params)
-    weights = full_parameters(engine.module)
-    errors["rounding"] = max(scaled_error(weights[name].float(), masters[name].bfloat16().float()) for name in params)
-    errors["dtype"] = float(
-        sum(m.dtype is not torch.float32 for m in masters.values())
-        + sum(w.dtype is not torch.bfloat16 for w in weights.values())
-    )
-    engine.destroy()
-    return errors
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_masters_and_gradients_of_bf16_training_are_fp32(pool2: RankPool, stage: int) -> None:
-    for errors in pool2.run(read_in_bf16, stage):
         assert max(errors.values()) <= TOLERANCE, errors
 
 

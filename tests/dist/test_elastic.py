@@ -166,18 +166,6 @@ def test_the_first_start_is_no_warning_and_an_empty_latest_costs_no_start(tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_is_asked_to_end_makes_all_save_the_same_update(tmp_path: Path) -> None:
-    job = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "999", "--pause", "0.05", "--every", "0"))
-    job.until(lambda: job.updates() >= 3, "three updates")
-    job.kill(1, signal.SIGUSR1)
-    status, out = job.finish()
-    assert status == 200, out
-    assert "a checkpoint was saved and all ranks have ended, as asked (status 200)" in out
-    saved = max(int(path.name.removeprefix("global_step")) for path in (job.folder / "checkpoints").glob("global_*"))
-    assert saved == job.updates()  # not one update more, on any rank
-
-
-@pytest.mark.exhaustive
 def test_a_job_that_is_asked_to_end_goes_on_later_with_another_number_of_ranks(tmp_path: Path, pool1: RankPool) -> None:
     first = ElasticJob(tmp_path / "job", "--num_gpus", "2", words=("--steps", "50", "--pause", "0.1"))
     first.until(lambda: first.updates() >= 9, "nine updates")

@@ -127,31 +127,6 @@ def test_a_node_that_is_lost_while_it_joins_is_left_out(
 
 
 @pytest.mark.exhaustive
-def test_a_failure_starts_ranks_again_also_where_they_have_ended(nodes: Nodes) -> None:
-    first, second = nodes.start(), nodes.start()
-    first.round(0, 2)
-    first.end(0, 0, 0)
-    time.sleep(1.0)
-    second.end(0, 1, 1)
-    first.round(1, 2)
-    (first.out / "end").touch()
-    assert [status for status, _ in nodes.finish()] == [0, 0]
-
-
-@pytest.mark.exhaustive
-def test_a_node_whose_ranks_have_ended_hears_signals(nodes: Nodes) -> None:
-    first, second = nodes.start(), nodes.start()
-    first.round(0, 2)
-    first.end(0, 0, 0)
-    time.sleep(1.0)
-    begun = time.monotonic()
-    first.process.send_signal(signal.SIGTERM)
-    for status, text in nodes.finish():
-        assert status == 128 + signal.SIGTERM and "all ranks have been stopped after SIGTERM" in text
-    assert time.monotonic() - begun < 30.0 * slowdown() and second.process.returncode == 143
-
-
-@pytest.mark.exhaustive
 def test_nodes_that_wait_to_be_taken_in_end_as_the_job_and_do_not_end_it(nodes: Nodes) -> None:
     first = nodes.start(at_least=1)
     first.round(0, 1)
