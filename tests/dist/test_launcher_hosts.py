@@ -294,6 +294,7 @@ def test_killed_rank_ends_all_hosts_within_five_seconds(tmp_path: Path, hosts: H
         )
 
 
+@pytest.mark.exhaustive  # of ranks of one host it stays: test_launcher.py
 def test_traceback_of_the_first_failure_comes_last(tmp_path: Path, hosts: Hosts) -> None:
     status, _, err = over_ssh(tmp_path, hosts, "raise", "a:2;b:1").finish()
     assert status == 1, err
@@ -412,6 +413,7 @@ def test_killed_launcher_leaves_nothing_on_its_host(tmp_path: Path, hosts: Hosts
     job.finish()
 
 
+@pytest.mark.exhaustive  # on one host it stays: test_launcher.py
 def test_second_interrupt_is_immediate(tmp_path: Path, hosts: Hosts) -> None:
     job = over_ssh(tmp_path, hosts, "hang")
     pids = [job.rank(rank)["pid"] for rank in range(2)]
