@@ -392,13 +392,6 @@ def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPoo
         assert messages[STEADY - 1] <= 2
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["skips_an_expert", "needs_the_tower", "twice"])
-def test_invariant_i7_a_surprise_with_two_engines_interleaved(pool2: RankPool, name: str) -> None:
-    for error, worst, _ in pool2.run(surprised, name, make_config(3, zero=ZERO), engines=2, time_limit=LIMIT):
-        assert error <= TOLERANCE, worst
-
-
 def refused_after_predictions(name: str) -> tuple[str, float]:
     case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name))
     pair = Lockstep(case, make_config(3, zero={**ZERO, "divergence": "error"}))

@@ -259,32 +259,6 @@ def test_the_window_goes_on_bit_for_bit_behind(
     assert pool2.run(differing, stage, precision, overlap, at, name, str(tmp_path)) == [[], []]
 
 
-@pytest.mark.exhaustive
-def test_an_overflow_in_the_first_step_of_a_window_chooses_nothing(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(differing, 2, FP16, False, 6, "overflow", str(tmp_path)) == [[], []]
-
-
-def interleaved() -> list[str]:
-    """What two engines in turns have that each alone has not. Collective."""
-    rules = (rule_of(overlap=True), rule_of(window=2, select=4))
-    alone = []
-    for rule in rules:
-        engine = zenflow_engine(2, rule, **PRECISION["bf16"])
-        alone.append(at_the_end(engine, plain_steps(engine, "wide", 0, 8)))
-    engines = [zenflow_engine(2, rule, **PRECISION["bf16"]) for rule in rules]
-    losses: list[list[float]] = [[], []]
-    for step in range(8):
-        for engine, told in zip(engines, losses, strict=True):
-            told += plain_steps(engine, "wide", step, step + 1)
-    beside = [at_the_end(engine, told) for engine, told in zip(engines, losses, strict=True)]
-    return [k for a, b in zip(alone, beside, strict=True) for k in a if not same(a[k], b.get(k, torch.empty(0)))]
-
-
-@pytest.mark.exhaustive
-def test_two_engines_in_turns_are_as_each_alone(pool2: RankPool) -> None:
-    assert pool2.run(interleaved) == [[], []]
-
-
 # -- other numbers of ranks ------------------------------------------------------------------------------------------
 class Uneven(nn.Module):
     """A small matrix and a vector of which, as of a large one, nothing is chosen: some rank has only of that."""
@@ -332,9 +306,6 @@ def test_a_rank_with_nothing_chosen_saves_and_others_go_on(
 # -- what fails ------------------------------------------------------------------------------------------------------
 def _raise(*_: Any, **__: Any) -> None:
     raise ArithmeticError("planted")
-
-
-PARTS = ("_take_states", "_bring_out", "_update_chosen", "_add_all", "_until_all_ended", "_square_all", "_take_largest")
 
 
 @contextlib.contextmanager
