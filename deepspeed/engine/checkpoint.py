@@ -222,7 +222,10 @@ class EngineCheckpoint:
         source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
         if source is None:
             level = logging.INFO if self._may_begin else logging.WARNING
-            log_dist(f"{load_dir} has no file 'latest' and no checkpoint; nothing was loaded", level=level)
+            text = f"there is no folder {Path(load_dir).absolute()}"
+            if Path(load_dir).is_dir():
+                text = f"{load_dir} has no file 'latest' and no checkpoint"
+            log_dist(f"{text}; nothing was loaded", level=level)
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         schedule = load_lr_scheduler_states and not load_module_only
