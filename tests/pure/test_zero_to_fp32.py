@@ -199,6 +199,12 @@ def test_a_wrong_shard_size_is_named_with_its_value(tmp_path: Path, size: object
     assert not (tmp_path / "o").exists()
 
 
+def test_it_is_a_program_under_the_name_that_clients_import(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(own(tmp_path / "a")), str(tmp_path / "o")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert (tmp_path / "o" / "pytorch_model.bin").exists() and "RuntimeWarning" not in done.stderr
+
+
 def test_damage_is_refused(tmp_path: Path) -> None:
     folder = own(tmp_path)
     data = folder / "global_step3" / "rank_00000.bin"
