@@ -326,6 +326,7 @@ def choose_optimizer(
     given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
     parameters = _trained(given)
     base: torch.optim.Optimizer | None = None
+    _tell_of_two("optimizer", client, cfg.optimizer)
     if isinstance(client, torch.optim.Optimizer):
         base = client
     elif callable(client):
@@ -355,6 +356,13 @@ def choose_optimizer(
                     "optimizer from this model's parameters()"
                 )
     return base
+
+
+def _tell_of_two(name: str, client: Any, block: Any) -> None:
+    """Warn where the client's ``name`` takes the place of the configuration's."""
+    if client is not None and block is not None:
+        text = f"the configuration's block {name!r} ({block.type}) is ignored, as deepspeed.initialize got another"
+        log_dist(f"{text}; delete one of the two", level=logging.WARNING)
 
 
 def _trained(given: Iterable[Any]) -> list[Any]:
@@ -429,6 +437,7 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
     if base is None:
         return None
+    _tell_of_two("scheduler", client, cfg.scheduler)
     if client is not None:
         makes = callable(client) and (isinstance(client, type) or not hasattr(client, "step"))
         return client(base) if makes else client

@@ -4,6 +4,7 @@ Settings keep the update smooth where the method allows it (see [Note: the gate'
 of two gradients has no order, so even the methods that round inside (Muon iterates in bf16) must agree.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from deepspeed.tools.verify.models import (
 )
 from deepspeed.tools.verify.reference import trainable
 from deepspeed.utils import safe_get_full_optimizer_state
+from tests.harness.logs import logged
 from tests.harness.plain_optim import PlainLamb, PlainLion, UserElementwise, UserWholeTensor
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, plain_train, start, train_step
@@ -232,6 +234,27 @@ def test_refusals_are_sentences(pool2: RankPool) -> None:
     for told in pool2.run(refusals):
         assert all(told.values()), told
         assert "AdamW" in told["unknown"] and "gradient_clipping" in told["max_grad_norm"], told
+
+
+def two_of_each() -> list[str]:
+    """The warnings of an engine whose optimizer and schedule stand in the script and in the configuration."""
+    model = case_named("plain").build()
+    blocks = {"optimizer": {"type": "AdamW", "params": {}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    with logged(logging.WARNING) as said:
+        start(
+            model,
+            plain_config(2, **blocks),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2),
+        ).destroy()
+    return said
+
+
+def test_blocks_that_objects_of_the_script_replace_are_told_once(pool2: RankPool) -> None:
+    first, second = pool2.run(two_of_each)
+    text = "the configuration's block {!r} ({}) is ignored, as deepspeed.initialize got another; delete one of the two"
+    assert first == ["[rank 0] " + text.format(*block) for block in (("optimizer", "AdamW"), ("scheduler", "WarmupLR"))]
+    assert not second
 
 
 # The parameters of each group of an optimizer that fills its state at construction, by what they begin with.
