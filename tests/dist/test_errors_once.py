@@ -46,6 +46,8 @@ def main(fault):
             sys.exit()
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()
+    if fault == "saves alone" and engine.global_rank == 0:
+        engine.save_checkpoint("ck")
 
 main(sys.argv[-1])
 """
@@ -117,6 +119,12 @@ def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path)
     err = _ended(tmp_path, "ends")
     assert "rank 1 has ended after 3 updates: its script has ended" in err, err
     assert "peer" not in err and "engine.py" not in err, err
+
+
+def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "saves alone")
+    assert "rank 1 has ended after 1 update: its script has ended. This rank waits for it in save_checkpoint()" in err
+    assert "Every rank has to call save_checkpoint(), not one alone" in err and "batches" not in err, err
 
 
 def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches() -> None:
