@@ -1,9 +1,11 @@
 """What a newcomer meets first is said in plain words: counts, the command line, a killed rank, a file as a folder."""
 
+import io
 import json
 import logging
 import os
 import signal
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ from deepspeed.launcher import runner
 from deepspeed.launcher.node.verdict import RankEnd
 from deepspeed.tools.checkpoint.info import _shown
 from deepspeed.tools.config.cli import main as ds_config
+from deepspeed.tools.verify.driver import Driver
 from tests.harness.logs import logged
 
 
 def test_one_of_a_thing_is_no_plural() -> None:
     assert [counted(n, "unit") for n in (0, 1, 2, 12345)] == ["0 units", "1 unit", "2 units", "12,345 units"]
+    assert Driver(Namespace(ranks=1, steps=1), io.StringIO()).conditions() == "1 rank, 1 step each"
 
 
 def test_without_a_script_the_script_alone_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
