@@ -29,6 +29,8 @@ def main(fault):
         config["zero_optimisation"] = {"stage": 2}
     if fault == "package":
         config["comet"] = {"enabled": True}
+    if fault == "told":
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     model = torch.nn.Linear(4, 4)
     if fault == "nothing":
         deepspeed.initialize(model=model)
@@ -44,7 +46,8 @@ def main(fault):
     for step in range(5 if fault == "ends" else 1):
         if step == 3 and engine.global_rank == 1:
             sys.exit()
-        engine.backward(engine(torch.ones(1, 4)).sum())
+        width = 5 if fault == "told" and engine.global_rank == 1 else 4
+        engine.backward(engine(torch.ones(1, width)).sum())
         engine.step()
     if fault == "saves alone" and engine.global_rank == 0:
         engine.save_checkpoint("ck")
@@ -108,6 +111,14 @@ def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path) -> N
 def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) -> None:
     err = _ended(tmp_path, "ordinary")
     assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err
+
+
+def test_a_rank_that_is_told_of_anothers_error_shows_the_users_lines_alone(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "told")
+    told = [line for line in err.splitlines() if line.startswith("[rank0]:")]
+    assert "RankFailedError: rank 1 failed (step 0, forward): RuntimeError: mat1" in told[-1], err
+    assert not any("deepspeed/" in line for line in told[:-1]), err
+    assert "deepspeed: rank 1 " in err and err.rstrip().splitlines()[-1].startswith("RuntimeError: mat1"), err
 
 
 def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _of_ended(reports: list[RankReport], call: str = "") -> RankFailedError:
 
 
 def _speaks(error: BaseException) -> bool:
-    """Tell whether this rank reports ``error``: the first does, others where the first does not end with the same."""
+    """Tell whether this rank reports ``error``: the first does, or one that finds the first not to end with it."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return True
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
@@ -74,7 +74,8 @@ def _speaks(error: BaseException) -> bool:
         if dist.get_rank() == 0:
             channel.put(key)
             return True
-        return not channel.wait(key, seconds=_FIRST_S)
+        if not channel.wait(key, seconds=_FIRST_S):
+            return channel.claim(f"{key}/by", dist.get_rank()) == dist.get_rank()
     return False
 
 
@@ -84,7 +85,8 @@ def show_plainly() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        plain = isinstance(error, (*_PLAIN, KeyboardInterrupt))
+        told = isinstance(error, RankFailedError)  # the launcher has to see that another rank's error says more
+        plain = told or isinstance(error, (*_PLAIN, KeyboardInterrupt))
         if not plain and is_of_backend(error) and (ended := ended_ranks()):
             error, plain = _of_ended(ended, _call_of_all(trace)), True
         if not plain or logger.isEnabledFor(logging.DEBUG):
@@ -93,7 +95,7 @@ def show_plainly() -> None:
         error.__cause__, error.__suppress_context__ = None, True
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
-        error.is_shown = "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
+        error.is_shown = not told and "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
         with contextlib.nullcontext() if _speaks(error) else contextlib.redirect_stderr(io.StringIO()):
             previous(type(error), error, error.__traceback__)
 
