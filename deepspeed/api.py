@@ -165,7 +165,10 @@ def _log_notes(cfg: DeepSpeedConfig) -> None:
     if notes := inert_notes(cfg):
         asked = cfg.zero.offload_param is not None and cfg.zero_stage != 3
         level = logging.WARNING if asked else logging.INFO
-        log_dist(f"configuration keys without effect here: {'; '.join(notes)}", level=level)
+        listed = "; ".join(notes)
+        if len(notes) > 2:
+            listed = f"{', '.join(note.partition(' (')[0] for note in notes)} (ds_config check says why)"
+        log_dist(f"configuration keys without effect here: {listed}", level=level)
     if (size := cfg.vocabulary_size) is not None and size % 8:
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)

@@ -74,8 +74,11 @@ def test_memory_breakdown_reports_after_every_phase(pool1: RankPool) -> None:
 
 
 def test_throughput_is_reported_with_the_progress(pool1: RankPool) -> None:
-    (lines,) = pool1.run(said, make_config(0, steps_per_print=1))
+    (lines,) = pool1.run(
+        said, make_config(0, steps_per_print=1, optimizer={"type": "SGD", "params": {"lr": 0.1 + 0.2}})
+    )
     assert sum("samples/s" in line for line in lines) == 2  # two updates warm up
+    assert sum("lr=[0.3], mom=" in line for line in lines) == 4
     (lines,) = pool1.run(said, make_config(0, steps_per_print=1, timers={"throughput": {"enabled": False}}))
     assert not any("samples/s" in line for line in lines)
 

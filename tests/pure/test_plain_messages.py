@@ -34,6 +34,15 @@ def test_without_a_script_the_script_alone_is_asked_for(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.rstrip().endswith("the following arguments are required: script")
 
 
+def test_a_flag_behind_the_script_is_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with logged(logging.WARNING) as lines:
+        runner.main(["--dry_run", "t.py", "--num_gpus=1", "--steps", "3"])
+    assert lines == ["--num_gpus=1 comes after the script, which gets it; flags of deepspeed go before the script"]
+
+
 def test_more_ranks_than_cores_are_mentioned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +92,15 @@ def test_offload_param_without_effect_is_a_warning(
         logger.removeHandler(caplog.handler)
     levels = [record.levelno for record in caplog.records if "offload_param" in record.getMessage()]
     assert levels == ([] if level is None else [level])
+
+
+def test_many_keys_without_effect_are_one_short_line() -> None:
+    zero = dict.fromkeys(("contiguous_gradients", "round_robin_gradients", "elastic_checkpoint"), True)
+    config = load_config({"train_batch_size": 1, "zero_optimization": {"stage": 2, **zero}}, world_size=1)
+    with logged(logging.INFO, set_level=logging.INFO) as lines:
+        _log_notes(config)
+    names = ", ".join(f"zero_optimization.{name}" for name in zero)
+    assert lines == [f"[rank 0] configuration keys without effect here: {names} (ds_config check says why)"]
 
 
 def test_the_table_of_dtypes_comes_with_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
