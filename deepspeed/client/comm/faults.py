@@ -85,8 +85,8 @@ def show_plainly() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told = isinstance(error, RankFailedError)  # the launcher has to see that another rank's error says more
-        plain = told or isinstance(error, (*_PLAIN, KeyboardInterrupt))
+        second = isinstance(error, RankFailedError)  # the launcher has to see that another rank's error says more
+        plain = second or isinstance(error, (*_PLAIN, KeyboardInterrupt))
         if not plain and is_of_backend(error) and (ended := ended_ranks()):
             error, plain = _of_ended(ended, _call_of_all(trace)), True
         if not plain or logger.isEnabledFor(logging.DEBUG):
@@ -95,7 +95,7 @@ def show_plainly() -> None:
         error.__cause__, error.__suppress_context__ = None, True
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
-        error.is_shown = not told and "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
+        error.is_shown = not second and "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
         with contextlib.nullcontext() if _speaks(error) else contextlib.redirect_stderr(io.StringIO()):
             previous(type(error), error, error.__traceback__)
 

@@ -172,14 +172,13 @@ def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
     kept = kept if policy.compute else "no matter: nothing is cast"
     master = policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are"
     norms = "as the running statistics, which are buffers"
-    forward = (same, "follow the parameters")
-    if autocast.enabled:
-        forward = (f"autocast to {autocast.dtype}", "torch_autocast")
+    forward = f"autocast to {autocast.dtype}" if autocast.enabled else same
+    decides = "torch_autocast" if autocast.enabled else "follow the parameters"
     rows = [
         ("parameters", policy.compute or built, switch),
         ("modules kept in fp32", kept, "data_types.keep_in_fp32_modules"),
         ("parameters of batch norms", norms, "fixed: torch computes with both in one"),
-        ("forward arithmetic", *forward),
+        ("forward arithmetic", forward, decides),
         ("gradients (autograd)", same, "follow the parameters"),
         ("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
         ("reduction (wire)", policy.reduction or same, "communication_data_type, else the parameters"),
