@@ -95,7 +95,7 @@ def test_offload_param_without_effect_is_a_warning(
 
 
 def test_many_keys_without_effect_are_one_short_line() -> None:
-    zero = dict.fromkeys(("contiguous_gradients", "round_robin_gradients", "elastic_checkpoint"), True)
+    zero = dict.fromkeys(("contiguous_gradients", "elastic_checkpoint", "round_robin_gradients"), True)
     config = load_config({"train_batch_size": 1, "zero_optimization": {"stage": 2, **zero}}, world_size=1)
     with logged(logging.INFO, set_level=logging.INFO) as lines:
         _log_notes(config)
