@@ -39,7 +39,7 @@ def state_dump(engine: EngineFacts) -> str:
 def report_start(engine: EngineFacts) -> None:
     """Log one line about ``engine``, and the reports of ``dump_state`` and ``memory_breakdown``."""
     units, plan, parts = engine.runtime.units, engine.runtime.plan, ""
-    if plan.regular.param.sharded:
+    if plan.regular.param.sharded and engine.mesh.zero.size > 1:
         whole = sum(not unit.movable for unit in units)
         threshold = f"; stage3_param_persistence_threshold {plan.persistence_numel:,} keeps {whole} whole"
         parts = f" ({len(units) - whole} sharded{threshold if whole else ''})"

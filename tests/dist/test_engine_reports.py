@@ -46,12 +46,12 @@ def test_dump_state_shows_the_resolved_configuration_and_the_units(pool2: RankPo
     assert not any("dump_state" in line for line in second) and "not for the log" not in dump
 
 
-def test_the_first_line_says_what_is_sharded_and_what_keeps_the_rest_whole(pool2: RankPool) -> None:
-    def parts(stage: int, **keys: Any) -> str:
-        first, _ = pool2.run(said, make_config(stage, **keys))
+def test_the_first_line_says_what_is_sharded_and_what_keeps_the_rest_whole(pool1: RankPool, pool2: RankPool) -> None:
+    def parts(stage: int, pool: RankPool = pool2, **keys: Any) -> str:
+        first = pool.run(said, make_config(stage, **keys))[0]
         return next(line for line in first if "parameters in" in line).partition(" unit")[2].partition(", ZeRO")[0]
 
-    assert parts(2) in ("", "s")
+    assert parts(2) in ("", "s") and parts(3, pool1) in ("", "s")
     keeps = "; stage3_param_persistence_threshold 100,000 keeps "
     whole = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
     assert parts(3, zero_optimization=whole).endswith(" whole)") and keeps in parts(3, zero_optimization=whole)
