@@ -11,7 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 
-from tests.harness.exhaustive import corner, covering, unmatched
+from tests.harness.covering import leave_rows_out
 from tests.harness.pool import PatientPool, RankPool
 
 LIMIT_S = 120.0  # of a test without a mark of its own
@@ -22,8 +22,8 @@ PATIENCE = 5  # a limit is meant for an idle machine; it ends what hangs, and no
 with contextlib.suppress(ImportError):  # the tests of clients and of devices do without it
     from hypothesis import settings
 
-    settings.register_profile("fixed", derandomize=True, deadline=None)
-    settings.register_profile("search", deadline=None, print_blob=True)
+    settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=100)
+    settings.register_profile("search", deadline=None, max_examples=3000, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
@@ -56,21 +56,6 @@ def pool4() -> Iterator[RankPool]:
     yield from _pool(4)
 
 
-class StalePatterns(pytest.Item):
-    """Fails in the words of its ``patterns``, as a test does: an error in a hook ends a worker without saying why."""
-
-    patterns: tuple[str, ...] = ()
-
-    def runtest(self) -> None:
-        pytest.fail("\n    ".join(["tests/harness/exhaustive.py names tests that do not exist:", *self.patterns]))
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: object) -> str:
-        return str(excinfo.value)
-
-    def reportinfo(self) -> tuple[str, None, str]:
-        return "tests/harness/exhaustive.py", None, self.name
-
-
 def _order(items: list[pytest.Item]) -> None:
     """Files whose tests take seconds before those whose tests take milliseconds: these fill what is left over when few
     workers have something to do. Tests of a file stay together, in their order.
@@ -79,41 +64,23 @@ def _order(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (place.get(item.path.parent.name, 0), -size[item.path], item.path.name))
 
 
-def _plain(value: object) -> object:
-    """Make what tells one setting of a test from another: its text, or what it is."""
-    return repr(value) if isinstance(value, (str, int, float, bool, tuple, list, dict, type(None))) else id(value)
-
-
-def _mark_beyond_covering(items: list[pytest.Item]) -> None:
-    """Leave to ``make test-all`` the rows of parametrized tests of ranks that show no new pair of settings."""
+def _leave_rows_out(items: list[pytest.Item]) -> None:
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        of_ranks = isinstance(item, pytest.Function) and item.path.parent.name == "dist" and hasattr(item, "callspec")
-        if of_ranks and item.get_closest_marker("exhaustive") is None:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for rows in tests.values():
-        kept = covering([tuple(map(_plain, row.callspec.params.values())) for row in rows])
-        for position in set(range(len(rows))) - kept:
-            rows[position].add_marker("exhaustive")
+        leave_rows_out(rows)
 
 
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the corners of matrices and sets limits; a pattern that no test of a whole run answers to is a failure."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Set limits, and mark the rows that ``make test`` leaves out."""
     for item in items:
-        if corner(item.nodeid):
-            item.add_marker("exhaustive")
         limit = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(PATIENCE * (limit.args[0] if limit else LIMIT_S)), append=False)
-    _mark_beyond_covering(items)
+    _leave_rows_out(items)
     if config.args == ["tests"]:
         _order(items)
-    name = "tests/harness/exhaustive.py::test_every_pattern_names_a_test"
-    stale = unmatched(item.nodeid for item in items) if config.args == ["tests"] else set()
-    if config.getoption("lf", False):  # only files in which something failed are looked at
-        stale = {"those of the run before"} if name in config.cache.get("cache/lastfailed", {}) else set()
-    if stale:
-        items.insert(0, StalePatterns.from_parent(session, name=name.partition("::")[2], nodeid=name))
-        items[0].patterns = tuple(sorted(stale))
 
 
 @pytest.hookimpl(wrapper=True)

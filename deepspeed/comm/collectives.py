@@ -214,6 +214,15 @@ def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return values
 
 
+def all_to_all(rows: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Send ``sent[r]`` consecutive rows to each member r; return the ``received[r]`` rows of each, in member order."""
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    end = group.note("all_to_all", rows)
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group.pg)
+    end()
+    return out
+
+
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:

@@ -30,6 +30,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
+from deepspeed.moe.spread import facts_with_experts, spread_experts
 from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.process_settings import hold_settings
@@ -195,6 +196,8 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
+    mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
+    _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     _mark_leaves(model, cfg)
@@ -206,6 +209,7 @@ def _assemble(
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
+    facts_of = facts_with_experts(facts, facts_of, of_experts)
     parts = build(model, plan, facts, rules=rules, optimizer=base, facts_of=facts_of)
     if isinstance(base, GroupStep):
         base.load_kernels()
@@ -238,13 +242,15 @@ def _optimizer(
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+    return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+
+
+def _log_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
     comms_log.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
-        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)
+        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums, *mesh.experts)
         for axis in {id(group): group for group in groups}.values():
             axis.ledger.append(comms_log.begin)
-    return mesh
 
 
 def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> ZeroPlan:

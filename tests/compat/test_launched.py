@@ -58,6 +58,9 @@ def started_by(launcher: str) -> list[str]:
     }[launcher]
 
 
+@pytest.mark.in_make_test(
+    "init_first-python-1", "hf_trainer-torchrun-2", "hf_trainer-deepspeed-2", "accelerate-accelerate-2"
+)
 @pytest.mark.parametrize(
     ("kind", "launcher", "ranks"),
     [

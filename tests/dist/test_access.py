@@ -22,16 +22,13 @@ from deepspeed.utils import (
     safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
-    safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
 from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
-from tests.harness.reference16 import rounded, train_16bit
+from tests.harness.reference16 import rounded
 from tests.harness.training import STAGES, here, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,112 +110,6 @@ def _local_error(param: nn.Parameter, local: Tensor | None, full: Tensor) -> flo
 def test_full_and_local_reads_equal_the_plain_run(pool2: RankPool, stage: int, accumulation: int) -> None:
     for errors in pool2.run(read_everything, stage, accumulation):
         assert max(errors.values()) <= TOLERANCE, errors
-
-
-def read_in_bf16(stage: int) -> dict[str, float]:
-    case = rounded(case_named("plain"), torch.bfloat16)
-    expected = train_16bit(case, world=dist.get_world_size(), dtype=torch.bfloat16, steps=1)
-    config = make_config(
-        stage, bf16={"enabled": True}, communication_data_type="fp32", data_types={"grad_accum_dtype": "fp32"}
-    )
-    engine = start(case.build(), config)
-    params = trainable(engine.module)
-    engine.backward(case.seeded_loss(engine, here(0))[0])
-    errors = {"grad": max(scaled_error(safe_get_full_grad(p), expected.grads[0][name]) for name, p in params.items())}
-    engine.step()
-    masters = {name: safe_get_full_fp32_param(p) for name, p in params.items()}
-    errors["master"] = max(scaled_error(masters[name], expected.masters[name]) for name in params)
-    weights = full_parameters(engine.module)
-    errors["rounding"] = max(scaled_error(weights[name].float(), masters[name].bfloat16().float()) for name in params)
-    errors["dtype"] = float(
-        sum(m.dtype is not torch.float32 for m in masters.values())
-        + sum(w.dtype is not torch.bfloat16 for w in weights.values())
-    )
-    engine.destroy()
-    return errors
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_masters_and_gradients_of_bf16_training_are_fp32(pool2: RankPool, stage: int) -> None:
-    for errors in pool2.run(read_in_bf16, stage):
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
-def written(stage: int, dtype: str, local: bool) -> list[str]:
-    """Write master, gradient and slots of one parameter; read them back; the step uses them; nothing else has
-    changed.
-    """
-    case = case_named("plain")
-    extra = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    engine = start(case.build(), make_config(stage, zero=ZERO, **extra))
-    train_step(engine, case, 0)
-    p, neighbour = engine.module.layers[1].up.weight, engine.module.layers[1].down.weight
-    kept = {slot: safe_get_full_optimizer_state(neighbour, slot) for slot in SLOTS}
-    before = safe_get_full_fp32_param(neighbour)
-    wrong = []
-    value = torch.linspace(-1, 1, p.numel()).view(p.shape)
-    if local:
-        _write_local(safe_get_local_fp32_param, safe_set_local_fp32_param, p, value)
-    else:
-        safe_set_full_fp32_param(p, value)
-        seen = full_parameters(engine.module)["layers.1.up.weight"]
-        wrong += [] if torch.equal(seen, value.to(seen.dtype)) else ["the model does not see a written master"]
-    wrong += [] if torch.equal(safe_get_full_fp32_param(p), value) else ["master"]
-    for slot in SLOTS:
-        if local:
-            _write_local(
-                lambda q, slot=slot: safe_get_local_optimizer_state(q, slot),
-                lambda q, v, slot=slot: safe_set_local_optimizer_state(q, v, slot),
-                p,
-                value.square(),
-            )
-        else:
-            safe_set_full_optimizer_state(p, value.square(), slot)
-        wrong += [] if torch.equal(safe_get_full_optimizer_state(p, slot), value.square()) else [slot]
-        wrong += (
-            [] if torch.equal(safe_get_full_optimizer_state(neighbour, slot), kept[slot]) else [f"neighbour's {slot}"]
-        )
-    wrong += [] if torch.equal(safe_get_full_fp32_param(neighbour), before) else ["neighbour's master"]
-    engine.backward(case.seeded_loss(engine, here(1))[0])
-    if local:
-        _write_local(safe_get_local_grad, safe_set_local_grad, p, value)
-    else:
-        safe_set_full_grad(p, value)
-    wrong += [] if scaled_error(safe_get_full_grad(p), value) <= TOLERANCE else ["gradient"]
-    expected = nn.Parameter(value.clone())
-    reference = torch.optim.AdamW(
-        [expected], **{k: v for k, v in gate_optimizer(nn.Linear(1, 1)).defaults.items() if k in _ADAM}
-    )
-    expected.grad = torch.zeros_like(value)
-    reference.step()
-    reference.state[expected].update(exp_avg=value.square(), exp_avg_sq=value.square(), step=torch.tensor(1.0))
-    with torch.no_grad():
-        expected.copy_(value)
-    expected.grad = value.clone()
-    reference.step()
-    engine.step()
-    error = scaled_error(safe_get_full_fp32_param(p), expected.detach())
-    wrong += [] if error <= TOLERANCE else [f"the step did not use what was written: {error}"]
-    engine.destroy()
-    return wrong
-
-
-_ADAM = ("lr", "betas", "eps", "weight_decay")
-
-
-def _write_local(get: Any, put: Any, param: nn.Parameter, value: Tensor) -> None:
-    """Each rank writes its own part of ``value``, found by the sizes of the parts before it."""
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, get(param).numel())
-    first = 0 if sizes[0] == value.numel() else sum(sizes[: dist.get_rank()])
-    put(param, value.reshape(-1)[first : first + sizes[dist.get_rank()]])
-
-
-@pytest.mark.parametrize("local", [False, True], ids=["full", "local"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_writes_are_read_back_and_used(pool2: RankPool, stage: int, dtype: str, local: bool) -> None:
-    assert pool2.run(written, stage, dtype, local) == [[], []]
 
 
 def written_while_gathered(stage: int, modifier: int | None) -> dict[str, bool]:

@@ -41,6 +41,7 @@ def counted(blocks: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.in_make_test("6", "13")
 @pytest.mark.parametrize("blocks", [6, 12, 13])
 def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool, pool4: RankPool, blocks: int) -> None:
     bench = formulas()

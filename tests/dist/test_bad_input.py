@@ -260,6 +260,7 @@ deepspeed.initialize(args=args, model=torch.nn.Linear(2, 2))
 """
 
 
+@pytest.mark.in_make_test("missing script", "missing config", "broken json")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

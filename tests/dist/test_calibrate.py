@@ -44,6 +44,7 @@ def _interrupted(path: str, failure: type[BaseException]) -> list[str]:
     return os.listdir(Path(path).parent)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_write_one_whole_file(pool2: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     first, second = pool2.run(_calibrated, str(path), str(tmp_path), ranks=2)
@@ -61,6 +62,7 @@ def test_two_ranks_write_one_whole_file(pool2: RankPool, tmp_path: Path) -> None
     assert {"products", "attention", "memory", "copies"} <= set(measured["details"])
 
 
+@pytest.mark.exhaustive
 def test_one_rank_says_what_it_cannot_know(pool1: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     (document,) = pool1.run(_calibrated, str(path), None, ranks=1)

@@ -113,6 +113,14 @@ def edited(how: str, stage: int, place: str, half: bool) -> float:  # noqa: FBT0
     return error
 
 
+@pytest.mark.in_make_test(
+    "load_state_dict-2-host-bf16",
+    "load_state_dict-3-device-bf16",
+    "apply-1-device-fp32",
+    "apply-3-device-fp32",
+    "in place-0-device-fp32",
+    "in place-3-device-fp32",
+)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device")])
 @pytest.mark.parametrize("how", EDITS)
@@ -169,6 +177,7 @@ def edited_through_data(stage: int, place: str, half: bool, when: int) -> float:
     return error
 
 
+@pytest.mark.in_make_test("0-device-True-0", "1-device-True-2", "2-host-True-2", "2-device-False-0")
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize(
     ("stage", "place", "half"), [(0, "device", True), (1, "device", True), (2, "host", True), (2, "device", False)]
@@ -269,12 +278,6 @@ def frozen(stage: int, place: str, *, fails: bool = False) -> tuple[float, bool,
     return error, still, stood
 
 
-@pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device"), (3, "host")])
-def test_what_is_frozen_stands_still_and_the_rest_trains_on(pool2: RankPool, stage: int, place: str) -> None:
-    for error, still, wrong in pool2.run(frozen, stage, place):
-        assert error < 1e-6 and still and wrong == []
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_that_failed_is_no_part_of_a_window(pool2: RankPool, stage: int) -> None:
     """What is frozen behind it stands still from there."""
@@ -354,54 +357,6 @@ def broken_install(door: str, stage: int) -> tuple[str, float]:
 def test_an_error_while_hooks_are_installed_leaves_those_of_before(pool2: RankPool, door: str, stage: int) -> None:
     for said, error in pool2.run(broken_install, door, stage):
         assert "no more hooks" in said and error < 1e-6
-
-
-ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
-# micro-batch, of windows of two -> what is frozen from there on, or trained again
-WINDOWS = {1: ("layers.0", False), 4: ("head", False), 7: ("layers.0", True), 8: ("head", True), 9: ("layers.1", False)}
-
-
-def changing_within_windows(stage: int, place: dict[str, Any], optimizer: dict[str, Any]) -> list[float]:
-    """Errors after each update, where parameters are frozen and trained again between the batches of a window."""
-    config = make_config(stage, zero=ZERO | place, optimizer=optimizer, gradient_accumulation_steps=2)
-    engine = start(CASE.build().train(), config)
-    model = CASE.build().train()
-    rule = getattr(torch.optim, optimizer["type"])(model.parameters(), **optimizer["params"])
-    world, errors = dist.get_world_size(), []
-    for batch in range(12):
-        part, trains = WINDOWS.get(batch, ("", True))
-        for each in (engine.module, model) if part else ():
-            each.get_submodule(part).requires_grad_(trains)
-        engine.backward(CASE.seeded_loss(engine, MicroBatch(batch, 0, dist.get_rank(), world))[0])
-        engine.step()
-        for rank in range(world):
-            (CASE.seeded_loss(model, MicroBatch(batch, 0, rank, world))[0] / (2 * world)).backward()
-        if batch % 2:
-            rule.step()
-            rule.zero_grad()
-            expected = dict(model.named_parameters())
-            whole = full_parameters(engine.module)
-            errors.append(max(scaled_error(value.float(), expected[n].detach()) for n, value in whole.items()))
-    engine.destroy()
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("stage", "place"),
-    [(0, "device"), (1, "device"), (2, "device"), (3, "device"), (1, "host"), (3, "host"), (3, "drive")],
-)
-def test_what_is_frozen_in_the_middle_of_a_window_keeps_what_it_has_of_it(
-    pool2: RankPool, tmp_path: Any, stage: int, place: str
-) -> None:
-    drive = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    for errors in pool2.run(changing_within_windows, stage, PLACES.get(place, drive), SGD):
-        assert max(errors) < 1e-6, errors
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_with_adam_too_but_for_the_count_of_steps_that_neighbours_share(pool2: RankPool, stage: int) -> None:
-    for errors in pool2.run(changing_within_windows, stage, {}, ADAM):
-        assert max(errors[:2]) < 1e-6 and max(errors) < 0.01, errors
 
 
 def unfrozen(stage: int, grouped: bool) -> tuple[str, list[str]]:  # noqa: FBT001

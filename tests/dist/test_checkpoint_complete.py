@@ -98,6 +98,7 @@ def refused(change: str, stage: int, folder: str) -> tuple[str, str]:
     return said, ", ".join(field for field in before if before[field] != after[field])
 
 
+@pytest.mark.in_make_test("removed-1", "added-3", "reshaped-1")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("change", CHANGED)
 def test_another_model_is_refused_and_nothing_has_changed(

@@ -89,6 +89,9 @@ def crash_and_resume(job: SavingJob, point: tuple[str, str, str, int], *, nth: i
     assert not still, still
 
 
+@pytest.mark.in_make_test(
+    "after the manifest", "after it has its name", "before latest names it", "when the old one has lost its name"
+)
 @pytest.mark.parametrize("where", POINTS)
 def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:
     # Pruning finds its first victim in the second save.
@@ -100,25 +103,19 @@ def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Pa
     crash_and_resume(SavingJob(str(tmp_path), RANKS, background=True), POINTS[where])
 
 
+@pytest.mark.in_make_test("before the first rename", "between the two renames", "before the old one is thrown away")
 @pytest.mark.parametrize("where", SAME_TAG)
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
 
 
+@pytest.mark.in_make_test("after the exchange", "before the files of the old one go")
 @pytest.mark.parametrize("where", EXCHANGE)
 def test_killed_while_a_tag_changes_places_with_the_next(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), EXCHANGE[where], nth=1)
 
 
-def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:
-    witness, job = Witness(tmp_path), SavingJob(str(tmp_path), 1, tag="newest")
-    live(replace(job, saves=1), witness)
-    for where in ("between the two renames", "before the first rename"):
-        live(replace(job, trap=functools.partial(arm, SAME_TAG[where], 1)), witness)
-    assert live(replace(job, saves=1), witness)[0][1] >= 1
-    assert witness.skipped == 2
-
-
+@pytest.mark.exhaustive
 def test_killed_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crash", "--kills", "6", "--folder", str(tmp_path), "--seed", "5"]) == 0
     told = capsys.readouterr().out

@@ -293,6 +293,7 @@ def on_a_small_disk(folder: str) -> None:
     sys.stdout.write(repr([b for b in bad if b]))
 
 
+@pytest.mark.exhaustive
 def test_a_full_and_then_a_read_only_filesystem(tmp_path: Path) -> None:
     script = f"from tests.dist.test_checkpoint_full_disk import on_a_small_disk; on_a_small_disk({str(tmp_path)!r})"
     command = f'mount -t tmpfs -o size=1m small "{tmp_path}" && exec "{sys.executable}" -c "$SCRIPT"'

@@ -128,6 +128,7 @@ def checkpoints(folder: str, drive: str, optimizer: str, *, steps: int = 1) -> l
     return bad
 
 
+@pytest.mark.in_make_test("AdamW")
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_an_update_waits_until_what_it_overwrites_is_saved(pool2: RankPool, tmp_path: Path, optimizer: str) -> None:
     assert pool2.run(checkpoints, str(tmp_path / "ck"), str(tmp_path), optimizer) == [[], []]
@@ -388,6 +389,7 @@ def back_to_the_start(folder: str, drive: str, optimizer: str, background: bool)
     engine.destroy()
 
 
+@pytest.mark.in_make_test("AdamW-False", "Adafactor-False")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_state_on_a_drive_goes_with_a_checkpoint_that_has_none(

@@ -141,6 +141,7 @@ def unequal(wanted: dict[str, str], found: dict[str, str]) -> list[str]:
     return [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
 
 
+@pytest.mark.in_make_test("2 ranks stage 3 nvme")
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path, source: str) -> None:
     wanted = pools_of(request, source).run(save, source, str(tmp_path), "plain", {})[0]
@@ -158,6 +159,7 @@ def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path
         assert told == pytest.approx(losses[0], abs=2e-6)
 
 
+@pytest.mark.in_make_test("odd_shapes")
 @pytest.mark.parametrize("model", ["odd_shapes", "tied", "frozen"])
 def test_odd_models_change_their_layout(request: pytest.FixtureRequest, tmp_path: Path, model: str) -> None:
     changes = {"bf16": {"enabled": True}}
@@ -338,6 +340,7 @@ def half_window(layout: str, folder: str, act: str, synced: bool) -> tuple[float
     return error, micro_steps
 
 
+@pytest.mark.in_make_test("2 ranks stage 1-no_sync", "3 ranks stage 3 tiny-no_sync")
 @pytest.mark.parametrize("synced", [True, False], ids=["reduced", "no_sync"])
 @pytest.mark.parametrize("source", ["2 ranks stage 1", "3 ranks stage 3 tiny", "4 ranks stage 0"])
 def test_half_a_window_keeps_its_mean(

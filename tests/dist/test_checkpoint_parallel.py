@@ -120,7 +120,7 @@ def of_columns(pool4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Own
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_reading_a_part_is_slicing_the_whole(of_columns: OwnSource, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[name]
@@ -153,6 +153,7 @@ def test_a_part_outside_of_the_tensor_cannot_be_read(
 # -- loading under ranks ------------------------------------------------------------
 
 
+@pytest.mark.in_make_test("rows x 2", "columns x 2", "stages x columns", "whole x 3")
 @pytest.mark.parametrize("layout", [*CUT, "whole x 3"])
 def test_any_cut_loads_what_any_other_saved(request: pytest.FixtureRequest, tmp_path: Path, layout: str) -> None:
     saved(request, tmp_path, layout)

@@ -58,6 +58,17 @@ def resumes(engine_of: Callable[[], Any], case: Case, folder: str, *, cut: int =
 # -- stage by stage ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_make_test(
+    "stage 0 bf16",
+    "stage 0 open window",
+    "stage 1 fp32",
+    "stage 1 nvme",
+    "stage 3 fp16, dynamic scale",
+    "stage 3 dropout",
+    "stage 3 open window",
+    "stage 3 uneven shards",
+    "stage 3 async save",
+)
 @pytest.mark.parametrize("cell", built_in_cells(), ids=lambda cell: cell.label)
 def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: Setup) -> None:
     identical(pool2.run(resume_on_rank, cell, str(tmp_path), STEPS, AT))
@@ -77,12 +88,6 @@ def window(stage: int, accumulation: int, cut: int, folder: str) -> str:
     case = case_named("plain", accumulation=accumulation)
     config = make_config(stage, gradient_accumulation_steps=accumulation, bf16={"enabled": True})
     return resumes(lambda: start(case.build(), config), case, folder, cut=2 * accumulation + cut, last=4 * accumulation)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cut", [1, 3])
-def test_half_finished_windows(pool2: RankPool, tmp_path: Path, stage: int, cut: int) -> None:
-    identical(pool2.run(window, stage, 4, cut, str(tmp_path)))
 
 
 def unsynced(stage: int, cut: int, folder: str) -> str:
@@ -114,6 +119,7 @@ def train_backward(engine: Any, case: Case, number: int) -> list[float]:
     return [float(loss.detach())]
 
 
+@pytest.mark.in_make_test("1-3", "2-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("cut", [1, 2])
 def test_windows_under_no_sync(pool2: RankPool, tmp_path: Path, stage: int, cut: int) -> None:
@@ -127,6 +133,7 @@ def on_mesh(zero: dict[str, int], precision: str, folder: str) -> str:
     return resumes(lambda: start(case.build(), config), case, folder, cut=5, last=8)
 
 
+@pytest.mark.in_make_test("mics-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["mics", "hpz"])
 def test_meshes_of_four_ranks(pool4: RankPool, tmp_path: Path, zero: dict[str, int], precision: str) -> None:
@@ -222,6 +229,7 @@ def with_optimizer(name: str, stage: int, folder: str) -> str:
     return resumes(engine, case, folder)
 
 
+@pytest.mark.in_make_test("Muon-3", "Adafactor-3", "OddState-3")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", [*CONFIGURED, *CLIENT])
 def test_optimizers(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> None:
@@ -272,12 +280,14 @@ def with_model(name: str, stage: int, precision: str, folder: str) -> str:
     return resumes(lambda: start(case.build(), config), case, folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> None:
     identical(pool2.run(with_model, name, stage, "fp32", str(tmp_path)))
 
 
+@pytest.mark.in_make_test("frozen", "tied", "odd_shapes")
 @pytest.mark.parametrize("name", ["frozen", "tied", "odd_shapes", "batch_norm"])
 def test_models_in_bf16_on_three_ranks(pool3: RankPool, tmp_path: Path, name: str) -> None:
     identical(pool3.run(with_model, name, 3, "bf16", str(tmp_path)))

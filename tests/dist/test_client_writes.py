@@ -100,46 +100,6 @@ class Three(nn.Module):
         return x.square().mean()
 
 
-def edited_between(stage: int, accumulation: int, where: str, elsewhere: str) -> tuple[float, str, list[str]]:
-    pair = Beside(Three, stage, accumulation=accumulation, zero=ELSEWHERE[elsewhere])
-    names = [name for name, _ in pair.plain.named_parameters()]
-    pair.window()
-    pair.window()
-    for turn, name in enumerate(names):
-        if where == "between updates":
-            pair.edit(name)
-            pair.window()
-        elif where == "several at once":
-            pair.edit(name, names[(turn + 3) % 6])
-            pair.edit(name)
-            pair.window()
-        else:
-            for micro in range(accumulation):
-                pair.step()
-                if micro < accumulation - 1:
-                    pair.edit(name)
-    return pair.finish()
-
-
-WHERE = ("between updates", "several at once", "between micro-batches")
-
-
-@pytest.mark.parametrize(
-    ("stage", "accumulation", "where", "elsewhere"),
-    [
-        *((3, accumulation, where, "device") for accumulation in (1, 2, 3, 4) for where in WHERE),
-        *((stage, 3, where, "device") for stage in (1, 2) for where in WHERE[:2]),
-        *((3, 3, where, place) for place in [*ELSEWHERE][1:] for where in WHERE[1:]),
-    ],
-)
-def test_an_edit_in_a_context_counts_wherever_in_a_window_it_is(
-    pool2: RankPool, stage: int, accumulation: int, where: str, elsewhere: str
-) -> None:
-    for error, worst, restless in pool2.run(edited_between, stage, accumulation, where, elsewhere):
-        assert error <= TOLERANCE, worst
-        assert restless == []
-
-
 class Forward(nn.Module):
     """Writes into its parameters as it runs: those of a copy that follows (frozen), of a table (as ``max_norm`` does)
     and of a layer that trains.
@@ -183,6 +143,15 @@ def written_in_forward(how: str, stage: int, accumulation: int, elsewhere: str) 
     return pair.finish()
 
 
+@pytest.mark.in_make_test(
+    "1-2-device-in place",
+    "3-1-device-data",
+    "3-3-device-assigned",
+    "3-3-device-clamped",
+    "3-3-device-max_norm",
+    "3-2-all on the host-clamped data",
+    "3-2-all on the host-max_norm",
+)
 @pytest.mark.parametrize("how", ["in place", "data", "assigned", "clamped", "clamped data", "max_norm"])
 @pytest.mark.parametrize(
     ("stage", "accumulation", "elsewhere"),

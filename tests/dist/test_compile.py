@@ -51,6 +51,7 @@ def compiled(model: str, stage: int, accumulation: int = 1, backend: str = BACKE
     return train_compiled(Cell(model, stage=stage, accumulation=accumulation, config=config), 4, backend)
 
 
+@pytest.mark.in_make_test("frozen-3-2")
 @pytest.mark.parametrize(
     ("model", "stage", "accumulation"),
     [
@@ -186,6 +187,7 @@ def clients_own(how: Callable[[nn.Module], nn.Module], *, late: bool) -> tuple[f
     return error, worst, graphs[-1], graphs[-1] - graphs[1]
 
 
+@pytest.mark.in_make_test("_compile_blocks-False")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("how", [_compile_blocks, _compile_forwards])
 def test_blocks_that_the_client_compiles_stay_whole(
@@ -279,6 +281,7 @@ def parity(model: type[nn.Module], *, by_compiler: bool) -> tuple[float, str]:
     return pair.finish()
 
 
+@pytest.mark.in_make_test("Aside-False", "Aside-True")
 @pytest.mark.parametrize("by_compiler", [False, True])
 @pytest.mark.parametrize("model", [Pairs, Within, Aside])
 def test_a_block_entered_by_what_is_inside(pool2: RankPool, model: type[nn.Module], by_compiler: bool) -> None:

@@ -23,8 +23,14 @@ pytestmark = pytest.mark.timeout(300)
 KEYS = all_keys(DeepSpeedConfig)
 HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
-# What these do a single rank shows as well as two.
-_LOCAL = ("optimizer.params.", "scheduler.params.")
+# What these honoured keys do takes two ranks to show; one shows what all others do.
+_OF_TWO = ("tensor_parallel.", "pipeline.", "comms_logger.", "elasticity.", "observe.slow_", "gradient_allreduce_op")
+_OF_TWO += ("anomalies.per_layer", "checkpoint.tag_validation", "hybrid_engine.pin_", "hybrid_engine.tp_gather_")
+_OF_TWO += tuple(
+    f"zero_optimization.{name}"
+    for name in ("allgather_sequential", "divergence", "max_live_parameters", "max_reuse_distance", "mics_shard_size")
+)
+_OF_TWO += tuple(f"zero_optimization.{name}" for name in ("overlap_comm", "prefetch_bucket_", "separate_reduce_group"))
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def _set(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def _pair(path: str, probe: Probe) -> tuple[Run, Run]:
     key = probe.path or path
-    world = 1 if path.startswith(_LOCAL) else probe.world
+    world = 1 if probe.world == 2 and path in HONOURED and not path.startswith(_OF_TWO) else probe.world
     runs = [
         Run(json.dumps(c, sort_keys=True), probe.scenario, world)
         for c in (probe.config, _set(probe.config, key, probe.value))

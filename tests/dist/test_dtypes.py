@@ -1,6 +1,5 @@
 """Mixed precision: bf16 and fp16 with fp32 masters, loss scales, skipped steps, and the dtype that travels."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from deepspeed.zero import build
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults
 from tests.harness.lockstep import lockstep
-from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.reference16 import lowered, rounded, train_16bit
 from tests.harness.spy import CollectiveSpy
@@ -77,6 +75,7 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
     return error
 
 
+@pytest.mark.in_make_test("plain-0", "accumulation-3", "unused-3", "batch_norm-0")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name", ["plain", "accumulation", "clipping", "tied", "unused", "rotary", "batch_norm", "constants"]
@@ -193,6 +192,7 @@ def _verified(name: str, config: dict[str, Any], *, cast: bool) -> str:
         build._move_buffers = honest
 
 
+@pytest.mark.in_make_test("bf16")
 @pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
 def test_the_gate_sees_a_changed_dtype(pool2: RankPool, config: dict[str, Any]) -> None:
     for said in pool2.run(_verified, "rotary", config, cast=True):
@@ -220,6 +220,7 @@ def test_buffer_dtype_casts_floating_buffers_and_batch_norms_with_them(
         assert set(found.values()) == {dtype}
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_default_reduction_stays_within_bf16_rounding(pool2: RankPool, stage: int) -> None:
     for error in pool2.run(compare_16bit, "accumulation", stage, torch.bfloat16, 1.0, BF16):
@@ -227,6 +228,7 @@ def test_bf16_default_reduction_stays_within_bf16_rounding(pool2: RankPool, stag
         assert error["grad"] <= 1e-2 and error["master"] <= 1e-3, error
 
 
+@pytest.mark.in_make_test("plain-3", "accumulation-3", "clipping-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["plain", "accumulation", "clipping"])
 def test_fp16_static_scale_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
@@ -245,6 +247,7 @@ def _gradient_traffic(stage: int, extra: dict[str, Any]) -> set[torch.dtype]:
     return spy.dtypes()
 
 
+@pytest.mark.in_make_test("None-expected0-0", "fp32-expected2-1", "bf16-expected1-2", "bf16-expected1-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("chosen", "expected"), [(None, torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
@@ -344,6 +347,7 @@ def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> lis
     return report
 
 
+@pytest.mark.in_make_test("1-False-3", "2-True-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("hysteresis", "consecutive"), [(1, False), (2, False), (2, True)])
 def test_dynamic_scale_follows_the_rule_and_skips_are_counted(
@@ -387,30 +391,6 @@ def _overflow_at_the_floor() -> str:
 def test_overflow_at_the_lowest_scale_is_an_error(pool2: RankPool) -> None:
     for message in pool2.run(_overflow_at_the_floor):
         assert "scale" in message
-
-
-def _culprit_lines(stage: int, extra: dict[str, Any]) -> tuple[list[str], int, bool]:
-    case = rounded(case_named("plain"), torch.bfloat16)
-    engine = start(case.build(), make_config(stage, **extra))
-    with logged(set_level=logging.INFO) as lines, Faults(engine.module, rank=dist.get_rank()) as faults:
-        faults.nan_gradient("layers.1.up.weight", step=1, rank=1)
-        for step in range(2):
-            faults.step = step
-            engine.backward(case.seeded_loss(engine, here(step))[0])
-            engine.step()
-    finite = all(bool(value.isfinite().all()) for value in full_parameters(engine.module).values())
-    skipped = engine.skipped_steps
-    engine.destroy()
-    return lines, skipped, finite
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("extra", [BF16, {"fp16": {"enabled": True, "initial_scale_power": 4}}], ids=["bf16", "fp16"])
-def test_a_nan_gradient_is_skipped_and_its_owner_named(pool2: RankPool, stage: int, extra: dict[str, Any]) -> None:
-    reports = pool2.run(_culprit_lines, stage, extra)
-    assert all(skipped == 1 and finite for _, skipped, finite in reports)
-    lines = [line for said, _, _ in reports for line in said]
-    assert any("layers.1.up.weight" in line and "rank 1" in line for line in lines), lines
 
 
 def _manual_scaled(stage: int) -> tuple[dict[str, float], str]:

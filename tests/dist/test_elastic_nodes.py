@@ -79,6 +79,7 @@ def test_a_node_whose_ranks_have_ended_waits_for_others_and_is_not_taken_for_los
     assert not list(first.out.glob("1.*"))
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_one_launcher_leaves_the_ranks_of_all_nodes_the_time_to_save(nodes: Nodes) -> None:
     """More than one that says nothing has, and a rank that ends later than those of the node with the store."""
     first, second = (nodes.start("--signal_grace", "60", mode="slow") for _ in range(2))
@@ -93,12 +94,6 @@ def test_a_signal_to_one_launcher_leaves_the_ranks_of_all_nodes_the_time_to_save
         assert status == 200 and "a checkpoint was saved and all ranks have ended, as asked" in text
         assert "gone" not in text and "frame #" not in text
     assert not list(first.out.glob("1.*"))
-
-
-@pytest.mark.exhaustive
-def test_too_few_nodes_in_time_are_named(nodes: Nodes) -> None:
-    status, text = nodes.start(join_s=0.5).finish()
-    assert status == 1 and "fewer than 2 node(s) (--min_elastic_nodes) came together within" in text
 
 
 @pytest.fixture
@@ -129,75 +124,6 @@ def test_a_node_that_is_lost_while_it_joins_is_left_out(
     joins.join()
     assert stays.round is not None and stays.round.world == {"stays": (0,)}
     stays.shutdown()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ended_before", [0, 1])
-def test_a_node_that_is_lost_when_ranks_have_ended(nodes: Nodes, ended_before: int) -> None:
-    """With its own ranks at a good end it may go; while they run the others start again, also ranks that have ended."""
-    first, second = (nodes.start(at_least=1) for _ in range(2))
-    first.round(0, 2)
-    first.end(0, ended_before, 0)
-    time.sleep(1.0)
-    second.process.kill()
-    second.process.wait()
-    nodes.wait_out_silence()
-    if ended_before == 0:
-        first.round(1, 1)
-        first.end(1, 0, 0)
-    else:
-        first.end(0, 0, 0)
-    status, text = first.finish()
-    assert status == 0, text
-    assert len(list(first.out.glob("1.*"))) == 1 - ended_before
-
-
-@pytest.mark.exhaustive
-def test_a_failure_starts_ranks_again_also_where_they_have_ended(nodes: Nodes) -> None:
-    first, second = nodes.start(), nodes.start()
-    first.round(0, 2)
-    first.end(0, 0, 0)
-    time.sleep(1.0)
-    second.end(0, 1, 1)
-    first.round(1, 2)
-    (first.out / "end").touch()
-    assert [status for status, _ in nodes.finish()] == [0, 0]
-
-
-@pytest.mark.exhaustive
-def test_a_node_whose_ranks_have_ended_hears_signals(nodes: Nodes) -> None:
-    first, second = nodes.start(), nodes.start()
-    first.round(0, 2)
-    first.end(0, 0, 0)
-    time.sleep(1.0)
-    begun = time.monotonic()
-    first.process.send_signal(signal.SIGTERM)
-    for status, text in nodes.finish():
-        assert status == 128 + signal.SIGTERM and "all ranks have been stopped after SIGTERM" in text
-    assert time.monotonic() - begun < 30.0 * slowdown() and second.process.returncode == 143
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("late_s", [0.0, 5.0])
-def test_ranks_that_save_at_different_moments_end_with_one_status(nodes: Nodes, late_s: float) -> None:
-    first, second = nodes.start(), nodes.start()
-    first.round(0, 2)
-    first.end(0, 0, 200)
-    time.sleep(late_s)
-    second.end(0, 1, 200 if late_s else 128 + signal.SIGTERM)
-    for status, text in nodes.finish():
-        assert status == 200 and "a checkpoint was saved and all ranks have ended, as asked" in text
-    assert not list(first.out.glob("1.*"))
-
-
-@pytest.mark.exhaustive
-def test_all_nodes_end_as_the_first_that_gives_up(nodes: Nodes) -> None:
-    first, second = (nodes.start("--max_restarts", "0", at_least=1) for _ in range(2))
-    first.round(0, 2)
-    second.end(0, 1, 7)
-    for status, text in nodes.finish():
-        assert status == 7 and "given up after 0 restart(s)" in text and "failed first, with exit status 7" in text
-    assert not list(first.out.glob("1.*"))
 
 
 @pytest.mark.exhaustive

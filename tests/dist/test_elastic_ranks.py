@@ -223,6 +223,7 @@ def test_process_groups_of_ranks_that_have_ended_are_not_killed_again(agent: Nod
     assert ranks.kills == 1
 
 
+@pytest.mark.in_make_test("saves-15-200", "-2-130")
 @pytest.mark.parametrize(
     ("mode", "number", "expected"),
     [("saves", signal.SIGTERM, 200), ("saves", signal.SIGUSR1, 200), ("", signal.SIGINT, 128 + signal.SIGINT)],

@@ -13,6 +13,7 @@ import pytest
 from deepspeed.client.comm.faults import _of_ended
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
+from tests.harness.warm import Warm, warm as warm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -51,14 +52,14 @@ main(sys.argv[-1])
 """
 
 
-def _ended(folder: Path, fault: str, *, torchrun: bool = False, status: int = 1, **variables: str) -> str:
-    """Standard error of two ranks that end by ``fault``."""
+def _ended(folder: Path, python: str, fault: str, *, status: int = 1, **variables: str) -> str:
+    """Standard error of two ranks that end by ``fault``. ``python`` starts the launcher; without, torchrun does."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
     env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    if torchrun:
+    command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    if not python:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
         command += [str(free_port())]
     done = subprocess.run(
@@ -77,44 +78,47 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", ["key", *(pytest.param(f, marks=pytest.mark.exhaustive) for f in [*FAULTS][1:])])
-def test_a_fault_of_all_ranks_is_said_once_by_the_first(tmp_path: Path, fault: str) -> None:
-    err = _ended(tmp_path, fault)
+def test_a_fault_of_all_ranks_is_said_once_by_the_first(tmp_path: Path, warm: Warm, fault: str) -> None:
+    err = _ended(tmp_path, warm.python, fault)
     assert err.count(FAULTS[fault]) == 1 and "[rank1]" not in err, err
     files = re.findall(r'File "([^"]+)"', err)
     assert files == [str(tmp_path / "train.py")] * 2, "frames of the user's alone"
     assert "deepspeed: rank 0 (pid" in err.splitlines()[-1], "and the launcher's last line says no more"
 
 
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_fault_of_another_rank_is_said_by_that_one(tmp_path: Path, torchrun: bool) -> None:
-    err = _ended(tmp_path, "alone", torchrun=torchrun)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_fault_of_another_rank_is_said_by_that_one(tmp_path: Path, warm: Warm, torchrun: bool) -> None:
+    err = _ended(tmp_path, "" if torchrun else warm.python, "alone")
     assert err.count("step() was called before backward()") == 1 and "[rank1]: Traceback" in err, err
 
 
 @pytest.mark.exhaustive
 def test_under_torchrun_it_is_said_once_too(tmp_path: Path) -> None:
-    err = _ended(tmp_path, "key", torchrun=True)
+    err = _ended(tmp_path, "", "key")
     assert err.count(FAULTS["key"]) == 1 and "[rank0]: Traceback" in err, err
 
 
 @pytest.mark.exhaustive
-def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path) -> None:
-    err = _ended(tmp_path, "key", DS_LOG_LEVEL="DEBUG")
+def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path, warm: Warm) -> None:
+    err = _ended(tmp_path, warm.python, "key", DS_LOG_LEVEL="DEBUG")
     assert err.count(FAULTS["key"]) >= 3 and "initialize.py" in err, "each rank, and the launcher"
 
 
-def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path) -> None:
-    err = _ended(tmp_path, "ordinary")
+@pytest.mark.exhaustive  # test_launcher_hosts.py has it over two hosts
+def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path, warm: Warm) -> None:
+    err = _ended(tmp_path, warm.python, "ordinary")
     assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err
 
 
-def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path) -> None:
-    err = _ended(tmp_path, "ctrl-c", status=130)
+@pytest.mark.exhaustive  # test_interrupts.py has it without a job
+def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path, warm: Warm) -> None:
+    err = _ended(tmp_path, warm.python, "ctrl-c", status=130)
     assert err.count("KeyboardInterrupt") == 1 and "engine.py" not in err, err
 
 
-def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path) -> None:
-    err = _ended(tmp_path, "ends")
+def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path, warm: Warm) -> None:
+    err = _ended(tmp_path, warm.python, "ends")
     assert "rank 1 has ended after 3 updates: its script has ended" in err, err
     assert "peer" not in err and "engine.py" not in err, err
 

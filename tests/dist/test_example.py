@@ -54,6 +54,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return _run(LAUNCHER, 3, tmp_path_factory.mktemp("straight"))
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(
     tmp_path: Path, straight: list[float]
 ) -> None:
@@ -65,6 +66,7 @@ def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another
     assert max(abs(a - b) for a, b in zip(alone, straight, strict=True)) < 5e-6
 
 
+@pytest.mark.exhaustive
 def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path, straight: list[float]) -> None:
     curves = {3: straight, **{level: _run(LAUNCHER, level, tmp_path / str(level)) for level in (0, 2)}}
     curves[-1] = _run((sys.executable,), 3, tmp_path / "alone")

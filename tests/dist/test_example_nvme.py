@@ -39,11 +39,13 @@ def _trained(folder: Path, *options: str) -> tuple[float, float]:
     return _losses(output)
 
 
+@pytest.mark.exhaustive
 def test_it_trains_from_the_drive(tmp_path: Path) -> None:
     first, last = _trained(tmp_path)
     assert 5 < first < 6.5 and last < first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.exhaustive  # two more runs; loading mapped weights has tests of its own
 def test_it_goes_on_from_its_weights(tmp_path: Path) -> None:
     first, last = _trained(tmp_path)
@@ -51,6 +53,7 @@ def test_it_goes_on_from_its_weights(tmp_path: Path) -> None:
     assert again[0] < first - 0.05 and again[1] < last
 
 
+@pytest.mark.exhaustive
 def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
     for options, sentence in ((("--weights", "nowhere.bin"), "--weights nowhere.bin is no file"),):
         status, output = _run(*options, "--out", str(tmp_path), ranks=1)

@@ -135,6 +135,13 @@ CASES_OF_IT = [
 ]
 
 
+@pytest.mark.in_make_test(
+    "gradient-zenflow-2-True",
+    "load-delayed-2-False",
+    "set slot-behind-3-True",
+    "read-behind-3-True",
+    "forward-behind-3-True",
+)
 @pytest.mark.parametrize(("door", "kind", "stage", "held"), CASES_OF_IT)
 def test_what_has_failed_on_one_rank_is_named_on_all_at_doors_that_they_pass_together(
     pool2: RankPool, door: str, kind: str, stage: int, held: bool
@@ -145,6 +152,7 @@ def test_what_has_failed_on_one_rank_is_named_on_all_at_doors_that_they_pass_tog
     assert all("rank 1" in text for text in other), other
 
 
+@pytest.mark.in_make_test("behind-local master", "zenflow-local slot")
 @pytest.mark.parametrize("door", ALONE)
 @pytest.mark.parametrize("kind", ["behind", "delayed", "zenflow"])
 def test_doors_of_one_rank_raise_there_and_all_hear_of_it_in_the_next_step(

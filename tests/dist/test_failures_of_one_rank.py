@@ -375,6 +375,7 @@ def _takes_one_micro_batch_more(stage: int) -> str:
         failures._LOUD_AFTER_S, failures._DOUBT_S = 2.0, 300.0
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_micro_batch_that_only_one_rank_takes_where_all_step_by_prediction_ends_in_an_error_that_names_it(
     stage: int,

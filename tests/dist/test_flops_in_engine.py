@@ -53,6 +53,7 @@ def trained(block: dict[str, Any], *, steps: int = 4, recompute: bool = False, c
     return (*figures[0], lines)
 
 
+@pytest.mark.in_make_test("recompute", "compiled", "accumulation")
 @pytest.mark.parametrize("how", ["plain", "recompute", "compiled", "accumulation", "stage 1"])
 def test_an_engine_counts_what_the_formula_says(pool2: RankPool, how: str) -> None:
     changes: dict[str, Any] = {

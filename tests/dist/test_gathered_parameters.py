@@ -90,6 +90,17 @@ def kept(how: str, born_sharded: bool) -> tuple[list[str], float]:
     return wrong, pair.finish()[0]
 
 
+@pytest.mark.in_make_test(
+    "detach-zero_init",
+    "data-zero_init",
+    "cpu-zero_init",
+    "view-zero_init",
+    "numpy-zero_init",
+    "memoryview-zero_init",
+    "dlpack-zero_init",
+    "shared memory-zero_init",
+    "state_dict-zero_init",
+)
 @pytest.mark.parametrize("born_sharded", [False, True], ids=["built", "zero_init"])
 @pytest.mark.parametrize("how", TAKEN)
 def test_what_is_taken_inside_keeps_its_values_after_the_exit(pool2: RankPool, how: str, born_sharded: bool) -> None:

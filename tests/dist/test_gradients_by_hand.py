@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,39 +73,7 @@ class Pair:
         return found
 
 
-def mean_over_ranks(tensor: Callable[[int], Tensor]) -> Tensor:
-    world = dist.get_world_size()
-    return sum(tensor(rank) for rank in range(world)) / world  # type: ignore[return-value]
-
-
 # -- writing -------------------------------------------------------------------------------------------------------
-
-
-def each_rank_its_own(stage: int, way: str) -> float:
-    """Contributions that differ by rank are averaged, wherever gradients are not shown."""
-    pair = Pair(stage, **({"gradient_accumulation_steps": 2} if way == "early" else {}))
-    hold = pair.engine.no_sync() if way == "no_sync" else contextlib.nullcontext()
-    with hold:
-        pair.back(factor=0.5 if way == "early" else 1.0)
-    rank = dist.get_rank()
-    for ours, plain in pair.params():
-        extra = torch.full(ours.shape, rank + 1.0)
-        assert (ours.grad is None) == (stage > 0 or way != "no_sync" or plain.grad is None)
-        ours.grad = extra if ours.grad is None else ours.grad + extra
-        plain.grad = mean_over_ranks(lambda r, p=plain: torch.full(p.shape, r + 1.0)) + (
-            0 if plain.grad is None else plain.grad
-        )
-    if way == "early":
-        pair.engine.step()  # no boundary: nothing is lost
-        pair.back(micro=1, factor=0.5)
-    return pair.error()
-
-
-@pytest.mark.parametrize(
-    ("stage", "way"), [*((s, "last") for s in SHARDED), *((s, w) for s in STAGES for w in ("no_sync", "early"))]
-)
-def test_written_gradients_are_further_contributions(pool2: RankPool, stage: int, way: str) -> None:
-    assert max(pool2.run(each_rank_its_own, stage, way)) <= TOLERANCE
 
 
 def one_rank_now_and_then(stage: int) -> float:
@@ -213,39 +180,6 @@ def plain_window(stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_written_gradients_are_divided_like_those_of_autograd(pool2: RankPool, stage: int) -> None:
     assert max(pool2.run(plain_window, stage)) <= TOLERANCE
-
-
-def dropped(stage: int, way: str) -> float:
-    pair = Pair(stage)
-    pair.back()
-    for ours, _ in pair.params():
-        ours.grad = torch.full(ours.shape, 7.0)
-    if way == "engine":
-        pair.engine.zero_grad()
-    elif way == "optimizer":
-        pair.engine.optimizer.zero_grad()
-    else:
-        with contextlib.suppress(RuntimeError):
-            pair.engine.backward(
-                pair.engine(torch.ones(2, 3)).sum()
-                if way == "forward"
-                else torch.ones((), requires_grad=True).log() * 0
-            )
-        if way == "forward":  # those of earlier micro-batches stay
-            kept = [pair.engine.runtime.gradients.any(), all(p.grad is not None for p, _ in pair.params())]
-            assert all(kept), kept
-            pair.engine.zero_grad()
-    assert all(p.grad is None for p, _ in pair.params())
-    pair.optimizer.zero_grad()
-    pair.back()
-    return pair.error()
-
-
-@pytest.mark.parametrize("way", ["engine", "optimizer", "forward"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_grad_drops_what_was_written(pool2: RankPool, stage: int, way: str) -> None:
-    """And an error in a forward does not."""
-    assert max(pool2.run(dropped, stage, way)) <= TOLERANCE
 
 
 def saved(stage: int, folder: str) -> float:
@@ -379,27 +313,31 @@ def test_no_sync_shows_the_sum_of_this_rank(pool2: RankPool, changes: dict[str, 
         assert max(errors) <= tolerance and (error <= TOLERANCE or tolerance > 1e-6)
 
 
-def edited_without_sync(way: str, changes: dict[str, Any]) -> float:
-    """The same edit of this rank's sum on the engine's parameters and, in proportion, on the plain mean."""
+def edited(way: str, changes: dict[str, Any], *, synced: bool) -> float:
+    """The same edit on the engine's parameters, of this rank's sum or the reduced one, and on the plain mean."""
     pair = Pair(0, case="plain", **changes)
-    with pair.engine.no_sync():
+    with contextlib.nullcontext() if synced else pair.engine.no_sync():
         pair.back()
         for params in zip(*pair.params(), strict=True):
+            if way == "clip":
+                assert float(torch.nn.utils.clip_grad_norm_(params, 0.01)) > 0.01
             for index, param in enumerate(params):
                 assert param.grad is not None
                 if way == "scale":
                     param.grad.mul_(0.5)
-                elif way == "replace" and index % 2:
-                    param.grad = torch.full(param.shape, 0.1 * index)
+                elif way == "add":
+                    param.grad.add_(torch.full(param.shape, 0.25))
                 elif way == "none" and index % 2:
                     param.grad = None
+                elif way in {"replace", "zero", "again", "regulariser"} and index % 2:
+                    param.grad = torch.full(param.shape, 0.1 * index)
         if way == "zero":
-            pair.engine.zero_grad()
+            pair.engine.module.zero_grad() if synced else pair.engine.zero_grad()
             pair.plain.zero_grad()
-            assert all(ours.grad is None for ours, _ in pair.params())
         if way == "again":
             pair.back(micro=1)
-    if way in {"zero", "scale"}:
+    if way in {"zero", "scale"} and not synced:
+        assert (way == "zero") == all(ours.grad is None for ours, _ in pair.params())
         pair.back(micro=2)
     elif way == "regulariser":  # its backward passes no output of a module
         for model in (pair.engine.module, pair.plain):
@@ -407,44 +345,6 @@ def edited_without_sync(way: str, changes: dict[str, Any]) -> float:
     elif way == "reduced":
         pair.engine.allreduce_gradients()
         assert max(scaled_error(ours.grad, plain.grad) for ours, plain in pair.params()) <= 1e-6  # type: ignore[arg-type]
-    return pair.error()
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
-)
-@pytest.mark.parametrize("way", ["scale", "replace", "none", "zero", "again", "regulariser", "reduced"])
-def test_edits_of_what_no_sync_shows_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
-    """In place, by another tensor, by None, with a further backward behind them, inside or outside, and at the step."""
-    assert max(pool2.run(edited_without_sync, way, changes)) <= TOLERANCE
-
-
-def edited(way: str, changes: dict[str, Any]) -> float:
-    """The same edit on the engine's parameters and the plain ones."""
-    pair = Pair(0, case="plain", **changes)
-    pair.back()
-    for params in zip(*pair.params(), strict=True):
-        if way == "clip":
-            assert float(torch.nn.utils.clip_grad_norm_(params, 0.01)) > 0.01
-        for index, param in enumerate(params):
-            if way == "scale":
-                param.grad.mul_(0.5)  # type: ignore[union-attr]
-            elif way == "add":
-                param.grad.add_(torch.full(param.shape, 0.25))  # type: ignore[union-attr]
-            elif way == "replace" and index % 2:
-                param.grad = torch.full(param.shape, 0.1 * index)
-            elif way == "none" and index % 2:
-                param.grad = None
-            elif way in {"zero", "again", "regulariser"} and index % 2:
-                param.grad = torch.full(param.shape, 2.0)
-    if way == "zero":
-        pair.engine.module.zero_grad()
-        pair.plain.zero_grad()
-    elif way == "again":
-        pair.back(micro=1)
-    elif way == "regulariser":  # its backward passes no output of a module
-        for model in (pair.engine.module, pair.plain):
-            sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
     elif way == "set":
         ours, plain = pair.params()[0]
         safe_set_full_grad(ours, torch.full(ours.shape, 3.0))
@@ -453,13 +353,19 @@ def edited(way: str, changes: dict[str, Any]) -> float:
     return pair.error()
 
 
+BOTH = ("scale", "replace", "none", "zero", "again", "regulariser")
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
 )
-@pytest.mark.parametrize("way", ["clip", "scale", "add", "replace", "none", "zero", "again", "regulariser", "set"])
-def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
-    """In place, by another tensor, by None, and with a further backward behind them."""
-    assert max(pool2.run(edited, way, changes)) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("way", "synced"),
+    [*((way, True) for way in (*BOTH, "clip", "add", "set")), *((way, False) for way in (*BOTH, "reduced"))],
+)
+def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, synced: bool, changes: dict[str, Any]) -> None:  # noqa: FBT001
+    """Reduced, or shown by no_sync: in place, by another tensor, by None, and with a further backward behind them."""
+    assert max(pool2.run(edited, way, changes, synced=synced)) <= TOLERANCE
 
 
 def clipped_in_vain(stage: int) -> tuple[list[str], list[bool]]:

@@ -68,6 +68,7 @@ def _diagnose(fault: str, ranks: int, folder: Path, python: str) -> str:
     return report
 
 
+@pytest.mark.exhaustive
 def test_an_endless_loop_is_named_with_module_and_line(tmp_path: Path, python: str) -> None:
     report = _diagnose("loops", 2, tmp_path, python)
     assert report.index("rank 1 ") < report.index("rank 0 "), "the rank that is why comes first"

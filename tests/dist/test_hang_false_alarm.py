@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -313,6 +314,7 @@ def test_a_watch_that_ends_closes_its_connection_and_one_that_cannot_see_says_so
         assert len(lines) == 1 and "hang_timeout" in lines[0] and "gloo" in lines[0]
 
 
+@pytest.mark.exhaustive  # three times a limit; the others stand in for what takes so long
 def test_a_rank_that_writes_its_part_of_a_checkpoint_for_longer_is_no_hang(pool2: RankPool, tmp_path: Path) -> None:
     limit_s = min(1.5 * slowdown(), 8.0)
     assert pool2.run(_one_writes_while_the_others_wait, str(tmp_path), limit_s)[1] > 1

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from deepspeed.comm.hang import watch as hang
 from deepspeed.comm.hang.stacks import WATCHERS
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
+from tests.harness.warm import Warm, warm as warm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -40,13 +40,13 @@ engine.destroy()
 """
 
 
-def test_a_rank_alone_in_save_checkpoint_is_told_that_every_rank_must_call_it(tmp_path: Path) -> None:
+def test_a_rank_alone_in_save_checkpoint_is_told_that_every_rank_must_call_it(tmp_path: Path, warm: Warm) -> None:
     script = tmp_path / "train.py"
     script.write_text(ALONE)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
     env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     env["DS_HANG_NOTICE"] = f"{1.5 * min(slowdown(), 5):.1f}"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)]
+    command = [warm.python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)]
     process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stderr=subprocess.PIPE)
     lines: list[str] = []
 

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.tools.verify import ranks
-from tests.conftest import StalePatterns
-from tests.harness.exhaustive import CORNERS, unmatched
 from tests.harness.faults import Faults, InjectedFault, modules_replaced
 from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
@@ -168,6 +166,7 @@ in_a_repository = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the c
 _FAST = ("tests/pure/test_schedule.py", "-k", "empty_phase")
 
 
+@pytest.mark.exhaustive
 @in_a_repository
 def test_a_planted_fault_is_killed_or_survives_in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -207,11 +206,3 @@ def test_a_replaced_module_forgets_nothing_that_was_imported_meanwhile() -> None
         with pytest.raises(ImportError):
             importlib.import_module("colorsys_of_nobody")
     assert sys.modules["colorsys"] is colorsys and "colorsys_of_nobody" not in sys.modules
-
-
-def test_a_pattern_of_corners_that_names_no_test_fails_in_words(request: pytest.FixtureRequest) -> None:
-    assert unmatched(["tests/dist/test_that_is_not.py::test_there"]) == set(CORNERS)
-    item = StalePatterns.from_parent(request.session, name="stale")
-    item.patterns = ("one", "two")
-    with pytest.raises(pytest.fail.Exception, match=r"exhaustive\.py names tests that do not exist:\s+one\s+two"):
-        item.runtest()

@@ -162,6 +162,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.in_make_test("2, bf16", "3, layer by layer")
 @pytest.mark.parametrize("name", CASES)
 def test_it_generates_as_plain_torch_and_trains_as_without(pool2: RankPool, name: str) -> None:
     for wrong, same in pool2.run(like_plain_torch, *CASES[name]):
@@ -177,6 +178,7 @@ def test_it_generates_as_plain_torch_in_more_settings(world: int, name: str, req
         assert wrong == [] and same
 
 
+@pytest.mark.in_make_test("False")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_model_that_leaves_generation_to_a_part(pool2: RankPool, pinned: bool) -> None:
     for wrong, same in pool2.run(like_plain_torch, 3, {"zero": ZERO, "pin_parameters": pinned}, Around):

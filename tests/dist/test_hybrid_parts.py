@@ -87,6 +87,7 @@ def shared(stage: int, options: dict[str, Any], kind: type[nn.Module], ways: int
     return like_plain_torch(stage, {**options, "inference_tp_size": ways}, kind)
 
 
+@pytest.mark.in_make_test("2", "3, decoder")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_generate_as_plain_torch_and_train_as_without(pool2: RankPool, name: str) -> None:
     for wrong, same in pool2.run(shared, *CASES[name]):
@@ -273,6 +274,7 @@ def moves(stage: int) -> tuple[list[int], list[str], list[bool]]:
     return counts, wrong, memory
 
 
+@pytest.mark.in_make_test("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_move_when_they_have_changed_however_that_was(pool2: RankPool, stage: int) -> None:
     for counts, wrong, memory in pool2.run(moves, stage):
@@ -306,6 +308,7 @@ def memory_of(parts: Any) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.in_make_test("False")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_parts_take_their_share_of_memory_and_give_it_back(pool2: RankPool, pinned: bool) -> None:
     whole = sum(p.numel() * 4 for p in Decoder().parameters())
@@ -337,6 +340,7 @@ def an_error_on_one_rank(stage: int) -> tuple[list[str], bool, list[str]]:
     return said, equal(*weights), restless
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_error_of_one_rank_in_a_forward_is_one_of_all_and_nobody_waits(pool2: RankPool, stage: int) -> None:
     other, own = pool2.run(an_error_on_one_rank, stage, time_limit=30)
@@ -459,5 +463,6 @@ def trained_in_parts() -> tuple[bool, bool]:
     return found, alone
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_share_layers_in_training_generate_as_they_train(pool2: RankPool) -> None:
     assert pool2.run(trained_in_parts) == [(True, True)] * 2

@@ -87,23 +87,3 @@ def parity(stage: int) -> tuple[float, str]:
 def test_invariant_i3_nested_towers_match_plain_training(pool2: RankPool, stage: int) -> None:
     for error, worst in pool2.run(parity, stage):
         assert error <= TOLERANCE, worst
-
-
-def gathers_per_step() -> list[int]:
-    engine = start(_case().build(), make_config(3, zero=SHARD_ALL))
-    counts = []
-    for _ in range(3):
-        before = engine.runtime.counts.gathers
-        engine.backward(engine(torch.ones(2, IN_FEATURES)).sum())
-        engine.step()
-        counts.append(engine.runtime.counts.gathers - before)
-        with torch.no_grad():
-            engine(torch.ones(2, IN_FEATURES))
-    counts.append(sum(u.movable for u in engine.runtime.units))
-    engine.destroy()
-    return counts
-
-
-def test_invariant_i3_two_gathers_per_unit_and_step_at_most(pool2: RankPool) -> None:
-    for *counts, units in pool2.run(gathers_per_step):
-        assert max(counts) <= 2 * units, (counts, units)

@@ -78,6 +78,7 @@ def compared(scenario: str) -> tuple[bool, bool]:
     return ours[0] == plain[0], equal(ours[1], plain[1])
 
 
+@pytest.mark.in_make_test("order", "eval_between", "poked_per_rank", "forgotten")
 @pytest.mark.parametrize("scenario", ["order", "eval", "eval_between", "poked", "poked_per_rank", "forgotten"])
 def test_invariant_i6_mispredictions_are_bitwise_harmless(pool2: RankPool, scenario: str) -> None:
     for losses, weights in pool2.run(compared, scenario):
@@ -112,26 +113,3 @@ def test_invariant_i6_a_fetch_from_before_a_step_is_never_used(pool2: RankPool) 
     for states, same in pool2.run(prefetched_before_a_step):
         assert states == []
         assert same
-
-
-def hit_rate() -> tuple[float, int]:
-    """Alternating train and eval passes keep both forecasts."""
-    case = _case("plain")
-    engine = start(case.build(), make_config(3, zero=PREFETCH))
-    for step in range(6):
-        if step == 2:
-            engine.runtime.schedule.hits = engine.runtime.schedule.uses = 0
-        engine.backward(case.seeded_loss(engine, here(step))[0])
-        engine.step()
-        with torch.no_grad():
-            engine(case.batch(here(step))[0])
-    schedule = engine.runtime.schedule
-    rounds = engine.runtime.counts.dummy_collectives
-    engine.destroy()
-    return schedule.hits / schedule.uses, rounds
-
-
-def test_invariant_i6_alternating_train_and_eval_keep_the_forecast(pool2: RankPool) -> None:
-    for rate, dummies in pool2.run(hit_rate):
-        assert rate == 1.0
-        assert dummies == 0

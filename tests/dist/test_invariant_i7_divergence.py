@@ -131,6 +131,12 @@ def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[
     return *pair.finish(), restless
 
 
+@pytest.mark.in_make_test(
+    "skip_expert-train_and_eval",
+    "skip_both_later-train_and_eval",
+    "only_one_rank_uses_it-train_and_eval",
+    "other_order-train_and_eval",
+)
 @pytest.mark.parametrize("with_eval", [False, True], ids=["train", "train_and_eval"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_invariant_i7_ranks_may_diverge(pool2: RankPool, scenario: str, with_eval: bool) -> None:
@@ -141,6 +147,7 @@ def test_invariant_i7_ranks_may_diverge(pool2: RankPool, scenario: str, with_eva
         assert restless == []
 
 
+@pytest.mark.in_make_test("nothing_in_common-0", "nothing_in_common-2")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("scenario", ["skip_tower", "disjoint_experts", "nothing_in_common"])
 def test_invariant_i7_under_other_plans(pool2: RankPool, scenario: str, stage: int) -> None:
@@ -150,6 +157,7 @@ def test_invariant_i7_under_other_plans(pool2: RankPool, scenario: str, stage: i
         assert restless == []
 
 
+@pytest.mark.exhaustive  # a surprise on one of three ranks stays
 @pytest.mark.parametrize(
     "zero", [{}, {"prefetch_bucket_size": 0, "overlap_comm": False}, {"prefetch_bucket_size": 10_000}], ids=str
 )
@@ -185,6 +193,7 @@ def accumulated(scenario: str, stage: int) -> float:
     return pair.finish()[0]
 
 
+@pytest.mark.in_make_test("recomputed-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("scenario", ["skip_expert", "swapping", "recomputed"])
 def test_invariant_i7_with_accumulation(pool2: RankPool, scenario: str, stage: int) -> None:
@@ -217,6 +226,7 @@ def collectives_of_the_user(scenario: str) -> list[float]:
     return seen
 
 
+@pytest.mark.in_make_test("skip_last", "nothing_in_common", "only_one_rank_uses_it")
 @pytest.mark.parametrize(
     "scenario", ["skip_expert", "skip_tower", "skip_last", "nothing_in_common", "only_one_rank_uses_it"]
 )
@@ -340,6 +350,7 @@ def surprised(
     return error, worst, messages
 
 
+@pytest.mark.in_make_test("skips_the_tower_and_the_head", "recomputes")
 @pytest.mark.parametrize("name", SURPRISES)
 def test_invariant_i7_a_surprise_after_predictions(pool2: RankPool, name: str) -> None:
     for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
@@ -349,6 +360,7 @@ def test_invariant_i7_a_surprise_after_predictions(pool2: RankPool, name: str) -
         assert messages[STEADY] > 1 or name in ("recomputes", "skips_an_expert")
 
 
+@pytest.mark.in_make_test("2-other_order")
 @pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_invariant_i7_a_surprise_under_other_plans(pool2: RankPool, stage: int, name: str) -> None:
@@ -359,6 +371,7 @@ def test_invariant_i7_a_surprise_under_other_plans(pool2: RankPool, stage: int, 
         assert messages[STEADY - 1] == 1
 
 
+@pytest.mark.in_make_test("skips_the_tower_and_the_head")
 @pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_another_one", "twice"])
 def test_invariant_i7_a_surprise_on_one_of_three_ranks(pool3: RankPool, name: str) -> None:
     for error, worst, (messages,) in pool3.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
@@ -366,6 +379,7 @@ def test_invariant_i7_a_surprise_on_one_of_three_ranks(pool3: RankPool, name: st
         assert messages[STEADY - 1] == 1
 
 
+@pytest.mark.in_make_test("skips_the_tower_and_the_head")
 @pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_the_tower", "other_order"])
 def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPool, name: str) -> None:
     """Between forward and backward the others wait for the rank that still needs something: the end of the forward
@@ -376,12 +390,6 @@ def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPoo
     ):
         assert error <= TOLERANCE, worst
         assert messages[STEADY - 1] <= 2
-
-
-@pytest.mark.parametrize("name", ["skips_an_expert", "needs_the_tower", "twice"])
-def test_invariant_i7_a_surprise_with_two_engines_interleaved(pool2: RankPool, name: str) -> None:
-    for error, worst, _ in pool2.run(surprised, name, make_config(3, zero=ZERO), engines=2, time_limit=LIMIT):
-        assert error <= TOLERANCE, worst
 
 
 def refused_after_predictions(name: str) -> tuple[str, float]:
@@ -399,6 +407,7 @@ def refused_after_predictions(name: str) -> tuple[str, float]:
     return said, pair.finish()[0]
 
 
+@pytest.mark.in_make_test("skips_the_tower_and_the_head")
 @pytest.mark.parametrize("name", [n for n in SURPRISES if n != "recomputes"])
 def test_invariant_i7_error_mode_after_predictions(pool2: RankPool, name: str) -> None:
     for said, error in pool2.run(refused_after_predictions, name, time_limit=LIMIT):
@@ -452,6 +461,7 @@ def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
     return [messages, [mismatches], weights]
 
 
+@pytest.mark.in_make_test("0-3", "2-3", "3-1")
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_that_have_not_differed_for_a_while_send_one_message_a_backward(
@@ -474,6 +484,7 @@ def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: MicroBatch) -
     return [(model(x, ALL) - y).square().mean()]
 
 
+@pytest.mark.in_make_test("skip_expert-train", "skip_tower-eval", "other_order-train")
 @pytest.mark.parametrize("phase", ["train", "eval"])
 @pytest.mark.parametrize(
     "scenario", ["skip_expert", "skip_tower", "skip_last", "other_order", "twice", "nothing_in_common"]

@@ -63,6 +63,7 @@ def failed_batches(name: str, stage: int, phase: str, plain: bool) -> dict[str, 
     return {module: equal(expected, _run(case, stage, phase=phase, module=module, plain=plain)) for module in where}
 
 
+@pytest.mark.in_make_test("0-forward-engine_backward", "3-backward-engine_backward")
 @pytest.mark.parametrize("plain", [False, True], ids=["engine_backward", "loss_backward"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -71,6 +72,7 @@ def test_invariant_i8_a_failed_batch_has_not_happened(pool2: RankPool, stage: in
         assert all(same.values()), same
 
 
+@pytest.mark.in_make_test("checkpoint_nonreentrant")
 @pytest.mark.parametrize("name", ["checkpoint_reentrant", "checkpoint_nonreentrant"])
 def test_invariant_i8_with_recomputation(pool2: RankPool, name: str) -> None:
     for same in pool2.run(failed_batches, name, 3, "backward", False):
@@ -233,6 +235,7 @@ def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.in_make_test("[3, 2]-amid_a_backward", "[0, 3]-amid_a_backward", "[1, 3, 0]-amid_a_backward")
 @pytest.mark.parametrize("fail_first", [False, True], ids=["at_rest", "amid_a_backward"])
 @pytest.mark.parametrize("stages", [[3, 2], [0, 3], [1, 3, 0]], ids=str)
 def test_invariant_i8_destroy_leaves_a_plain_model(pool2: RankPool, stages: list[int], fail_first: bool) -> None:
@@ -290,6 +293,7 @@ def out_of_memory(count: int) -> tuple[str, bool, list[str]]:
     return said, equal(expected, weights), restless
 
 
+@pytest.mark.in_make_test("1", "8")
 @pytest.mark.parametrize("count", [1, 3, 6, 8])
 def test_invariant_i8_no_memory_for_a_gather(pool2: RankPool, count: int) -> None:
     """The error is the allocator's own, in forward (1, 3) and backward, and a loop that skips such batches goes on."""

@@ -112,6 +112,9 @@ def both(stage: int, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return at_once, behind, differ
 
 
+@pytest.mark.in_make_test(
+    "0-fp32-AdamW-0.0", "1-bf16-Lion-0.05", "2-fp32-AdamW-0.05", "3-fp32-Lion-0.0", "3-bf16-AdamW-0.05"
+)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -325,29 +325,6 @@ def test_jobs_started_together_all_find_a_port_and_have_one_cpu_rank_and_the_use
     assert {(env["WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in variables} == {("1", "3")}
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["missing.py"], "script 'missing.py' does not exist"),
-        (["--module", "no_such_module_here.train"], "was not found"),
-        (["--no_python", "no_such_program"], "does not exist or is not executable"),
-        (["--no_python", "--module", "x"], "exclude each other"),
-        (["--num_nodes", "2", __file__], "--num_nodes 2, but no hostfile says which"),
-        (["--autotuning", "tune", __file__], "--autotuning is not in this release"),
-        (["--hostfile", "nowhere", __file__], "hostfile nowhere cannot be read"),
-        (["--num_gpus", "0", __file__], "starts no rank"),
-    ],
-)
-def test_refusals_are_sentences_with_status_two(
-    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        runner.main(flags)
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
-
-
 @pytest.mark.parametrize("user_args", [["--", "a"], ["--"], ["--", "--", "-q"], ["a", "--"], []])
 def test_double_dashes_belong_to_the_script(user_args: list[str]) -> None:
     options = runner.parse_args(["--num_gpus", "2", "s.py", *user_args])

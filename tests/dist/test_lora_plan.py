@@ -192,6 +192,7 @@ def reality(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return pool2.run(held_by_all, str(tmp_path_factory.mktemp("drive")), time_limit=120)
 
 
+@pytest.mark.in_make_test("2", "3, adapters in shards", "3, all on the host", "3, base on a drive")
 @pytest.mark.parametrize("name", CASES)
 def test_planned_bytes_are_what_a_rank_holds(planned: dict[str, Any], reality: list[dict[str, Any]], name: str) -> None:
     code, out, err = planned[name]

@@ -100,6 +100,7 @@ def keeps_within(folder: str, ranks: int) -> list[str]:
     return bad
 
 
+@pytest.mark.in_make_test("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_go_to_the_drive_until_they_fit(ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{ranks}")

@@ -62,26 +62,6 @@ def test_every_axis_has_one_group_of_the_ranks_of_its_own() -> None:
             assert title == "rank 6 (pipeline stage 1, tensor-parallel rank 0)"
 
 
-def _refused() -> list[str]:
-    texts = []
-    for sizes in ({"pp": 2, "tp": 3}, {"tp": 8}):
-        with pytest.raises(DeepSpeedConfigError) as caught:
-            build_mesh("gloo", **sizes)
-        texts.append(str(caught.value))
-    for mesh_param in ((3, 1), (2, 0), "dp"):
-        with pytest.raises(DeepSpeedConfigError) as caught:
-            deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 8}, mesh_param=mesh_param)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(pool4: RankPool) -> None:
-    for first, second, *params in pool4.run(_refused):
-        assert "do not divide the 4 ranks" in first and "8" in second
-        assert "3 data-parallel x 1 sequence-parallel ranks are 3, but there are 4" in params[0]
-        assert "must multiply" in params[1] and "two numbers, not 'dp'" in params[2]
-
-
 class _Copy(torch.autograd.Function):
     """The same forward; gradients are summed over the group."""
 
@@ -231,6 +211,7 @@ def _under_an_mpu(stage: int, neighbours: bool) -> float:  # noqa: FBT001 - call
     return worst
 
 
+@pytest.mark.in_make_test("0-False", "3-True")
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_megatron_model_under_an_mpu_trains_as_one_process_does(

@@ -59,6 +59,7 @@ def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
     }
 
 
+@pytest.mark.in_make_test("0-fp32-nan", "1-bf16-inf", "2-fp32-inf", "3-bf16-nan")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)

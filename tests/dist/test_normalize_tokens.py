@@ -18,7 +18,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import SEQUENCE, VOCABULARY, seeded
 from deepspeed.tools.verify.reference import clip_factor, gate_optimizer
-from deepspeed.tools.verify.training import Labelled, run_split
+from deepspeed.tools.verify.training import Labelled
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, start
@@ -120,13 +120,6 @@ def test_an_update_is_that_of_all_tokens_together(pool2: RankPool, stage: int, h
 def test_offloaded_and_shifted_labels(pool2: RankPool, kind: str) -> None:
     for error, where in pool2.run(run_tokens, 3, "engine", 0.05, kind, OFFLOAD):
         assert error <= 1e-6, where
-
-
-@pytest.mark.parametrize("split", [(1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)], ids=str)
-def test_any_split_of_a_batch_gives_the_same_update(request: pytest.FixtureRequest, split: tuple[int, ...]) -> None:
-    ranks, micro, accumulation = split
-    for errors in request.getfixturevalue(f"pool{ranks}").run(run_split, 2, micro, accumulation, "tokens"):
-        assert max(error for error, _ in errors.values()) <= 1e-6, errors
 
 
 def run_read(stage: int) -> tuple[float, float]:

@@ -23,7 +23,6 @@ from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(180)
-NOWHERE = {"device": "nvme", "nvme_path": "/no/such/drive", "max_in_cpu": 0}
 WIDTH = 192  # weights beyond the size that is worth a page on a drive
 
 
@@ -85,6 +84,7 @@ def born_on_a_drive() -> list[str]:
     return problems
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_model_born_on_a_drive_trains_to_the_same_bits(world: int, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")

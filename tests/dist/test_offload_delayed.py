@@ -125,6 +125,7 @@ def resumed(folder: str, precision: str) -> list[str]:
     return [name for name in found[0] if not same(found[0][name], found[1][name])]
 
 
+@pytest.mark.in_make_test("fp16")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_a_save_brings_all_up_to_date_and_training_goes_on_from_it_bit_for_bit(
     pool2: RankPool, tmp_path: Any, precision: str
@@ -201,6 +202,7 @@ def in_a_thread(precision: str, stage: int) -> list[str]:
     return bad
 
 
+@pytest.mark.in_make_test("bf16-2")
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 3), ("bf16", 2), ("fp16", 3)])
 def test_beside_the_next_step_it_is_the_same_bit_for_bit(pool2: RankPool, precision: str, stage: int) -> None:
     assert pool2.run(in_a_thread, precision, stage) == [[], []]
@@ -246,6 +248,7 @@ def watched(precision: str) -> list[str]:
     return bad + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
 
 
+@pytest.mark.in_make_test("fp32")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_a_hook_on_one_rank_sees_the_update_and_changes_no_bit(pool2: RankPool, precision: str) -> None:
     assert pool2.run(watched, precision) == [[], []]
@@ -313,6 +316,16 @@ def _raise(*_: Any) -> None:
 WHOLE = ("save", "stream", "pretrained", "16 bit", "unsharded", "edit", "load")
 
 
+@pytest.mark.in_make_test(
+    "thread-step-2-offload0",
+    "thread-eval-2-offload1",
+    "thread-destroy-2-offload2",
+    "program-step-2-offload3",
+    "thread-stream-3-offload5",
+    "thread-save-3-offload11",
+    "thread-stream-3-offload12",
+    "thread-save-2-offload18",
+)
 @pytest.mark.parametrize(
     ("way", "door", "stage", "offload"),
     [

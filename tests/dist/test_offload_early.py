@@ -20,20 +20,14 @@ from deepspeed.errors import RankFailedError, UsageError
 from deepspeed.optim.rules import AdamBase
 from deepspeed.tier.behind import Worker, next_of
 from deepspeed.tier.transfer import Transfer
-from deepspeed.tools.verify.models import IN_FEATURES
 from deepspeed.utils import (
     safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
-    safe_get_local_grad,
     safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_local_grad,
 )
 from deepspeed.zero.update.speculative import EarlyUpdate
-from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
-from tests.dist.test_one_pass_update import changing_rates
+from tests.dist.test_offload_parity import interrupted
 from tests.dist.test_update_behind import behind
 from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
 from tests.harness.pool import RankPool
@@ -112,6 +106,7 @@ def both(stage: int, precision: str, clip: float, loop: Loop = plainly, case: st
     return [k for k in keys if not all(k in f for f in found) or not same(found[0][k], found[1][k])], vars(seen)
 
 
+@pytest.mark.in_make_test("3-bf16-0.0", "3-fp16-1000.0")
 @pytest.mark.parametrize("clip", [0.0, 1000.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -141,21 +136,6 @@ def test_nor_where_every_step_clips_and_takes_none(pool1: RankPool, stage: int) 
     assert bad == [] and seen["taken"] == seen["redone"] == 0 and seen["forgotten"] > 0, seen
 
 
-def _late_rates(engine: Any, case: Any) -> list[float]:
-    """Rates change between backward and step."""
-    losses = []
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            (loss,) = case.seeded_loss(engine, here(step, micro))
-            engine.backward(loss)
-            losses.append(float(loss))
-            if micro == case.accumulation - 1 and step % 2:
-                for group in engine.optimizer.param_groups:
-                    group["lr"] *= 0.5
-            engine.step()
-    return losses
-
-
 def _looking(engine: Any, case: Any) -> list[float]:
     """States are read, and one is written, between backward and step."""
     seen = []
@@ -170,64 +150,6 @@ def _looking(engine: Any, case: Any) -> list[float]:
                 if step == 3:
                     safe_set_full_fp32_param(weight, torch.full_like(safe_get_full_fp32_param(weight), 0.25))
             engine.step()
-    return seen
-
-
-def _dropped(engine: Any, case: Any) -> list[float]:
-    """Some gradients are dropped between backward and step, and computed anew."""
-    losses = []
-    for step in range(STEPS):
-        (loss,) = case.seeded_loss(engine, here(step))
-        engine.backward(loss)
-        if step % 2:
-            engine.zero_grad()
-            (loss,) = case.seeded_loss(engine, here(step + 100))
-            engine.backward(loss)
-        losses.append(float(loss))
-        engine.step()
-    return losses
-
-
-def _twice(engine: Any, case: Any) -> list[float]:
-    """A second backward adds to a sum that was thought whole."""
-    losses = []
-    for step in range(STEPS):
-        for again in range(1 + step % 2):
-            (loss,) = case.seeded_loss(engine, here(step + 50 * again))
-            engine.backward(loss)
-            losses.append(float(loss))
-        engine.step()
-    return losses
-
-
-def _overflowing(engine: Any, case: Any) -> list[float]:
-    """A gradient that is not finite changes nothing."""
-    losses = []
-    for step in range(STEPS):
-        if step == 3:
-            dtype = next(engine.module.parameters()).dtype
-            engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=dtype)).sum())
-            engine.step()
-            assert not engine.was_step_applied()
-        losses += train_step(engine, case, step)
-    return losses
-
-
-def _by_hand(engine: Any, case: Any) -> list[float]:
-    """Gradients are read, and some written, between backward and step."""
-    seen = []
-    for step in range(STEPS):
-        (loss,) = case.seeded_loss(engine, here(step))
-        engine.backward(loss)
-        weight, bias = engine.module.inp.weight, engine.module.inp.bias
-        if step > 1:
-            grad = safe_get_full_grad(weight)
-            seen.append(float(grad.sum()))
-            if step % 2:
-                safe_set_full_grad(weight, grad * 3)
-            else:
-                safe_set_local_grad(bias, safe_get_local_grad(bias) * 2)
-        engine.step()
     return seen
 
 
@@ -269,28 +191,21 @@ def _raise(*_: Any, **__: Any) -> None:
     raise ArithmeticError("planted")
 
 
+# What a program does between backward and step otherwise, tests/fuzz draws.
 LOOPS: dict[str, tuple[str, Loop]] = {
-    "late rates": ("wide_accumulation", _late_rates),
     "looking": ("wide_accumulation", _looking),
-    "dropped": ("wide", _dropped),
-    "twice": ("wide", _twice),
-    "overflowing": ("wide", _overflowing),
-    "by hand": ("wide", _by_hand),
     "held": ("wide", _held),
     "raising": ("wide", _raising),
-    "unsynced": ("wide", unsynced),
-    "froze later": ("wide", froze_later),
     "interrupted": ("wide_accumulation", interrupted),
-    "changing rates": ("wide", changing_rates),
 }
 
 
 def looped(name: str, stage: int) -> Any:
     case, loop = LOOPS[name]
-    precision = {"overflowing": "fp16", "raising": "fp16"}.get(name, "bf16")
-    return both(stage, precision, 1000.0, loop, case)
+    return both(stage, "fp16" if name == "raising" else "bf16", 1000.0, loop, case)
 
 
+@pytest.mark.in_make_test("looking-3", "held-3", "raising-2", "interrupted-2")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", LOOPS)
 def test_nor_where_somebody_meddles_before_the_step(pool1: RankPool, name: str, stage: int) -> None:

@@ -105,6 +105,7 @@ def with_config(name: str, stage: int, folder: str, names: tuple[str, ...]) -> l
 WHOLE_TENSORS = ("adafactor", "user_whole", "Lamb", "Muon")  # parameters are dealt to ranks
 
 
+@pytest.mark.in_make_test("fused", "cpu_adagrad", "adafactor", "user_whole", "counting", "growing", "Muon")
 @pytest.mark.parametrize("name", [*CLIENTS, *NAMED])
 def test_optimizers(pool1: RankPool, tmp_path: Path, name: str) -> None:
     check(
@@ -112,6 +113,7 @@ def test_optimizers(pool1: RankPool, tmp_path: Path, name: str) -> None:
     )
 
 
+@pytest.mark.in_make_test("user_whole", "Muon", "adamw")
 @pytest.mark.parametrize("name", [*WHOLE_TENSORS, "adamw", "Adagrad"])
 def test_optimizers_on_two_ranks(pool2: RankPool, tmp_path: Path, name: str) -> None:
     check(pool2.run(with_client if name in CLIENTS else with_config, name, 3, str(tmp_path), FEW))

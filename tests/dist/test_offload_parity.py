@@ -5,7 +5,6 @@ Every test trains the same model several times on the same ranks, once without o
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 from deepspeed.tools.verify.models import (
     Case,
 )
-from deepspeed.tools.verify.reference import trainable
-from deepspeed.utils import safe_get_full_fp32_param
 from tests.harness.offload import (
     ALL,
     CASES,
@@ -29,15 +26,10 @@ from tests.harness.offload import (
     Plan,
     check,
     compare,
-    gradients_on_drive,
     run,
-    same,
-    snapshot,
-    train,
-    variants,
 )
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, start, train_step
+from tests.harness.training import here, train_step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,6 +37,7 @@ pytestmark = pytest.mark.timeout(120)
 # -- precision, stages, ranks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_make_test("wide_accumulation-bf16")
 @pytest.mark.parametrize(
     ("case", "precision"), [("wide", "fp32"), ("wide_accumulation", "bf16"), ("wide_accumulation", "fp16")]
 )
@@ -53,12 +46,14 @@ def test_every_way_on_one_rank(pool1: RankPool, tmp_path: Path, case: str, preci
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.in_make_test("fp32")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_every_way_on_two_ranks(pool2: RankPool, tmp_path: Path, precision: str) -> None:
     plan = Plan(config={**PRECISION[precision], "gradient_clipping": 0.05})
     check(pool2.run(run, plan, str(tmp_path), ALL if precision == "fp32" else TYPICAL))
 
 
+@pytest.mark.in_make_test("1-fp16")
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (1, "fp16"), (2, "bf16")])
 def test_lower_stages(pool2: RankPool, tmp_path: Path, stage: int, precision: str) -> None:
     check(
@@ -68,6 +63,7 @@ def test_lower_stages(pool2: RankPool, tmp_path: Path, stage: int, precision: st
     )
 
 
+@pytest.mark.in_make_test("mics")
 @pytest.mark.parametrize(
     "zero", [{}, {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["plain", "mics", "hpz"]
 )
@@ -128,6 +124,7 @@ def _fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.in_make_test("3-interrupted")
 @pytest.mark.parametrize("loop", [unsynced, froze_later, interrupted])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_loops(pool2: RankPool, tmp_path: Path, stage: int, loop: Callable[[Any, Case], list[float]]) -> None:
@@ -135,6 +132,7 @@ def test_loops(pool2: RankPool, tmp_path: Path, stage: int, loop: Callable[[Any,
     check(pool2.run(run, Plan(stage=stage, loop=loop, config={"gradient_clipping": 0.1}), str(tmp_path), names))
 
 
+@pytest.mark.in_make_test("odd_shapes")
 @pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wide")])
 def test_models(pool2: RankPool, tmp_path: Path, case: str) -> None:
     check(pool2.run(run, Plan(case, steps=3), str(tmp_path), FEW))
@@ -145,6 +143,7 @@ def test_adapters_in_16_bit(pool2: RankPool, tmp_path: Path) -> None:
     check(pool2.run(run, plan, str(tmp_path), TYPICAL))
 
 
+@pytest.mark.in_make_test("AdamW")
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lamb"])
 def test_a_rank_without_an_element_on_the_drive_takes_part_in_the_update(
     pool3: RankPool, tmp_path: Path, optimizer: str
@@ -169,32 +168,7 @@ def other_backend(backend: str, folder: str) -> list[str]:
         return compare(Plan(steps=3), folder, ("one buffer", "grads nvme"))
 
 
+@pytest.mark.in_make_test("libaio")
 @pytest.mark.parametrize("backend", ["threads", "libaio"])
 def test_other_backends(pool2: RankPool, tmp_path: Path, backend: str) -> None:
     check(pool2.run(other_backend, backend, str(tmp_path)))
-
-
-def several_engines(folder: str) -> list[str]:
-    """Two engines on one path, stepped in turn, against each alone."""
-    ways = variants(folder)
-    plans = [Plan("wide", steps=3), Plan("unused", steps=3)]
-    wanted = [train(plan, ways["grads nvme"]) for plan in plans]
-    engines = []
-    for plan in plans:
-        with gradients_on_drive(forced=True):
-            zero = ways["grads nvme"].zero
-            config = make_config(3, zero=zero, zero_allow_untested_optimizer=True)
-            engines.append(start(CASES[plan.case]().build().train(), config))
-    for step, (plan, engine) in itertools.product(range(3), zip(plans, engines, strict=True)):
-        train_step(engine, CASES[plan.case](), step)
-    bad = []
-    for alone, engine in zip(wanted, engines, strict=True):
-        bad += [k for k, v in snapshot(engine).items() if not same(v, alone[k])]
-        bad += [n for n, p in trainable(engine.module).items() if safe_get_full_fp32_param(p) is None]
-    for engine in engines:
-        engine.destroy()
-    return bad
-
-
-def test_two_engines_on_one_path(pool2: RankPool, tmp_path: Path) -> None:
-    check(pool2.run(several_engines, str(tmp_path)))

@@ -62,6 +62,7 @@ def differing(config: dict[str, Any], **options: Any) -> list[str]:
     return [name for name in wanted if not same(wanted[name], found[name])]
 
 
+@pytest.mark.in_make_test("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_an_update_away_from_home_is_the_same(pool2: RankPool, precision: str) -> None:
     assert pool2.run(differing, PRECISION[precision]) == [[], []]

@@ -212,20 +212,13 @@ CASES_OF_IT = [
 ]
 
 
+@pytest.mark.in_make_test("1-3-bf16-{'warm_up': 2}", "2-3-fp32-{'overlap': True}")
 @pytest.mark.parametrize("case", CASES_OF_IT, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks: int, case: tuple[Any, ...]) -> None:
     limit = 2e-2 if case[1] == "bf16" else 2e-5  # a weight that is rounded the other way changes what comes after it
     for errors in (pool1 if ranks == 1 else pool2).run(against_statement, *case):
         assert max(errors) < limit, errors
-
-
-@pytest.mark.parametrize("case", ["odd_shapes", "tied", "functional_tied", "unused", "checkpoint_reentrant", "single"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_it_is_the_rule_for_other_models(pool2: RankPool, stage: int, case: str) -> None:
-    rule = {"overlap": stage == 3, "window": 2, "select": 4, "warm_up": 1}
-    for errors in pool2.run(against_statement, stage, "fp32", rule, case, 0.05, {}):
-        assert max(errors) < 2e-5, errors
 
 
 # -- what it is near to ----------------------------------------------------------------------------------------------
@@ -276,6 +269,7 @@ def resumed(folder: str, precision: str, stage: int, overlap: bool, at: int) -> 
     ]
 
 
+@pytest.mark.in_make_test("bf16-3-True-6")
 @pytest.mark.parametrize(("precision", "stage", "overlap", "at"), [("bf16", 3, True, 6), ("fp32", 2, False, 5)])
 def test_training_goes_on_from_the_middle_of_a_window_bit_for_bit(
     pool2: RankPool, tmp_path: Path, precision: str, stage: int, overlap: bool, at: int
@@ -390,6 +384,7 @@ def in_a_thread(precision: str, stage: int) -> list[str]:
     return bad + ([] if turns else ["nothing was done behind"])
 
 
+@pytest.mark.in_make_test("fp16-3")
 @pytest.mark.parametrize(("precision", "stage"), [("fp16", 3), ("bf16", 2)])
 def test_in_a_thread_it_is_the_same_bit_for_bit(pool2: RankPool, precision: str, stage: int) -> None:
     assert pool2.run(in_a_thread, precision, stage) == [[], []]
@@ -471,6 +466,7 @@ def few_elements(stage: int, zero: dict[str, Any]) -> tuple[int, Tensor]:
     return views, weight
 
 
+@pytest.mark.in_make_test("True", "None")
 @pytest.mark.parametrize("overlap", [True, False, None])
 def test_a_rank_without_elements_takes_part(pool1: RankPool, pool2: RankPool, overlap: bool | None) -> None:
     """``overlap`` None: the delayed update."""
@@ -503,6 +499,7 @@ def weights_alone(folder: str, *, only: bool) -> list[str]:
     return [name for name in found[0] if not same(found[0][name], found[1][name])]
 
 
+@pytest.mark.in_make_test("True")
 @pytest.mark.parametrize("only", [True, False])
 def test_loading_weights_alone_keeps_the_states_of_chosen_columns(pool2: RankPool, tmp_path: Path, only: bool) -> None:
     assert pool2.run(weights_alone, str(tmp_path), only=only) == [[], []]
@@ -523,6 +520,7 @@ def hook_raises(stage: int, overlap: bool, at: int) -> str:
     return text
 
 
+@pytest.mark.in_make_test("False-1", "True-4")
 @pytest.mark.parametrize(("overlap", "at"), [(False, 1), (False, 2), (True, 4)])
 def test_a_hook_that_raises_on_one_rank_leaves_no_other_waiting(pool2: RankPool, overlap: bool, at: int) -> None:
     assert all("the hook of mine" in text for text in pool2.run(hook_raises, 2, overlap, at))

@@ -107,6 +107,7 @@ def both_ways(plan: Plan, folder: str, names: tuple[str, ...], one_pass: bool = 
 IN_MEMORY = ("none", "optim cpu", "both cpu", "half cpu")
 
 
+@pytest.mark.in_make_test("0-bf16", "3-bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage(pool2: RankPool, stage: int, precision: str) -> None:
@@ -115,6 +116,7 @@ def test_every_stage(pool2: RankPool, stage: int, precision: str) -> None:
     check(pool2.run(both_ways, Plan("wide_accumulation", stage=stage, config=config, steps=3), "", names))
 
 
+@pytest.mark.in_make_test("hpz")
 @pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["mics", "hpz"])
 def test_two_levels(pool4: RankPool, zero: dict[str, int]) -> None:
     check(pool4.run(both_ways, Plan(config={"zero": zero, "bf16": {"enabled": True}}, steps=3), "", ("none",)))
@@ -136,6 +138,7 @@ def test_fp32_parameters_are_the_master(pool2: RankPool) -> None:
     check(pool2.run(both_ways, Plan(config={}, steps=3), "", ("none",), False))
 
 
+@pytest.mark.in_make_test("everything")
 @pytest.mark.parametrize("case", ["everything", "tied", "frozen", "odd_shapes"])
 def test_models(pool2: RankPool, case: str) -> None:
     check(pool2.run(both_ways, Plan(case, config=PRECISION["bf16"], steps=3), "", ("none",)))
@@ -144,6 +147,7 @@ def test_models(pool2: RankPool, case: str) -> None:
 # -- what may not be written -------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parts_that_are_frozen_later_are_put_back(pool2: RankPool, tmp_path: Path, stage: int) -> None:
     names = ("none", "tiles")
@@ -190,6 +194,7 @@ def clamped(engine: Any, case: Case) -> list[float]:
     return told
 
 
+@pytest.mark.in_make_test("FusedAdam-True")
 @pytest.mark.parametrize(
     ("cls", "one_pass"),
     [
@@ -297,6 +302,7 @@ def unit_by_unit_and_at_once(plan: Plan, names: tuple[str, ...]) -> list[str]:
     return bad
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 3)])
 def test_units_updated_one_by_one_are_those_of_one_step(

@@ -74,6 +74,24 @@ def check(per_rank: list[list[tuple[Cell, Errors]]]) -> None:
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.in_make_test(
+    "plain-0",
+    "accumulation-1",
+    "clipping-3",
+    "checkpoint_reentrant-3",
+    "checkpoint_nonreentrant-3",
+    "used_twice-0",
+    "tied-0",
+    "unused-0",
+    "frozen-2",
+    "conditional-2",
+    "two_losses-3",
+    "retain_graph-3",
+    "manual-3",
+    "manual_accumulation-0",
+    "by_hand-3",
+    "by_hand_twice-3",
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", MATRIX)
@@ -88,6 +106,20 @@ def test_parity_of_the_settings_between(pool2: RankPool, case: str, stage: int) 
     check(pool2.run(sweep, case, stage, BETWEEN))
 
 
+@pytest.mark.in_make_test(
+    "functional_tied-3",
+    "odd_shapes-3",
+    "mixed_dtype-3",
+    "shared_module-3",
+    "containers-3",
+    "no_grad_first-3",
+    "frozen_checkpointed-3",
+    "dropout_checkpointed-3",
+    "everything-0",
+    "rotary-3",
+    "batch_norm-3",
+    "constants-3",
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CORNERS)
@@ -95,6 +127,7 @@ def test_corner(pool2: RankPool, case: str, stage: int) -> None:
     check(pool2.run(sweep, case, stage, OVERLAPPED))
 
 
+@pytest.mark.in_make_test("conditional-3", "everything-3")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", ["conditional", "unused", "everything", "tied"])
@@ -110,6 +143,7 @@ def test_one_rank(pool1: RankPool, case: str, stage: int) -> None:
     check(pool1.run(sweep, case, stage, OVERLAPPED))
 
 
+@pytest.mark.in_make_test("accumulation-shard_groups", "accumulation-secondary_shards")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["shard_groups", "secondary_shards"]

@@ -59,6 +59,7 @@ def _go_on(folder: str, layout: str) -> tuple[float, float, dict[str, Tensor], i
     return loss, norm, params, steps
 
 
+@pytest.mark.in_make_test("2 stages 1f1b-no pipeline", "no pipeline-2 stages interleaved", "2 stages x 2-2 stages 1f1b")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

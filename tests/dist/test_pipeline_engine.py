@@ -84,6 +84,7 @@ def _reads(how: str) -> tuple[list[float], Any]:
     return losses, (places, counters, loader is not None)
 
 
+@pytest.mark.in_make_test("training_data", "set_batch_fn")
 @pytest.mark.parametrize("how", ["training_data", "set_dataiterator", "set_dataloader", "set_batch_fn"])
 def test_sources_of_data(pool2: RankPool, how: str) -> None:
     for rank, (losses, (places, counters, loads)) in enumerate(pool2.run(_reads, how)):

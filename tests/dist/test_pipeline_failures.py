@@ -69,6 +69,14 @@ def _broken(schedule: str, chunks: int, level: int, at: int, backward_too: bool)
     return text, pipes.worst((losses, [], params), (expected[0][1:], [], expected[2])), home
 
 
+@pytest.mark.in_make_test(
+    "2-1f1b-1-3-2-False",
+    "2-gpipe-1-1-0-True",
+    "2-interleaved-2-3-1-True",
+    "2-zero_bubble-1-2-3-True",
+    "4-1f1b-1-3-2-False",
+    "4-interleaved-2-3-1-True",
+)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "level", "at", "backward_too"),
     [

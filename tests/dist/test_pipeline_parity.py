@@ -25,11 +25,21 @@ QUICK += [("zero_bubble", 1, 4, 3), ("zero_bubble", 2, 3, 2), ("breadth_first", 
 QUICK += [("dualpipev", 2, 4, 2)]
 
 
+@pytest.mark.in_make_test(
+    "gpipe-1-4-0",
+    "1f1b-1-3-3",
+    "interleaved-2-4-3",
+    "zero_bubble-2-3-2",
+    "breadth_first-2-3-3",
+    "zbv-2-4-0",
+    "dualpipev-2-4-2",
+)
 @pytest.mark.parametrize(("schedule", "chunks", "micros", "level"), QUICK)
 def test_two_stages(pool2: RankPool, schedule: str, chunks: int, micros: int, level: int) -> None:
     assert max(pool2.run(pipes.case, 2, level, schedule, micros, chunks)) <= TOLERANCE
 
 
+@pytest.mark.in_make_test("4-eager_1f1b-1-8-2", "2-zero_bubble-1-4-3", "2-interleaved-2-4-2", "4-1f1b-1-3-1")
 @pytest.mark.parametrize(
     ("stages", "schedule", "chunks", "micros", "level"),
     [

@@ -115,6 +115,7 @@ def _cut(level: int, schedule: str, chunks: int, tied: bool, stages: int) -> tup
     return pipes.worst((losses, norms, params), plain), sorted(params)
 
 
+@pytest.mark.in_make_test("0-1f1b-1-True", "3-interleaved-2-True", "2-zero_bubble-1-True")
 @pytest.mark.parametrize(
     ("level", "schedule", "chunks", "tied"),
     [(0, "1f1b", 1, True), (3, "1f1b", 1, False), (3, "interleaved", 2, True), (2, "zero_bubble", 1, True)],

@@ -153,6 +153,7 @@ def run_training(kind: Any, stage: int, changes: dict[str, Any]) -> tuple[float,
     return (*worst, same)
 
 
+@pytest.mark.in_make_test("Codes4-0", "Rows8-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", [Codes4, Rows8])
 def test_adapters_train_on_a_quantized_base_as_in_plain_torch(pool2: RankPool, kind: Any, stage: int) -> None:

@@ -134,6 +134,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_make_test("zero3-tp2 zero1", "zero3 in groups-tp2 to generate", "pp2-tp2")
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_any_layout_becomes_any_other_and_back(pool4: RankPool, first: str, second: str) -> None:
     answers = pool4.run(between, first, second)
@@ -175,6 +176,7 @@ def two_and_two(layout: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.in_make_test("tp2 to generate", "a module")
 @pytest.mark.parametrize("layout", ["tp2 to generate", "zero3", "a module"])
 def test_ranks_that_train_feed_ranks_that_generate(pool4: RankPool, layout: str) -> None:
     answers = pool4.run(two_and_two, layout)
@@ -270,6 +272,7 @@ def masters(layout: str) -> tuple[bool, bool, float]:
     return same, follows, error
 
 
+@pytest.mark.in_make_test("bf16 zero1")
 @pytest.mark.parametrize("layout", ["bf16", "bf16 zero1"])
 def test_masters_follow_and_keep_what_rounds_to_the_same(pool2: RankPool, layout: str) -> None:
     for same, follows, error in pool2.run(masters, layout):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.tools.verify.grads import full_parameters
-from deepspeed.tools.verify.models import case_named, seeded
+from deepspeed.tools.verify.models import seeded
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, make_config, outcome, start, train_step
+from tests.harness.training import STAGES, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 8
@@ -378,28 +378,6 @@ def modes() -> tuple[bool, ...]:
 def test_the_engine_itself_knows_its_mode(pool2: Any) -> None:
     """``engine.training`` follows ``eval()`` and ``train()``."""
     assert pool2.run(modes) == [(False, False, True, True)] * 2
-
-
-def freeze_later(stage: int, dtype: str) -> tuple[bool, bool]:
-    extra = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    case = case_named("plain")
-    engine = start(case.build(), make_config(stage, **extra))
-    for step in range(2):
-        train_step(engine, case, step)
-    names = dict(engine.module.named_parameters())
-    frozen = next(n for n, p in names.items() if p.dim() == 2)
-    names[frozen].requires_grad_(False)
-    before = full_parameters(engine.module)
-    train_step(engine, case, 2)
-    after = full_parameters(engine.module)
-    moved = any(not torch.equal(before[n], after[n]) for n in before if n != frozen)
-    return torch.equal(before[frozen], after[frozen]), moved
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_frozen_during_training_does_not_move(pool2: RankPool, stage: int, dtype: str) -> None:
-    assert pool2.run(freeze_later, stage, dtype) == [(True, True), (True, True)]
 
 
 class Interrupted(nn.Module):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
-from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.tools.verify.teardown import FOUR, run_cycles
 from tests.harness.cases import case_named
@@ -21,38 +20,6 @@ from tests.harness.training import here, make_config, outcome, parameter_error, 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 3
 TOLERANCE = 1e-6
-
-
-def four_engines() -> dict[str, float]:
-    """Actor (3), critic (2), reward model (0) and a frozen reference (3, no optimizer), every step interleaved."""
-    cases = {"actor": case_named("used_twice"), "critic": case_named("plain"), "reward": case_named("tied")}
-    stages = {"actor": 3, "critic": 2, "reward": 0}
-    expected = {name: plain_train(case, gate_optimizer, steps=STEPS) for name, case in cases.items()}
-    engines = {name: start(case.build(), make_config(stages[name])) for name, case in cases.items()}
-    judge_case = case_named("plain")
-    plain_judge = judge_case.build().eval()
-    judge = start(judge_case.build().eval(), make_config(3, optimizer=None))
-    errors = {"judge": 0.0}
-    for step in range(STEPS):
-        place = here(step)
-        losses = {name: case.seeded_loss(engines[name], place)[0] for name, case in cases.items()}
-        x = judge_case.batch(place)[0]
-        with torch.no_grad():
-            errors["judge"] = max(errors["judge"], scaled_error(judge(x), plain_judge(x)))
-        for name in ("critic", "reward", "actor"):
-            engines[name].backward(losses[name])
-        for name in ("reward", "actor", "critic"):
-            engines[name].step()
-    for name, engine in engines.items():
-        errors[name] = parameter_error(engine.module, expected[name])[0]
-        engine.destroy()
-    judge.destroy()
-    return errors
-
-
-def test_four_interleaved_engines_equal_four_separate_runs(pool2: RankPool) -> None:
-    for errors in pool2.run(four_engines):
-        assert max(errors.values()) <= TOLERANCE, errors
 
 
 class Chained(nn.Module):
@@ -160,6 +127,7 @@ def frozen_trunk(stages: tuple[int, ...], folder: str) -> dict[str, Any]:
     return {"error": max(errors), "resumed": same, "trunk": untouched}
 
 
+@pytest.mark.in_make_test("(2, 1)")
 @pytest.mark.parametrize("stages", [(2, 1), (1, 3), (0, 2)], ids=str)
 def test_engines_with_adapters_of_their_own_share_a_frozen_trunk(
     pool2: RankPool, stages: tuple[int, ...], tmp_path: Path
@@ -313,84 +281,10 @@ def put_away(stage: int, precision: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.in_make_test("2-fp16", "3-bf16")
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")])
 def test_states_of_an_idle_engine_are_put_away_and_come_back(pool2: RankPool, stage: int, precision: str) -> None:
     assert pool2.run(put_away, stage, precision) == [[], []]
-
-
-def one_after_the_other(stages: tuple[int, ...]) -> tuple[list[float], bool, bool]:
-    """One module passes through several engines; training continues where the last one stopped."""
-    case = case_named("checkpoint_nonreentrant")
-    model = case.build()
-    before = (_hooks(model), {name: type(p) for name, p in model.named_parameters()})
-    identity = {name: id(p) for name, p in model.named_parameters()}
-    plain = case.build()
-    errors = []
-    for stage in stages:
-        optimizer = gate_optimizer(plain)
-        engine = start(model, make_config(stage))
-        for step in range(2):
-            train_step(engine, case, step)
-            _plain_step(plain, case, optimizer, step)
-        engine.destroy()
-        # After destroy the module is plain torch again: its values can be read without any context.
-        errors.append(
-            max(
-                scaled_error(p.detach(), q.detach())
-                for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-            )
-        )
-    same = identity == {name: id(p) for name, p in model.named_parameters()}
-    clean = before == (_hooks(model), {name: type(p) for name, p in model.named_parameters()})
-    case.seeded_loss(model, here(9))[0].backward()
-    clean = clean and all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-    return errors, same, clean
-
-
-def _plain_step(model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, step: int) -> None:
-    world = dist.get_world_size()
-    for rank in range(world):
-        (case.seeded_loss(model, here(step)._replace(rank=rank))[0] / world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _hooks(model: nn.Module) -> int:
-    kinds = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-    )
-    on_modules = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-    on_parameters = sum(
-        len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()
-    )
-    return on_modules + on_parameters
-
-
-@pytest.mark.parametrize("stages", [(0, 1, 2, 3), (3, 2, 3), (1, 3, 0)], ids=str)
-def test_engines_one_after_the_other_on_one_module(pool2: RankPool, stages: tuple[int, ...]) -> None:
-    for errors, same, clean in pool2.run(one_after_the_other, stages):
-        assert max(errors) <= TOLERANCE, errors
-        assert same, "a parameter object was replaced"
-        assert clean, "hooks or parameter classes were left behind"
-
-
-def rebuilt_many_times(stage: int, cycles: int) -> tuple[int, int]:
-    """Live tensor bytes after the first and after the last of many create-train-destroy cycles."""
-    case = case_named("plain")
-    sizes = []
-    for _ in range(cycles):
-        engine = start(case.build(), make_config(stage))
-        train_step(engine, case, 0)
-        engine.destroy()
-        del engine
-        gc.collect()
-        sizes.append(_live_tensor_bytes())
-    return sizes[0], sizes[-1]
 
 
 def _live_tensor_bytes() -> int:
@@ -400,12 +294,6 @@ def _live_tensor_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_destroy_returns_every_byte(pool2: RankPool, stage: int) -> None:
-    for first, last in pool2.run(rebuilt_many_times, stage, 6):
-        assert last <= first, (first, last)
 
 
 def test_four_engines_leave_nothing_behind(pool2: RankPool) -> None:
@@ -462,35 +350,4 @@ def after_a_failed_start() -> tuple[str, float]:
 def test_a_failed_start_leaves_the_module_usable(pool2: RankPool) -> None:
     for said, error in pool2.run(after_a_failed_start):
         assert "NoSuchOptimizer" in said
-        assert error <= TOLERANCE
-
-
-def gathered_edit_is_seen(stage: int) -> tuple[bool, float]:
-    """An edit by rank 0 inside GatheredParameters reaches every rank, the weights and the next update."""
-    case = case_named("plain")
-    model = case.build()
-    with torch.no_grad():
-        model.head.weight.fill_(0.125)
-    expected_model = model.state_dict()
-    engine = start(case.build(), make_config(stage))
-    weight = engine.module.head.weight
-    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
-        if dist.get_rank() == 0 or stage < 3:
-            with torch.no_grad():
-                weight.fill_(0.125)
-    seen = torch.equal(full_parameters(engine.module)["head.weight"], torch.full((5, 8), 0.125))
-    plain = case.build()
-    plain.load_state_dict(expected_model)
-    optimizer = gate_optimizer(plain)
-    _plain_step(plain, case, optimizer, 0)
-    train_step(engine, case, 0)
-    error = parameter_error(engine.module, {name: p.detach() for name, p in plain.named_parameters()})[0]
-    engine.destroy()
-    return seen, error
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_edit_under_gathered_parameters_reaches_the_master(pool2: RankPool, stage: int) -> None:
-    for seen, error in pool2.run(gathered_edit_is_seen, stage):
-        assert seen
         assert error <= TOLERANCE

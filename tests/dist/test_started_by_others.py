@@ -87,6 +87,7 @@ def _open_mpi(rank: int, job: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.in_make_test("_slurm")
 @pytest.mark.parametrize("scheduler", [_slurm, _open_mpi])
 def test_two_ranks_of_a_scheduler(tmp_path: Path, scheduler) -> None:
     # the process id as job number: runs of this test at the same time do not meet
@@ -96,6 +97,7 @@ def test_two_ranks_of_a_scheduler(tmp_path: Path, scheduler) -> None:
     assert found[0]["port"] == found[1]["port"] and 20000 <= found[0]["port"] < 29973
 
 
+@pytest.mark.exhaustive
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     _expect(_run(tmp_path, [torchrun], [{}]), 2)

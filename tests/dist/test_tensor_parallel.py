@@ -105,6 +105,7 @@ def train(name: str, settings: dict[str, Any], ways: int, steps: int = 3) -> lis
     return errors
 
 
+@pytest.mark.in_make_test("llama, tied, with biases and norms of heads-3", "gpt2-1")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ways_of_two_ranks_train_as_one_process(pool4: RankPool, name: str, stage: int) -> None:
@@ -112,6 +113,7 @@ def test_two_ways_of_two_ranks_train_as_one_process(pool4: RankPool, name: str, 
         assert max(errors) < 1e-6, errors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("llama")])
 def test_norms_on_parts_of_the_sequence_change_nothing(pool4: RankPool, name: str) -> None:
     for errors in pool4.run(train, name, config(2, tensor_parallel={"sequence_parallel_norms": True}), 2):
@@ -160,6 +162,7 @@ def _distributed_by_torch(stage: int) -> list[float]:
     return errors
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_torch_has_distributed_train_as_they_are(pool4: RankPool, stage: int) -> None:
     for errors in pool4.run(_distributed_by_torch, stage):
@@ -183,6 +186,7 @@ def _born_sharded(stage: int) -> list[float]:
     return errors
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_born_sharded_is_cut_unit_by_unit(pool4: RankPool, stage: int) -> None:
     for errors in pool4.run(_born_sharded, stage):
@@ -214,6 +218,7 @@ def _sixteen_bits(dtype: str) -> tuple[list[float], int]:
     return losses, engine.skipped_steps
 
 
+@pytest.mark.in_make_test("bf16")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sixteen_bits_learn_with_the_same_losses_on_ranks_that_share_layers(pool4: RankPool, dtype: str) -> None:
     results = pool4.run(_sixteen_bits, dtype)
@@ -222,12 +227,16 @@ def test_sixteen_bits_learn_with_the_same_losses_on_ranks_that_share_layers(pool
         assert losses[-1] < losses[0] - 0.1 and not skipped
 
 
+@pytest.mark.in_make_test("llama with one head of keys")
 @pytest.mark.parametrize("name", MODELS)
 def test_four_ranks_share_each_layer(pool4: RankPool, name: str) -> None:
     for errors in pool4.run(train, name, config(3, 4), 4):
         assert max(errors) < 1e-6, errors
 
 
+@pytest.mark.in_make_test(
+    "ten heads, five of keys-3-2", "five heads, one of keys-2-4", "gpt2 of five heads-0-2", "neox of five heads-3-2"
+)
 @pytest.mark.parametrize(("stage", "ways"), [(0, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize("name", UNEVEN)
 def test_heads_that_ranks_do_not_divide_are_dealt_out_unevenly(
@@ -271,6 +280,7 @@ def _whole_values(stage: int) -> list[float]:
     return errors
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_whole_values_come_and_go_where_layers_are_in_parts(pool4: RankPool, stage: int) -> None:
     for errors in pool4.run(_whole_values, stage):
@@ -317,6 +327,7 @@ def _load(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     return _digest(engine), _next(engine)
 
 
+@pytest.mark.in_make_test("gpt2", "gpt2 of five heads")
 @pytest.mark.parametrize("name", ["llama, tied, with biases and norms of heads", "gpt2", "gpt2 of five heads"])
 def test_saved_at_one_layout_and_loaded_at_any_other(
     pool1: RankPool, pool2: RankPool, pool4: RankPool, tmp_path: Path, name: str

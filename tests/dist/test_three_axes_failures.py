@@ -250,6 +250,7 @@ def odd_data(what: str, on: int) -> str:
     return text
 
 
+@pytest.mark.in_make_test("ends", "inputs", "later inputs")
 @pytest.mark.parametrize(
     ("what", "on", "words"),
     [

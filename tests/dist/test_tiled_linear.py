@@ -18,6 +18,7 @@ class _ReturnsBias(nn.Linear):
         return nn.functional.linear(x, self.weight), self.bias
 
 
+@pytest.mark.in_make_test("1-1-False", "2-3-True", "7-1-True", "3-5-False")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 3), (7, 1), (3, 5)])
 def test_tiles_compute_what_the_whole_layer_does(in_splits: int, out_splits: int, bias: bool) -> None:

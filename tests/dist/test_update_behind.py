@@ -35,8 +35,6 @@ from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import UnitState
 from deepspeed.zero.update.publish import Publication
 from deepspeed.zero.update.speculative import EarlyUpdate
-from tests.dist.test_offload_parity import froze_later, interrupted, unsynced
-from tests.dist.test_one_pass_update import changing_rates
 from tests.harness.offload import CASES, CPU, PRECISION, Plan, check, engine_for, same, train, variants
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -96,6 +94,7 @@ def both(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
 HOST = ("optim cpu", "both cpu", "half cpu")
 
 
+@pytest.mark.in_make_test("1-fp32-0.0", "2-bf16-0.05", "3-fp16-0.0", "3-bf16-0.0")
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("precision", PRECISION)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -104,24 +103,11 @@ def test_not_one_bit_differs_on_one_rank(pool1: RankPool, stage: int, precision:
     check(pool1.run(both, plan, "", HOST if stage == 3 else HOST[:1]))
 
 
+@pytest.mark.in_make_test("fp32")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_nor_on_two_where_parameters_are_sharded(pool2: RankPool, tmp_path: Path, precision: str) -> None:
     plan = Plan(config={**PRECISION[precision], "gradient_clipping": 0.05}, steps=4)
     check(pool2.run(both, plan, str(tmp_path), HOST))
-
-
-@pytest.mark.parametrize("loop", [unsynced, froze_later, interrupted, changing_rates])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_nor_in_other_loops(pool1: RankPool, stage: int, loop: Callable[..., list[float]]) -> None:
-    """Rates that change behind a step count in the next one."""
-    check(pool1.run(both, Plan(stage=stage, loop=loop, config={"gradient_clipping": 0.1}), "", HOST[:1]))
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wide")])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_nor_for_other_models(pool1: RankPool, case: str, stage: int) -> None:
-    precision = PRECISION["fp32" if case in ("conditional", "mixed_dtype") else "bf16"]
-    check(pool1.run(both, Plan(case, stage=stage, config=precision, steps=3), "", HOST[:1]))
 
 
 # -- doors -----------------------------------------------------------------------------------------------------------
@@ -245,6 +231,7 @@ def opened(stage: int, precision: str, folder: str, offload: dict[str, Any]) -> 
     return bad
 
 
+@pytest.mark.in_make_test("False-3-bf16", "True-3-bf16")
 @pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (2, "fp32"), (3, "bf16")])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_every_door_waits(pool1: RankPool, tmp_path: Path, stage: int, precision: str, delayed: bool) -> None:

@@ -35,24 +35,6 @@ def test_ends_of_an_epoch(
     assert faults(before, after, samples) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--workers", "-1"], "argument --workers: "),
-        (["--samples", "10", "--batch", "2", "--save-n", "2", "--at", "4"], "has 3 steps of 2 x 2"),
-    ],
-)
-def test_wrong_input_is_a_sentence_and_exit_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = main(["data", *arguments])
-    except SystemExit as ended:  # as the parser of arguments ends
-        status = ended.code  # type: ignore[assignment]
-    told = capsys.readouterr().err
-    assert status == 2 and words in told
-
-
 def test_a_rank_that_fails_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["data", "--save-n", "1", "--load-n", "1", "--workers", "0", "--samples", "4", "--time-limit", "0.001"])

@@ -36,21 +36,6 @@ def test_a_model_that_cannot_be_resumed_fails_and_the_field_is_named(capsys: pyt
     assert "FAIL" in shown and "loss: number" in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--at", "20"], "between the first and the last"),
-        (["--model", "no_such_module:build"], "cannot import 'no_such_module'"),
-    ],
-)
-def test_wrong_input_is_a_sentence_and_exit_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["resume", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ds_verify: ") and words in told
-
-
 def test_cells_are_the_documented_product() -> None:
     assert len(built_in_cells()) == len({cell.label for cell in built_in_cells()}) == 4 * 7 + 3
 

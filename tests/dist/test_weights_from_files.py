@@ -123,6 +123,7 @@ def trained(kind: str, folder: str, settings: dict[str, Any], change: str = "") 
     return error, read, nbytes
 
 
+@pytest.mark.in_make_test("llama-1")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_each_rank_reads_its_share_and_trains_as_a_plain_run(
@@ -234,6 +235,7 @@ def peak(folder: str, mmap: bool, ways: int, stage: int) -> int:  # noqa: FBT001
     return grown
 
 
+@pytest.mark.in_make_test("1-3")
 @pytest.mark.parametrize(("ways", "stage"), [(1, 3), (2, 0), (2, 3)])
 def test_a_rank_holds_little_more_than_its_shard(pool4: RankPool, folder: Path, ways: int, stage: int) -> None:
     largest, slack = 4 * WIDTH * WIDTH, 12 << 20

@@ -86,6 +86,9 @@ def streamed(name: str, dst: int | None) -> tuple[list[str], int, int]:
     return wrong, sent, lacking * width
 
 
+@pytest.mark.in_make_test(
+    "0-None", "3-None", "3, parameters on the host-None", "3, groups of two-None", "3, layers in two parts-None"
+)
 @pytest.mark.parametrize("dst", [None, 1])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_streamed_weights_are_the_model_s(pool4: RankPool, name: str, dst: int | None) -> None:

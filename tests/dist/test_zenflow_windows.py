@@ -56,6 +56,7 @@ def with_other_rates(stage: int, overlap: bool) -> list[float]:
     return errors
 
 
+@pytest.mark.in_make_test("2-True")
 @pytest.mark.parametrize(("stage", "overlap"), [(2, True), (3, False)])
 def test_settings_that_change_in_a_window_are_the_devices_of_the_step_and_the_hosts_of_the_last(
     pool2: RankPool, stage: int, overlap: bool
@@ -98,6 +99,7 @@ def frozen_in_a_window(stage: int, overlap: bool, folder: str, look: str) -> lis
     return errors
 
 
+@pytest.mark.in_make_test("3-False-save", "2-False-hook")
 @pytest.mark.parametrize(
     ("stage", "overlap", "look"), [(2, True, ""), (3, False, "read"), (3, False, "save"), (2, False, "hook")]
 )
@@ -141,6 +143,7 @@ def watched(stage: int, overlap: bool) -> list[float]:
     return far
 
 
+@pytest.mark.in_make_test("2-True")
 @pytest.mark.parametrize(("stage", "overlap"), [(2, True), (3, False)])
 def test_a_hook_sees_the_columns_of_the_device_as_they_are_and_may_write_them(
     pool2: RankPool, stage: int, overlap: bool
@@ -243,6 +246,7 @@ def differing(stage: int, precision: dict[str, Any], overlap: bool, at: int, nam
     ]
 
 
+@pytest.mark.in_make_test("2-fp16-overflow", "3-bf16-lost", "3-bf16-loaded", "3-bf16-restored")
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize(
     ("stage", "precision", "overlap", "at"),
@@ -253,30 +257,6 @@ def test_the_window_goes_on_bit_for_bit_behind(
     pool2: RankPool, tmp_path: Path, stage: int, precision: dict[str, Any], overlap: bool, at: int, name: str
 ) -> None:
     assert pool2.run(differing, stage, precision, overlap, at, name, str(tmp_path)) == [[], []]
-
-
-def test_an_overflow_in_the_first_step_of_a_window_chooses_nothing(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(differing, 2, FP16, False, 6, "overflow", str(tmp_path)) == [[], []]
-
-
-def interleaved() -> list[str]:
-    """What two engines in turns have that each alone has not. Collective."""
-    rules = (rule_of(overlap=True), rule_of(window=2, select=4))
-    alone = []
-    for rule in rules:
-        engine = zenflow_engine(2, rule, **PRECISION["bf16"])
-        alone.append(at_the_end(engine, plain_steps(engine, "wide", 0, 8)))
-    engines = [zenflow_engine(2, rule, **PRECISION["bf16"]) for rule in rules]
-    losses: list[list[float]] = [[], []]
-    for step in range(8):
-        for engine, told in zip(engines, losses, strict=True):
-            told += plain_steps(engine, "wide", step, step + 1)
-    beside = [at_the_end(engine, told) for engine, told in zip(engines, losses, strict=True)]
-    return [k for a, b in zip(alone, beside, strict=True) for k in a if not same(a[k], b.get(k, torch.empty(0)))]
-
-
-def test_two_engines_in_turns_are_as_each_alone(pool2: RankPool) -> None:
-    assert pool2.run(interleaved) == [[], []]
 
 
 # -- other numbers of ranks ------------------------------------------------------------------------------------------
@@ -310,6 +290,7 @@ def uneven(folder: str, begin: int, end: int, stage: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("at", [2, 5])
 def test_a_rank_with_nothing_chosen_saves_and_others_go_on(
     pool1: RankPool, pool2: RankPool, pool3: RankPool, tmp_path: Path, at: int
@@ -325,9 +306,6 @@ def test_a_rank_with_nothing_chosen_saves_and_others_go_on(
 # -- what fails ------------------------------------------------------------------------------------------------------
 def _raise(*_: Any, **__: Any) -> None:
     raise ArithmeticError("planted")
-
-
-PARTS = ("_take_states", "_bring_out", "_update_chosen", "_add_all", "_until_all_ended", "_square_all", "_take_largest")
 
 
 @contextlib.contextmanager
@@ -363,6 +341,7 @@ def failing(part: str, at: int, stage: int, overlap: bool, folder: str, way: str
     return [heard, loaded and len(losses) == 4]
 
 
+@pytest.mark.in_make_test("_bring_out-0-2-False-program")
 @pytest.mark.parametrize(
     ("part", "at", "stage", "overlap", "way"),
     [
@@ -415,6 +394,7 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.in_make_test("3-True")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_memory_plan_has_what_the_fullest_rank_has(

@@ -267,6 +267,7 @@ def _wide(peak: list[int], meta: bool) -> Wide:
         return Wide()
 
 
+@pytest.mark.in_make_test("meta")
 @pytest.mark.parametrize("meta", [False, True], ids=["device", "meta"])
 def test_the_model_is_never_whole(pool2: RankPool, meta: bool) -> None:
     for peak, rest, shards, whole in pool2.run(memory_of_construction, meta):

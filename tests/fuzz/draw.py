@@ -100,11 +100,11 @@ class Case:
 
 def features(case: Case) -> set[Hashable]:
     """Collect what a case shows: every setting and event by its name, and every pair of the settings that decide where
-    states are, in which precision, and when they are updated.
+    states are and when they are updated.
     """
     places = {key: case.zero.get(key, {}).get("device", "") for key in ("offload_optimizer", "offload_param")}
-    pairs = {"front": case.front, "stage": case.stage, "dtype": case.dtype, "late": case.late, **places}
-    names = ("optimizer", "groups", "schedule", "tokens", "outputs", "cells", "born")
+    pairs = {"stage": case.stage, "late": case.late, **places}
+    names = ("front", "dtype", "optimizer", "groups", "schedule", "tokens", "outputs", "cells", "born")
     found: set[Hashable] = {*pairs.items(), *combinations(pairs.items(), 2)}
     found |= {(name, getattr(case, name)) for name in names}
     found |= {("layer", layer) for layer in case.layers}

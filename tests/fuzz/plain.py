@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from deepspeed.client.lr_schedules import WarmupLR
 from deepspeed.tools.verify.models import MicroBatch
 from deepspeed.tools.verify.reference import clip_factor, global_norm
-from tests.dist.test_optimizers import BY_NAME, CLIENT, CONFIG_TYPE
 from tests.fuzz import models
 from tests.fuzz.draw import Case
+from tests.harness.optimizers import BY_NAME, CLIENT, CONFIG_TYPE
 from tests.harness.reference16 import lowered
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

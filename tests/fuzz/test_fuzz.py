@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz.__main__ import difference
 from tests.fuzz.draw import draw, features
-from tests.harness.exhaustive import cover
+from tests.harness.covering import cover
 from tests.harness.pool import RankPool
 
 SEEDS = range(60)

@@ -5,7 +5,7 @@ that kills it; those of models in parts are in ``faults_of_parts``. ``old`` is s
 it, and occurs once in its file; tests/pure/test_mutants.py holds that.
 """
 
-from tests.mutants.faults_of_parts import COMPILED, ELASTIC, INTERRUPTS, PARTS, PIPELINES
+from tests.mutants.faults_of_parts import COMPILED, ELASTIC, EXPERTS, INTERRUPTS, PARTS, PIPELINES
 from tests.mutants.mutant import Mutant
 
 
@@ -307,7 +307,7 @@ _STEPS = (
         "deepspeed/zero/window.py",
         "            self.fired.clear()\n        self.move(GradState.LOCAL)",
         "        self.move(GradState.LOCAL)",
-        ("tests/dist/test_gas.py::test_split_does_not_change_the_gradient[ranks2-micro2-accum2-2]",),
+        ("tests/dist/test_verify_training.py::test_splits_of_the_gate_equal_the_whole_batch",),
         "after a reduction nothing has contributed yet",
         also=(
             (
@@ -369,7 +369,7 @@ _STEPS = (
         "deepspeed/engine/engine.py",
         "self.micro_steps = self._window_begin",
         "pass",
-        ("tests/dist/test_invariant_i8_errors.py::test_invariant_i8_inside_an_accumulation_window[1-backward]",),
+        ("tests/dist/test_invariant_i8_errors.py::test_invariant_i8_inside_an_accumulation_window",),
         "a failed backward begins the accumulation window anew",
     ),
     Mutant(
@@ -522,5 +522,5 @@ _CHECKPOINTS = (
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS),
-    *(*PARTS, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
+    *(*PARTS, *EXPERTS, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
 )

@@ -130,6 +130,7 @@ for backend in sys.argv[2:]:
 """
 
 
+@pytest.mark.in_make_test("tmpfs")
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_full_disk(tmp_path: Path, kind: str) -> None:
     """A filesystem of 1 MiB: no room is said with the file's name and what to do."""

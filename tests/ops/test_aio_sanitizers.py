@@ -51,6 +51,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
         return dict(zip(SANITIZERS, pool.map(build, SANITIZERS, folders), strict=True))
 
 
+@pytest.mark.in_make_test("address,undefined-io_uring", "thread-io_uring")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sanitizers", SANITIZERS)
 def test_no_report(programs: dict[str, Path | str], sanitizers: str, backend: str, tmp_path: Path) -> None:

@@ -188,27 +188,7 @@ def test_a_save_that_fails_is_a_sentence(
     assert str(lost) in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["ckpt"],
-        ["ckpt", "--folder", ".", "--async", "--sync"],
-        ["cpu-adam", "--params", "0"],
-        ["cpu-adam", "--threads", "4097"],
-        ["access", "--zero", "4"],
-        ["step", "--steps", "0"],
-        ["vs-fsdp2", "--ranks", "none"],
-        ["stream", "--ranks", "1"],
-        ["generate", "--tokens", "0"],
-        ["nvme"],
-    ],
-)
-def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2 and f"ds_bench {arguments[0]}: error:" in capsys.readouterr().err
-
-
+@pytest.mark.in_make_test("2-130")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [

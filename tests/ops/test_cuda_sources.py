@@ -234,6 +234,7 @@ def test_every_op_compiles_for_hopper(device_libraries: dict[OpSpec, Path]) -> N
         assert b"sm_90" in library.read_bytes(), op.name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_every_op_compiles_for_ampere_and_hopper_in_one_library() -> None:
     for op, library in device_build("8.0;9.0").items():

@@ -195,17 +195,6 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--gpu"], ["--multi_process", "4"], ["--block_size", "1000"], ["--engine", "torch_io"], ["--loops", "0"]],
-)
-def test_flags_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.ds_io(["--folder", str(tmp_path), *arguments])
-    assert caught.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert "ds_bench io" in capsys.readouterr().out
@@ -213,6 +202,7 @@ def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'all_reduce' is not in this release" in capsys.readouterr().err
 
 
+@pytest.mark.in_make_test("ds_io-2-130", "ds_nvme_tune-2-130")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
@@ -244,6 +234,7 @@ def _holds_a_file(pid: int, folder: Path) -> bool:
     return sum(link.startswith(str(folder)) for link in links) == 3  # twice for the engine, once for the loop
 
 
+@pytest.mark.exhaustive  # the commands of one of them in make test: test_report.py
 def test_commands_of_a_source_tree(tmp_path: Path) -> None:
     runs = [
         start("ds_io", "--folder", tmp_path, *SMALL),

@@ -144,7 +144,6 @@ def test_settle_waits_for_all_and_raises_the_first_failure() -> None:
     count=st.integers(1, 4),
     actions=st.lists(st.tuples(st.sampled_from("tgwd"), st.integers(1, 5 * ALIGN)), max_size=60),
 )
-@settings(max_examples=150, deadline=None)
 def test_any_sequence_keeps_the_count(count: int, actions: list[tuple[str, int]]) -> None:
     """t: take, g: give back, w: give back after a transfer, d: a transfer ends. Nothing in use is ever handed out."""
     staging = Staging(count)
@@ -539,7 +538,7 @@ def test_every_backend_gives_the_same_bits(tmp_path: Path, backend: str, monkeyp
 
 
 @given(seed=st.integers(0, 10_000), numel=st.integers(1, 9000), count=st.integers(1, 3), pages=st.integers(1, 3))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_histories(make_drive: Callable[..., Drive], seed: int, numel: int, count: int, pages: int) -> None:
     drive = make_drive(staging=count, piece_bytes=pages * ALIGN)
     play(Stored(drive, numel, torch.float32), seed=seed, rounds=25)

@@ -44,11 +44,22 @@ WRONG: dict[str, str] = {
     "ds_bench load --model {}/none": "has no *.safetensors files",
     "ds_bench cpu-adam --params 0": "no number of parameters",
     "ds_bench stream --max-bytes none": "no size",
+    "ds_bench ckpt --folder . --async --sync": "not allowed with",
+    "ds_bench nvme": "ds_bench nvme: error:",
+    **{
+        f"ds_bench {words}": f"argument {words.split()[1]}: "
+        for words in ("access --zero 4", "cpu-adam --threads 4097", "step --steps 0", "stream --ranks 1")
+    },
+    "ds_bench vs-fsdp2 --ranks none": "argument --ranks: ",
     "ds_bench generate --tokens 0": "whole number from 1",
     "ds_checkpoint": "required",
     "ds_checkpoint info {}/none": "none",
     "ds_checkpoint verify {}/none": "none",
     "ds_checkpoint diff {}/none {}/none": "none",
+    "ds_checkpoint nonsense": "invalid choice",
+    "ds_checkpoint prune {}": "--keep-last",
+    "ds_checkpoint prune {} --keep-last 0": "argument --keep-last: ",
+    "ds_checkpoint export {} {}/out": "--format",
     "ds_checkpoint export --format hf {}/none {}/out": "none",
     "ds_config": "required",
     "ds_config check {}/none.json": "none.json",
@@ -60,6 +71,10 @@ WRONG: dict[str, str] = {
     "ds_io": "",
     "ds_io --folder {}/none": "",
     "ds_io --warmup_loops -1": "whole number from 0",
+    **{
+        f"ds_io --folder {{}} {words}": words.split()[0]
+        for words in ("--gpu", "--multi_process 4", "--block_size 1000", "--engine torch_io", "--loops 0")
+    },
     "ds_nvme_tune": "",
     **{f"ds_nvme_tune --seconds {text}": "no number from 0 on" for text in NOT_NUMBERS[1:]},
     "ds_plan": "--model and --config must be given",
@@ -76,6 +91,11 @@ WRONG: dict[str, str] = {
     "ds_simulate --config {}/none.json --gpus 2 --model gpt2": "none.json",
     "ds_simulate --config {}/ds.json --gpus 0": "whole number from 1",
     "ds_simulate --config {}/ds.json --gpus 2 --rank -1": "whole number from 0",
+    **{f"ds_simulate --config {{}}/ds.json --model m --max-exposed {n}": "--max-exposed" for n in ("2", "many")},
+    "ds_simulate --model m.json": "--config must be given, or --calibrate FILE",
+    "ds_simulate --calibrate mine.json --model m.json --gpus 2": "leave out --model, --gpus",
+    "ds_simulate --calibrate mine.json --no-sync": "leave out --no-sync",
+    "ds_simulate --drive . --model m.json --config c.json": "--drive is a part of --calibrate FILE",
     "ds_ssh": "no command to run",
     "ds_ssh -f {}/none hostname": "none",
     "ds_verify": "required",
@@ -89,6 +109,25 @@ WRONG: dict[str, str] = {
     "ds_verify grads --model nothing.of:that": "nothing",
     "ds_verify grads --config {}/none.json": "none.json",
     "ds_verify offload --folder {}/none": "no folder",
+    "ds_verify grads --model no_such_module:build": "cannot import 'no_such_module'",
+    "ds_verify grads --model just_text": "module:function",
+    "ds_verify 3d --ranks 6": "--ranks 6 cannot be cut into 2 pipeline stages x 2 tensor-parallel ranks",
+    "ds_verify 3d --matrix --pp 2": "--matrix goes through all of them; leave --pp out",
+    "ds_verify resume --at 20": "between the first and the last",
+    "ds_verify data --samples 10 --batch 2 --save-n 2 --at 4": "has 3 steps of 2 x 2",
+    **{
+        f"ds_verify {words}": f"argument {words.split()[1]}: "
+        for words in (
+            *(
+                "resume --load-ranks 0",
+                "resume --at 0",
+                "data --save-n 0",
+                "crash --kills 0",
+                "crash --folder /no/such",
+            ),
+            *("offload --steps 0", "loop --steps 0", "teardown --cycles none", "gas --tolerance x"),
+        )
+    },
     "ds_verify data --workers -1": "whole number from 0",
     "ds_verify data --at 99999": "--at 99999",
     "ds_verify crash --seed -1": "whole number from 0",
@@ -123,11 +162,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("line", WRONG)
-def test_wrong_input_is_2(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
-    status = status_of(line.format(*[folder] * 2).split())
-    said = capsys.readouterr()
-    assert status == 2 and WRONG[line] in said.err and said.err.strip() and "Traceback" not in said.err, said
+def test_wrong_input_is_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong, there = [], sorted(folder.iterdir())
+    for line, words in WRONG.items():
+        status = status_of(line.format(*[folder] * 2).split())
+        said = capsys.readouterr().err
+        if status != 2 or words not in said or not said.strip() or "Traceback" in said:
+            wrong.append((line, status, said))
+    assert not wrong and sorted(folder.iterdir()) == there
 
 
 @pytest.mark.parametrize("line", FINE)

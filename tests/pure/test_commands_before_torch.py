@@ -20,10 +20,11 @@ HELP = [
     *(f"ds_verify {name} --help" for name in GATES),
     "ds_report run --help",
 ]
-# Right lines about what is not there: a model, memory, a drive.
+# Right lines about what is not there: a model, memory, a drive, a place in an epoch or a run.
 LOOKS = (
     *("ds_bench access --params", "ds_bench ckpt", "ds_bench io", "ds_bench load", "ds_io --folder"),
-    *("ds_verify grads --model", "ds_verify grads --config", "ds_verify data --at"),
+    *("ds_verify grads --model", "ds_verify grads --config", "ds_verify data --at", "ds_verify data --samples"),
+    *("ds_verify resume --at 20", "ds_verify 3d --"),
 )
 LINES = [*HELP, *(line for line in WRONG if not line.startswith(LOOKS))]
 

@@ -457,17 +457,8 @@ def test_datastates_is_a_block_or_false() -> None:
 
 # --- what this release does with them ---
 
+# Beside the files of test_client_configs.py.
 WRITTEN_BY_CLIENTS: dict[str, dict[str, Any]] = {
-    "Lightning": {
-        "aio": {
-            "block_size": 1048576,
-            "queue_depth": 8,
-            "single_submit": False,
-            "overlap_events": True,
-            "thread_count": 1,
-        },
-        "zero_optimization": {"stage": 2},
-    },
     "Transformers": {"checkpoint": {"use_node_local_storage": True}, "tensor_parallel": {"autotp_size": 1}},
     "DeepSpeed-Chat": {
         "hybrid_engine": {

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from deepspeed.config.parse import parse_text
 from deepspeed.errors import nearest_hint
 from deepspeed.monitor.log import logger
 
-# The same cases at every run, so more of them find nothing new; a search for counterexamples takes more.
-CASES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "search" else 1_500
 KEYS = all_keys(DeepSpeedConfig)
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 PLAIN = [entry for entry in DOCUMENTED if entry["status"] == "current" and not set("<[") & set(entry["path"])]
@@ -202,9 +199,7 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-RELAXED = settings(
-    max_examples=CASES // 2, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+RELAXED = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
 @RELAXED

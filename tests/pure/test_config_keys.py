@@ -41,42 +41,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     logger.removeHandler(caplog.handler)
 
 
-def test_defaults() -> None:
-    cfg = load()
-    assert (cfg.gradient_clipping, cfg.gradient_predivide_factor, cfg.gradient_allreduce_op) == (1.0, 1.0, "mean")
-    assert (cfg.steps_per_print, cfg.communication_data_type, cfg.seed, cfg.sequence_parallel_size) == (
-        None,
-        None,
-        None,
-        None,
-    )
-    assert (
-        cfg.zero_force_ds_cpu_optimizer and cfg.managed_gradient_accumulation and not cfg.zero_allow_untested_optimizer
-    )
-    assert (cfg.compute_dtype, cfg.grad_accum_dtype, cfg.zero_stage) == ("fp32", None, 0)
-    assert cfg.optimizer is None and cfg.scheduler is None
-    assert (cfg.fp16.initial_scale_power, cfg.fp16.loss_scale_window, cfg.fp16.hysteresis, cfg.fp16.min_loss_scale) == (
-        16,
-        1000,
-        2,
-        1,
-    )
-    assert cfg.fp16.dynamic and cfg.data_types.keep_in_fp32_modules == "auto" and cfg.torch_autocast.dtype == "bf16"
-    block = cfg.zero
-    assert (block.reduce_bucket_size, block.prefetch_bucket_size, block.param_persistence_threshold) == (
-        500_000_000,
-        50_000_000,
-        100_000,
-    )
-    assert (block.sub_group_size, block.max_live_parameters, block.model_persistence_threshold) == (
-        10**9,
-        10**9,
-        2**63 - 1,
-    )
-    assert (block.mics_shard_size, block.zero_hpz_partition_size, block.divergence) == (-1, 1, "tolerate")
-    assert block.overlap_comm is None and len(block.leaf_module.classes) == 3 and block.leaf_module.names == []
-
-
 def test_frozen() -> None:
     cfg = load()
     with pytest.raises(ValueError, match="frozen"):
@@ -348,61 +312,28 @@ def test_documented_key_without_reader(warnings: pytest.LogCaptureFixture) -> No
     assert "zero_optimization.grad_hooks is described in published documentation" in warnings.text
 
 
+# One of each sentence; that every key of a type is refused, test_config_values.py and test_config_blocks.py show.
 @for_each(
     ("keys", "text"),
     [
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be less than or equal to 3, not 4"),
-        (
-            {"zero_optimization": {"stage": "3"}},
-            "zero_optimization.stage must be a whole number, not '3'; write it without quotes",
-        ),
+        ({"zero_optimization": {"stage": "3"}}, "must be a whole number, not '3'; write it without quotes"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage must be a whole number, not True"),
-        (
-            {"zero_optimization": {"reduce_bucket_size": 0}},
-            "zero_optimization.reduce_bucket_size must be greater than or equal to 1",
-        ),
-        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be a whole number, not 0.5"),
-        (
-            {"zero_optimization": {"overlap_comm": "yes"}},
-            "zero_optimization.overlap_comm must be true or false, not 'yes'",
-        ),
-        ({"zero_optimization": {"leaf_module": ["a"]}}, "zero_optimization.leaf_module must be a block"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
-            "zero_optimization.offload_optimizer.device must be 'none', 'cpu' or 'nvme'",
-        ),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, "overlap_comm must be true or false, not 'yes'"),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer must be a block"),
-        (
-            {"zero_optimization": {"zenflow": {"update_interval": "x"}}},
-            "zero_optimization.zenflow.update_interval must be a whole number",
-        ),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device must be 'none', 'cpu' or 'nvme'"),
         ({"zero_optimization": {"grad_hooks": 3}}, "zero_optimization.grad_hooks: unknown key"),
         ({"zero_optimization": [3]}, "zero_optimization must be a block"),
         ({"fp16": True}, "fp16 must be a block"),
-        ({"fp16": {"enabled": "true"}}, "fp16.enabled must be true or false, not 'true'"),
-        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale must be greater than or equal to 0"),
-        ({"fp16": {"loss_scale": True}}, "fp16.loss_scale must be a finite number, not True"),
         ({"fp16": {"loss_scale": float("inf")}}, "fp16.loss_scale must be a finite number"),
-        ({"fp16": {"loss_scale_window": True}}, "fp16.loss_scale_window must be a whole number"),
         ({"gradient_clipping": "1"}, "gradient_clipping must be a finite number, not '1'; write it without quotes"),
         ({"gradient_clipping": -1}, "gradient_clipping must be greater than or equal to 0"),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op must be 'mean' or 'sum'"),
         ({"communication_data_type": "int4"}, "communication_data_type must be one of fp32, fp16, bf16 or null"),
         ({"steps_per_print": 0}, "steps_per_print must be at least 1, not 0"),
-        ({"steps_per_print": "ten"}, "steps_per_print must be a whole number"),
         ({"wall_clock_breakdown": "auto"}, 'wall_clock_breakdown is still "auto"'),
-        ({"data_types": {"keep_in_fp32_modules": 3}}, "keep_in_fp32_modules must be"),
-        (
-            {"activation_checkpointing": {"profil": True}},
-            "activation_checkpointing.profil: unknown key, did you mean 'profile'",
-        ),
-        ({"optimizer": {"type": 3}}, "optimizer.type must be"),
-        ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params must be a block"),
-        ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param: unknown key, did you mean 'params'"),
-        (
-            {"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}},
-            "optimizer.params.lr must be a finite number, not '1e-3'; write it without quotes",
-        ),
+        ({"activation_checkpointing": {"profil": True}}, "profil: unknown key, did you mean 'profile'"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr must be a finite number"),
     ],
 )
 def test_wrong_values(keys: dict[str, object], text: str) -> None:

@@ -2,7 +2,9 @@
 
 from itertools import combinations, product
 
-from tests.harness.exhaustive import covering
+import pytest
+
+from tests.harness.covering import covering
 
 
 def test_of_two_columns_each_value_stays() -> None:
@@ -24,3 +26,16 @@ def test_rows_of_one_setting_and_columns_that_change_together_stay_whole() -> No
     assert covering([("a",), ("b",), ("c",)]) == {0, 1, 2}
     assert covering([("a", 1), ("b", 2), ("c", 3)]) == {0, 1, 2}
     assert covering([(1, "x", "a"), (1, "x", "b")]) == {0, 1}
+
+
+def test_every_row_that_a_mark_names_is_a_row(request: pytest.FixtureRequest) -> None:
+    if request.config.args != ["tests"] or request.config.getoption("lf", False) or request.config.option.keyword:
+        pytest.skip("only a whole run has every row")
+    named, rows = dict[str, set[str]](), set[str]()
+    for item in request.session.items:
+        rows.add(item.nodeid)
+        mark = item.get_closest_marker("in_make_test")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            named[test] = {f"{test}[{row}]" for row in mark.args}
+    assert not set().union(*named.values()) - rows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -116,7 +116,6 @@ def moved(state: dict[str, Any]) -> dict[str, Any]:
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     fraction=st.floats(0, 1), epoch=st.integers(0, 3),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
 def test_the_rest_of_an_epoch_holds_every_remaining_sample_once_on_any_ranks(
     length: int, ranks: tuple[int, int], sizes: tuple[int, int], fraction: float, epoch: int
 ) -> None:
@@ -153,7 +152,6 @@ def test_the_rest_of_an_epoch_holds_every_remaining_sample_once_on_any_ranks(
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
 def test_a_whole_epoch_is_that_of_torchs_sampler(
     length: int, world: int, epoch: int, shuffle: bool, drop_last: bool
 ) -> None:
@@ -179,7 +177,6 @@ def test_a_whole_epoch_is_that_of_torchs_sampler(
     fraction=st.floats(0, 1),
     drop_last=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
 def test_the_same_ranks_go_on_sample_for_sample(
     length: int, world: int, batch: int, fraction: float, drop_last: bool
 ) -> None:
@@ -216,6 +213,7 @@ def test_dropped_samples_are_the_only_ones_missing() -> None:
     assert len(seen) == len(set(seen)) == 8 + 12
 
 
+@pytest.mark.in_make_test("0-0", "1-0", "3-0", "5-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [0, 1, 3, 5])
 def test_only_batches_handed_out_count(workers: int, batches: int) -> None:
@@ -357,6 +355,20 @@ def test_random_orders_are_refused_in_the_middle_only() -> None:
         loader.load_state_dict(loader.state_dict())
 
 
+@pytest.mark.in_make_test(
+    "True-0-0",
+    "True-1-0",
+    "True-3-0",
+    "True-3-2",
+    "True-4-0",
+    "True-4-2",
+    "False-0-0",
+    "False-1-0",
+    "False-3-0",
+    "False-3-2",
+    "False-4-0",
+    "False-4-2",
+)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [0, 1, 3, 4])
 @pytest.mark.parametrize("stateful", [True, False])

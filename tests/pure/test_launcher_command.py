@@ -107,6 +107,11 @@ MULTI = ("--hostfile", "hosts", "--no_ssh_check")
         ("--master_port 70000 t.py", "--master_port 70000 is no port number"),
         ("--nun_gpus 2 t.py", "did you mean '--num_gpus'"),
         ("--log_level loud t.py", "invalid choice"),
+        ("--module no_such_module_here.train", "was not found"),
+        ("--no_python no_such_program", "does not exist or is not executable"),
+        ("--no_python --module x", "exclude each other"),
+        ("--num_nodes 2 t.py", "--num_nodes 2, but no hostfile says which"),
+        ("--num_gpus 0 t.py", "starts no rank"),
         ("", "required"),
     ],
 )

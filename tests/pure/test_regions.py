@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from deepspeed.reallocate.moves import holders
 from deepspeed.zero.layout import Place, Segment
@@ -55,7 +55,6 @@ def elements(shape: tuple[int, ...], span: Span) -> list[int]:
 
 
 @given(pairs())
-@settings(max_examples=1500, deadline=None)
 def test_runs_are_what_slicing_says(case: tuple[tuple[int, ...], Span, Span]) -> None:
     shape, a, b = case
     one, two = elements(shape, a), elements(shape, b)
@@ -80,7 +79,6 @@ def test_a_span_of_the_same_region_is_one_run() -> None:
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
 def test_uncovered_is_what_counting_says(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=0, max_size=3)))
     given_spans = data.draw(st.lists(spans(shape), max_size=4))
@@ -147,7 +145,6 @@ def test_regions_are_cut_and_taken_away_exactly() -> None:
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
 def test_holders_of_every_part_are_the_ranks_that_have_all_of_it(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=0, max_size=3)))
     parts = st.lists(spans(shape), max_size=3)

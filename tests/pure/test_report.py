@@ -310,6 +310,7 @@ def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: R
     assert content[cli.VERDICT] == doubts(report)
 
 
+@pytest.mark.exhaustive  # what all commands do with such an output, test_ds_config.py shows
 def test_an_output_that_takes_nothing_is_a_sentence() -> None:
     code = "import sys; from deepspeed.tools.report.cli import main; sys.exit(main(['--hide_operator_status']))"
     with open("/dev/full", "wb") as full:

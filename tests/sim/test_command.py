@@ -1,7 +1,6 @@
 """``ds_simulate`` as people use it: in a process of its own, with files that are right and files that are not."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -180,36 +179,6 @@ def test_wrong_input_is_a_sentence(
     assert cli.main([word for pair in given.items() for word in pair]) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("ds_simulate: ") and re.search(expected, stderr), stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--calibrate", "mine.json", "--model", "m.json", "--gpus", "2"], "leave out --model, --gpus"),
-        (["--calibrate", "mine.json", "--no-sync"], "leave out --no-sync"),
-        (["--drive", ".", "--model", "m.json", "--config", "c.json"], "--drive is a part of --calibrate FILE"),
-        (["--model", "m.json"], "--config must be given, or --calibrate FILE"),
-        ([], "--model and --config must be given"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    options: list[str],
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(options)
-    assert ended.value.code == 2 and expected in capsys.readouterr().err and not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("options", [["--gpus", "0"], ["--max-exposed", "2"], ["--max-exposed", "many"], []])
-def test_wrong_options_are_the_parser_s(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(options and ["--model", "m.json", "--config", "c.json", *options])
-    assert ended.value.code == 2 and "usage: ds_simulate" in capsys.readouterr().err
 
 
 def test_stages_have_a_row_each_in_the_report_and_a_process_in_the_trace(ended: dict[str, Ended], folder: Path) -> None:

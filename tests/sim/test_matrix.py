@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from deepspeed.tools.simulate.events import Event
 from deepspeed.tools.simulate.order import OrderCheck
@@ -266,6 +266,7 @@ def check_agreement(facts: dict[str, Any]) -> None:
     assert learning["messages"] > 5 and 0 <= learning["exposed"] < learning["step"]
 
 
+@pytest.mark.in_make_test("1024")
 @pytest.mark.parametrize("world", AGREE)
 def test_agreement_is_hidden_in_a_step_whatever_the_number_of_ranks(
     facts: dict[str, dict[str, Any]], world: int
@@ -334,7 +335,6 @@ def test_the_loss_of_a_single_wait_is_said_where_it_shows_unless_others_order_th
     assert len(waits) / 2 < needed < len(waits)
 
 
-@settings(max_examples=60)
 @given(share=st.floats(0, 0.2), seed=st.integers(0, 1 << 32))
 def test_so_is_the_loss_of_several(conflicts: Conflicts, share: float, seed: int) -> None:
     chance = random.Random(seed)

@@ -45,12 +45,14 @@ def test_every_call_that_orders_is_in_one_of_the_lists() -> None:
     assert all(mutants.modules_of(beginning) for beginning in OUTSIDE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_few_are_seen_by_the_case_that_is_named(tmp_path: Path) -> None:
     results = run(tmp_path / "few.json", "--quick", *FEW)
     assert {call: case for call, (case, _, _) in results.items()} == {call: SEEN[call] for call in FEW}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_each_is_seen_or_cannot_be(tmp_path: Path) -> None:
     results = run(tmp_path / "all.json")

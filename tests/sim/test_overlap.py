@@ -44,6 +44,7 @@ class Model(NamedTuple):
 SEVEN = Model(4096, 32)
 WIDTHS = [Model(1024, 32), Model(2048, 32), SEVEN, Model(8192, 8)]
 SHORT = Model(4096, 6)
+FEW = Model(2048, 4)
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -89,40 +90,32 @@ def check(model: Model, ended: Ended) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("overlap")
-    write(folder, [*WIDTHS, SHORT, Model(2048, 6)])
+    write(folder, [*WIDTHS, SHORT, FEW])
     return folder
 
 
-@pytest.fixture(scope="module")
-def ended(folder: Path) -> dict[str, Ended]:
-    """The short runs."""
-    two = [*command(Model(2048, 6), "two", "--gpus", "16", "--device", "far.json", "--trace", "two-trace.json")]
-    runs = {name: command(Model(2048, 6), name, "--trace", f"{name}-trace.json") for name in ("unclipped", "apart")}
-    return run_all({"short": command(SHORT, "unclipped", "--no-sync"), "two nodes": two, **runs}, folder)
+@pytest.mark.exhaustive
+def test_a_few_blocks_of_seven_billion(folder: Path) -> None:
+    check(SHORT, run_all({"": command(SHORT, "unclipped", "--no-sync")}, folder)[""])
 
 
-def test_a_few_blocks_of_seven_billion(ended: dict[str, Ended]) -> None:
-    check(SHORT, ended["short"])
-
-
-def test_the_next_sum_inside_a_node_does_not_wait_for_the_last_between_nodes(
-    ended: dict[str, Ended], folder: Path
-) -> None:
-    assert not json.loads(ended["two nodes"].stdout)["unordered"]
+def test_the_next_sum_inside_a_node_does_not_wait_for_the_last_between_nodes(folder: Path) -> None:
+    run = command(FEW, "two", "--gpus", "16", "--device", "far.json", "--trace", "two-trace.json")
+    assert not json.loads(run_all({"": run}, folder)[""].stdout)["unordered"]
     rows = json.loads((folder / "two-trace.json").read_text())["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     spans = [row for row in rows if row["ph"] == "X"]
     inner = [row for row in spans if row["name"] == "reduce_scatter"]
     outer = [row for row in spans if row["name"] == "all_reduce" and row["cat"].startswith("blocks.")]
     assert {names[row["tid"]] for row in inner} == {"communicator of 8 ranks"}
-    assert {names[row["tid"]] for row in outer} == {"communicator of 2 ranks"} and len(outer) == 6
+    assert {names[row["tid"]] for row in outer} == {"communicator of 2 ranks"} and len(outer) == FEW.blocks
     beside = [
         (one["cat"], other["cat"])
         for one in outer
         for other in inner
         if one["ts"] <= other["ts"] + 1 < one["ts"] + one["dur"] and other["cat"] != one["cat"]  # microseconds
     ]
-    assert len(beside) >= 5, beside
+    assert len(beside) >= FEW.blocks - 1, beside
 
 
 def _beside(folder: Path, name: str) -> tuple[int, float]:
@@ -137,8 +130,10 @@ def _beside(folder: Path, name: str) -> tuple[int, float]:
     return len(streams), sum(seconds for seconds in both if seconds > 0)
 
 
-def test_sums_beside_gathers_where_they_have_a_communicator(ended: dict[str, Ended], folder: Path) -> None:
-    facts = {name: json.loads(ended[name].stdout) for name in ("unclipped", "apart")}
+@pytest.mark.exhaustive
+def test_sums_beside_gathers_where_they_have_a_communicator(folder: Path) -> None:
+    runs = {name: command(FEW, name, "--trace", f"{name}-trace.json") for name in ("unclipped", "apart")}
+    facts = {name: json.loads(ended.stdout) for name, ended in run_all(runs, folder).items()}
     assert not facts["unclipped"]["unordered"] and not facts["apart"]["unordered"]
     one, apart = _beside(folder, "unclipped"), _beside(folder, "apart")
     assert (one[0], apart[0]) == (1, 2) and one[1] < 1 < apart[1]  # microseconds

@@ -127,6 +127,7 @@ def eight() -> Iterator[RankPool]:
         yield ranks
 
 
+@pytest.mark.in_make_test("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_four_stages_wait_and_keep_what_the_formulas_say(four: RankPool, schedule: str) -> None:
     """Little is kept, so that a message more or less on its way is a tenth of the peak."""
@@ -151,6 +152,7 @@ def test_every_access_is_ordered_at_every_level(four: RankPool, schedule: str, l
         assert not outcome.unordered, "\n".join(map(str, outcome.unordered))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b"])
 def test_messages_travel_beside_kernels(four: RankPool, schedule: str) -> None:
     """Each takes half as long as a forward, and a step as much longer as its program makes inevitable: in gpipe and

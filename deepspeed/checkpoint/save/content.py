@@ -95,7 +95,7 @@ def content_of(
     rank, plain, content = states.mesh.job.index, Collected(), Content()
     buffers = persistent_buffers(states.module, pieces=not exclude_frozen)
     buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in buffers.items()}
-    adds = rank > 0 and states.mesh.zero.index == 0  # to the common facts; one of the ranks with the same modules
+    adds = rank > 0 and any(u.mesh.zero.index == 0 for u in states.units)  # to the common facts, with names of its own
     with together(states.mesh, "collecting the state") as shared:
         facts = given()
         name, odd = f"ranks/{rank}", collect.odd_state(states)

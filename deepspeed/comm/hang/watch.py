@@ -137,6 +137,7 @@ class HangWatch:
         names = ("job", "data", "zero", "tp", "pp", "host", "control", "reducing")
         named = {name: getattr(mesh, name) for name in names}
         named |= {f"axis {i}": group for i, group in enumerate(mesh.groups)}
+        named |= {f"ep {group.size}": group for group in mesh.experts}
         groups = {id(group): (group, name) for name, group in named.items() if isinstance(group, AxisGroup)}
         for group, name in groups.values():
             group.ledger.append(self.ledger.listener(name))
