@@ -158,6 +158,11 @@ class EngineFacts:
         overflowed: bool = self._outcomes.hear().overflowed
         return overflowed
 
+    @overflowed.setter
+    def overflowed(self, value: bool) -> None:
+        """Set it, as a state of the optimizer has it."""
+        self._outcomes.hear().overflowed = value
+
     @property
     def communication_data_type(self) -> torch.dtype:
         """Return the dtype of gradients in collectives."""
