@@ -38,11 +38,10 @@ from deepspeed.zero.param import (
     whole_of,
 )
 from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
-from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
+from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan, every_so_many
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.registry import build_policy
-from deepspeed.zero.update.shares import every_so_many
 
 
 @dataclass(frozen=True)

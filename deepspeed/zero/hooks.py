@@ -34,7 +34,7 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.observe.process_settings import Borrowed
-from deepspeed.zero.module.pickles import pickle_as_before, pickle_plainly
+from deepspeed.zero.module.attributes import pickle_as_before, pickle_plainly
 from deepspeed.zero.module.tree import ModuleTree
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime

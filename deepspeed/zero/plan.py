@@ -176,6 +176,20 @@ class UpdateSettings:
 
 
 AT_ONCE = UpdateSettings()
+_ROUNDING = 1e-9  # of a share, which is a difference of two decimal numbers
+
+
+def every_so_many(numels: Sequence[int], share: float) -> list[bool]:
+    """Return for each unit, in the order of the update, whether the device updates it: as soon as the device then has
+    no more than ``share`` of the elements so far. Of equal units with a share of 1/k every k-th, so that device and
+    host work at the same time from the first unit of the update to the last (Maurya et al. 2024).
+    """
+    chosen, total, taken = [], 0, 0
+    for numel in numels:
+        total += numel
+        chosen.append(taken + numel <= share * total * (1 + _ROUNDING))
+        taken += numel if chosen[-1] else 0
+    return chosen
 
 
 @dataclass(frozen=True)

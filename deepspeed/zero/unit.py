@@ -11,9 +11,8 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError
 from deepspeed.observe.events import ISSUE, Events
-from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import Landing, TierStore, settled
-from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.tier.transfer import ARRIVED, PendingWork, Transfer
 from deepspeed.zero.buffer import ParameterBuffer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers

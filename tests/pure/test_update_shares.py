@@ -7,11 +7,10 @@ from hypothesis import given, strategies as st
 
 from deepspeed.config import load_config
 from deepspeed.zero.memory.fit import UnitSize, Widths, memory_plan
-from deepspeed.zero.plan import AT_ONCE, Tier, make_plan
+from deepspeed.zero.plan import AT_ONCE, Tier, every_so_many, make_plan
 from deepspeed.zero.update.delayed import DelayedSettings
 from deepspeed.zero.update.registry import settings_of
-from deepspeed.zero.update.shares import Rates, every_so_many, slowest
-from deepspeed.zero.update.staged import StagedSettings
+from deepspeed.zero.update.staged import Rates, StagedSettings, slowest
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 7])

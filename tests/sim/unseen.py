@@ -65,7 +65,7 @@ SEEN: dict[str, str] = {
     "zero.unit:fetch_whole: self.wait(StateKind.PARAM)": "stage3",
     "zero.gradients:reduce: unit.wait(StateKind.GRAD, write=True, co...": "zenflow-on-host",
     "zero.gradients:land_all: unit.wait(StateKind.GRAD, write=True)": "slots-delayed-on-host-accumulated",
-    "tier.pending:wait: entry.work.wait()": "optimizer-on-host",
+    "tier.transfer:wait: entry.work.wait()": "optimizer-on-host",
     "engine.engine:_end_update: self.runtime.update.wait()": "stage2-optimizer-on-host-unchecked",
     "zero.update.publish:finish: transfer.wait()": "stage1",
     "zero.update.publish:finish: self._gathers.run(unit.start_gather).wai...": "held-both-on-host",

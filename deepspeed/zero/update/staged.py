@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,6 @@ from deepspeed.zero.update.apply import Groups
 from deepspeed.zero.update.inline import InlineUpdate, Part
 from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy
 from deepspeed.zero.update.publish import Publication
-from deepspeed.zero.update.shares import Rates, slowest
 
 _NUMEL = 1 << 22  # of a measurement
 _ROUNDS = 4
@@ -192,6 +191,23 @@ def _copies(visit: _Visit) -> Transfer:
     for _, on_host, copy in visit.copies:
         copy.copy_(on_host, non_blocking=True)
     return Several([])
+
+
+class Rates(NamedTuple):
+    """Seconds an element: of the host's update; of optimizer state on its way to the device, and back."""
+
+    host: float
+    up: float
+    down: float
+
+    def device_share(self) -> float:
+        """Return the share for which host and bus end together. Both directions of the bus work at once."""
+        return self.host / (self.host + max(self.up, self.down))
+
+
+def slowest(rates: Sequence[Rates]) -> Rates:
+    """Return the slowest rate of all ranks in each respect, as ranks wait for each other."""
+    return Rates(*map(max, zip(*rates, strict=True)))
 
 
 def measured_share(base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> float:

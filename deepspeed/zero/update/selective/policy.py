@@ -24,13 +24,19 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
+from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since, step_over
 from deepspeed.zero.update.late import Begun, LateUpdate
-from deepspeed.zero.update.partial import step_over
 from deepspeed.zero.update.policy import Step, UpdateHost
 from deepspeed.zero.update.publish import Publication
-from deepspeed.zero.update.selective.chosen import Chosen, WindowSum, chosen_in, shapes_of
-from deepspeed.zero.update.selective.columns import bands_of, chosen_of, width_of
+from deepspeed.zero.update.selective.columns import (
+    Chosen,
+    WindowSum,
+    bands_of,
+    chosen_in,
+    chosen_of,
+    shapes_of,
+    width_of,
+)
 from deepspeed.zero.update.selective.settings import ColumnsPlan
 
 SLOT = "zenflow_"  # what the names of the further slots begin with
