@@ -202,7 +202,7 @@ def _fitted(
     for (spec, layout), chosen in zip(units, by_device, strict=True):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
         if chosen and row.optim is not None and row.optim.away:
-            row = plan.offload.update.row(row)
+            row = row.updated_on_device(loads=plan.offload.update.loads_states)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
         shapes = tuple((segment.offset, segment.shape) for segment in layout.segments)
         sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest, shapes))

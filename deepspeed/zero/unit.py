@@ -475,7 +475,9 @@ class Unit:
     keeper = property(lambda self: self._keeper(), doc="Who gathers the unit; None when nobody does any more.")
 
     def may_fetch_on_demand(self) -> bool:
-        return (keeper := self.keeper) is not None and keeper.may_fetch_on_demand()
+        keeper = self.keeper
+        return keeper is not None and keeper.may_fetch_on_demand()
 
     def fetch_on_demand(self) -> bool:
-        return (keeper := self.keeper) is not None and keeper.fetch_on_demand(self)
+        keeper = self.keeper
+        return keeper is not None and keeper.fetch_on_demand(self)

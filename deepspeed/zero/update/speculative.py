@@ -205,7 +205,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         if not spare:
             return
         if unit.device.type == "cpu":  # where nothing follows by itself
-            self.host.land(unit)
+            self.host.gradients.land(unit)
         update = EarlyUpdate(unit, optimizer, captured_groups(optimizer), self._factor, spare)
         update.turn = worker.hand_over(update.compute, place=unit.index, after=unit.pending.until(StateKind.GRAD))
         unit.note_pending(update, reads=(StateKind.GRAD, StateKind.OPTIM))

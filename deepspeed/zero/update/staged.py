@@ -16,7 +16,6 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator
-from deepspeed.errors import OptimizerConfigError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.optim import host as host_kernels
@@ -28,10 +27,10 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import point
-from deepspeed.zero.plan import InFlight, StateKind, UnitPlan, UpdateSettings
+from deepspeed.zero.plan import InFlight, StateKind, UpdateSettings
 from deepspeed.zero.update.apply import Groups
 from deepspeed.zero.update.inline import InlineUpdate, Part
-from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy
+from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy, require_ours
 from deepspeed.zero.update.publish import Publication
 
 _NUMEL = 1 << 22  # of a measurement
@@ -43,14 +42,10 @@ class StagedSettings(UpdateSettings):
     """Settings of ``offload_optimizer.device_states`` "travel"; ``measured``: the device's share is not stated."""
 
     measured: bool
+    loads_states = True
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        if not isinstance(optimizer, GroupStep):
-            raise OptimizerConfigError(
-                'zero_optimization.offload_optimizer.device_states "travel" needs an optimizer of this package (AdamW, '
-                f"Lion, Adagrad, Lamb by name in the configuration), not {type(optimizer).__name__}; remove it, or use "
-                "one of these"
-            )
+        require_ours('device_states "travel"', optimizer)
 
     def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
         if not self.measured:
@@ -58,9 +53,6 @@ class StagedSettings(UpdateSettings):
         share = measured_share(optimizer, mesh, device)
         log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
         return share
-
-    def row(self, row: UnitPlan) -> UnitPlan:
-        return row.updated_on_device(loads=True)
 
 
 def settings_of(config: DeepSpeedConfig) -> StagedSettings | None:

@@ -150,6 +150,16 @@ class Chosen:
         self.param: nn.Parameter | None = None
         self.mark: tuple[Any, int] | None = None  # the mask of it that was left behind, and its version
 
+    @classmethod
+    def marked_in(cls, view: OptimView, mask: torch.Tensor) -> "Chosen":
+        """Return the columns that a loaded ``mask`` of the view marks, by band, where it marks any element."""
+        columns = []
+        for band in bands_of(shapes_of(view.unit), view.start, view.stop):
+            marked = torch.zeros(band.width, dtype=torch.float32, device="cpu")
+            band.squares(mask.float(), marked)
+            columns.append((band, marked.nonzero().view(-1)))
+        return cls(view, columns)
+
     def take(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy the columns of ``flat``, over the view's range, into ``out``, and return it."""
         for (band, near, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
@@ -168,16 +178,11 @@ class Chosen:
         return self.take(flat, torch.empty_like(self.grad, device=flat.device, dtype=flat.dtype)).to(self.grad.device)
 
 
-def chosen_in(view: OptimView, mask: torch.Tensor) -> Chosen:
-    """Return the columns that a loaded ``mask`` of the view marks, by band, where it marks any element."""
-    columns = []
-    for band in bands_of(shapes_of(view.unit), view.start, view.stop):
-        marked = torch.zeros(band.width, dtype=torch.float32, device="cpu")
-        band.squares(mask.float(), marked)
-        columns.append((band, marked.nonzero().view(-1)))
-    return Chosen(view, columns)
-
-
 def shapes_of(unit: Unit) -> list[tuple[int, tuple[int, ...]]]:
     """Return offset and shape of each parameter of the unit."""
     return [(segment.offset, segment.shape) for segment in unit.layout.segments]
+
+
+def widths_of(unit: Unit) -> list[int]:
+    """Return the columns that are compared of each parameter: those of matrices, else 0."""
+    return [width_of(s.shape) if len(s.shape) > 1 else 0 for s in unit.layout.segments]
