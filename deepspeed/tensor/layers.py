@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.differentiable import bounds, cut_parts, enter_parts, join_parts, sum_parts
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import plain_mesh
+from deepspeed.tensor.differentiable import cut_parts, enter_parts, join_parts, sum_parts
 from deepspeed.zero.layout import Box, Place
 from deepspeed.zero.param import local_of, part_of, point, whole_of
+from deepspeed.zero.regions import bounds
 
 
 class SharedInput:

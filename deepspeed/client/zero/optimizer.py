@@ -1,6 +1,7 @@
 """The optimizer object that ``initialize`` returns: the client's optimizer inside, the engine's update in ``step``."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -8,8 +9,11 @@ from torch import nn
 
 from deepspeed.attrs import answers
 from deepspeed.errors import UsageError
+from deepspeed.observe.log import logger
+from deepspeed.observe.process_settings import Borrowed
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.runtime import Runtime
 
 
 def _of(holder: str, name: str) -> Any:
@@ -180,3 +184,27 @@ def wrap_optimizer(
         wrapped.parameter_offload = offload
         return wrapped
     return (DeepSpeedZeroOptimizer if plan.optim.sharded else DeepSpeedOptimizer)(optimizer, engine, views)
+
+
+def hold_clipping() -> Borrowed:
+    """Make ``clip_grad_norm_`` warn, until the result is given back, of gradients in shards that it cannot see."""
+    clip = torch.nn.utils.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def telling(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
+        for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
+            if isinstance(runtime, Runtime) and not runtime.gradients.clipped_by_client:
+                runtime.gradients.clipped_by_client = True
+                logger.warning(
+                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they "
+                    "are sharded over the ranks. Set gradient_clipping in the configuration; "
+                    "engine.get_global_grad_norm() is the norm after step()"
+                )
+        return clip(parameters, *args, **kwargs)
+
+    def put(function: Any) -> None:
+        torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = function
+
+    return Borrowed("clipping", value=telling, read=lambda: clip, write=put)

@@ -17,7 +17,6 @@ import torch
 
 from deepspeed.comm.channel import job_channel
 from deepspeed.comm.collectives import failures
-from deepspeed.comm.point_to_point import clock_offset
 from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.anomaly import AnomalyWatch
@@ -26,7 +25,7 @@ from deepspeed.observe.log import logger
 from deepspeed.observe.runfile import RunFile
 from deepspeed.observe.tracefile import check_writable
 from deepspeed.profiling.timeline.board import Board
-from deepspeed.profiling.timeline.collect import rows_of, write_trace
+from deepspeed.profiling.timeline.collect import clock_offset, rows_of, write_trace
 from deepspeed.profiling.timeline.listen import Listener, Wraps
 from deepspeed.profiling.timeline.spans import StepSpans, clock_for
 from deepspeed.version import __version__
