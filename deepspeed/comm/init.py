@@ -28,11 +28,6 @@ _GLOO_THREADS = b"gloo_tcp"  # how the names of the threads begin that move gloo
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it is the default route
 
 
-def available_backends() -> list[str]:
-    """Return the communication backends that this build of torch has."""
-    return [name for name in ("gloo", "nccl", "xccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
-
-
 def free_port() -> int:
     """Return a port of this machine on which nobody listens now."""
     with socket.create_server((LOOPBACK, 0)) as probe:

@@ -25,7 +25,7 @@ _PARTS = "engine/ comm/ zero/ tier/ optim/ ops/ pipe/ tensor/ moe/ reallocate/"
 _RUNTIME = tuple(_PACKAGE + part for part in _PARTS.split())
 _CALLED = (_PACKAGE + "engine/initialize.py", _PACKAGE + "comm/mesh/")
 # Not so: a checkpoint has its name when it is whole, and an engine that has loaded half of one says so.
-_SAVES = (_PACKAGE + "engine/checkpoint.py", _KEEPER := _PACKAGE + "engine/elastic.py")
+_SAVES = (_PACKAGE + "engine/checkpoint.py", _KEEPER := _PACKAGE + "client/elastic.py")
 _ENGINE = _PACKAGE + "engine/engine.py"
 _UPDATES = tuple(_PACKAGE + part for part in ("zero/step.py", "zero/update/", "optim/"))
 _LOADERS = f"torch{os.sep}utils{os.sep}data{os.sep}"

@@ -1,10 +1,9 @@
-"""From one rank to another: tensors of a known shape, numbers, and small objects; and how far apart two clocks are.
+"""From one rank to another: tensors of a known shape, numbers, and small objects.
 
 Between two ranks what is received is what was sent, in that order, within one group.
 """
 
 import pickle
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ import torch.distributed as dist
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup, Collective, as_bytes
 from deepspeed.tier.transfer import Several, Transfer
-
-_PINGS = 8  # round trips with each rank, of which the shortest counts
 
 
 def send(tensor: torch.Tensor, peer: int, group: AxisGroup) -> Collective:
@@ -91,28 +88,3 @@ class Wire:
         values = torch.empty(self.number(rank), dtype=torch.uint8, device=self._device)
         dist.recv(values, group=self._group.pg, group_src=rank)
         return values.cpu().numpy().tobytes()
-
-
-def clock_offset(group: AxisGroup) -> tuple[int, int]:
-    """Return how far this rank's ``perf_counter_ns`` is ahead of the first member's, and when that was measured, by
-    this rank's clock. Of several round trips the shortest counts: the answer is taken to come from its middle (Cristian
-    1989), so the error is less than half of its length. Collective.
-    """
-    if group.size == 1 or group.alike:
-        return 0, time.perf_counter_ns()
-    wire, now = Wire(group), time.perf_counter_ns
-    if group.index:
-        for _ in range(_PINGS):
-            wire.number(0)
-            wire.send_number(now(), 0)
-        return wire.number(0), now()
-    for rank in range(1, group.size):
-        trips = []
-        for _ in range(_PINGS):
-            begin = now()
-            wire.send_number(0, rank)
-            theirs = wire.number(rank)
-            end = now()
-            trips.append((end - begin, theirs - (begin + end) // 2))
-        wire.send_number(min(trips)[1], rank)
-    return 0, now()

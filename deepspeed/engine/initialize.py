@@ -22,6 +22,7 @@ from deepspeed.client.lr_schedules import build_scheduler
 from deepspeed.client.mpu import Ways, ways_of_mesh, ways_of_mpu
 from deepspeed.client.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.client.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from deepspeed.client.zero.optimizer import hold_clipping
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
@@ -43,7 +44,6 @@ from deepspeed.profiling.start_report import report_start
 from deepspeed.profiling.timeline.observer import observe
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build
-from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import check_fresh
 from deepspeed.zero.param import castable, is_composed
@@ -220,7 +220,7 @@ def _assemble(
     kind = PipelineEngine if isinstance(model, PipelineModule) else kind
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, monitor=monitor, lasting=lasting)
-    engine._group_names = order
+    engine._checkpoints.group_names = order
     return engine
 
 

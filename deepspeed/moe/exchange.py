@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.comm.collectives import AxisGroup, all_to_all
-from deepspeed.comm.differentiable import anchored, bounds, cut_parts, exchange_rows, join_parts
+from deepspeed.tensor.differentiable import anchored, cut_parts, exchange_rows, join_parts
+from deepspeed.zero.regions import bounds
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Local experts: (hidden [pairs, H], local expert [pairs, 1], weight [pairs, 1]) -> weighted outputs [pairs, H]."""

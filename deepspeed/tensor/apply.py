@@ -12,12 +12,12 @@ from torch import nn
 
 from deepspeed.accelerator.device import get_accelerator, map_tensors
 from deepspeed.comm.collectives import AxisGroup, gather_objects
-from deepspeed.comm.differentiable import summed
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.monitor.log import log_dist
 from deepspeed.tensor import layers
+from deepspeed.tensor.differentiable import summed
 from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss
 from deepspeed.tensor.sequence import split_sequence

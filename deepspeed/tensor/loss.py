@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional
 
 from deepspeed.comm.collectives import AxisGroup, all_gather, sum_in_place
-from deepspeed.comm.differentiable import bounds
 from deepspeed.errors import UsageError
 from deepspeed.tensor.layers import shared_input
+from deepspeed.zero.regions import bounds
 
 
 class _PartsCrossEntropy(torch.autograd.Function):

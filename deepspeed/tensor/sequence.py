@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.differentiable import bounds, cut_parts, join_parts
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.tensor.differentiable import cut_parts, join_parts
 from deepspeed.tensor.layers import HeadsLinear, LinearAllreduce, LinearLayer, SharedInput, TensorParallelLayer
 from deepspeed.zero.partition import find_blocks
+from deepspeed.zero.regions import bounds
 
 
 def split_sequence(

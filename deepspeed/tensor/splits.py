@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from deepspeed.comm.differentiable import bounds
 from deepspeed.config.model.tensor_parallel import LayerRuleConfig, PartitionConfig, TensorParallelConfig
 from deepspeed.errors import DeepSpeedConfigError, NotYetError
+from deepspeed.zero.regions import bounds
 
 
 def _names(*texts: str) -> frozenset[str]:

@@ -100,11 +100,8 @@ class Worker:
 
     def hand_over(self, call: Callable[[], Transfer], *, place: int = 0, after: Transfer = ARRIVED) -> Turn:
         """Queue ``call``, whose transfer ``stream`` waits for, and return its turn: see [Note: behind]."""
-        self._last = turn = Turn(self, call, place, after)
-        self._pass(turn)
-        return turn
-
-    def _pass(self, turn: Turn) -> None:
+        turn = Turn(self, call, place, after)
+        self._last = turn
         if self._ident is None:
             given = (self._turns, self.device.index)
             thread = Thread(target=_take_turns, args=given, name="deepspeed-update", daemon=True)
@@ -112,6 +109,7 @@ class Worker:
             self._ident = thread.ident
             self._close = weakref.finalize(self, _end, self._turns, thread)
         self._turns.put(turn)
+        return turn
 
     def check(self) -> None:
         """Raise UsageError where a call has failed, unless the worker still ``serves`` other ranks."""

@@ -38,11 +38,10 @@ from deepspeed.zero.param import (
     whole_of,
 )
 from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
-from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
+from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan, every_so_many
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.registry import build_policy
-from deepspeed.zero.update.shares import every_so_many
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def _fitted(
     for (spec, layout), chosen in zip(units, by_device, strict=True):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
         if chosen and row.optim is not None and row.optim.away:
-            row = plan.offload.update.row(row)
+            row = row.updated_on_device(loads=plan.offload.update.loads_states)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
         shapes = tuple((segment.offset, segment.shape) for segment in layout.segments)
         axes = tuple(group.size for group in spec.facts.axes) if spec.facts is not None else ()

@@ -399,8 +399,8 @@ def _take(param: torch.nn.Parameter, view: torch.Tensor) -> None:
 
 def _is_whole_sum(unit: Unit, grad: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether ``grad`` can be the local sum itself: a copy of a large table would set the backward's peak."""
-    alike = unit.window.partial is None and grad.dtype is dtype and grad.is_contiguous() and not grad.requires_grad
-    return alike and len(unit.params) == 1 and unit.layout.numel * dtype.itemsize == grad.untyped_storage().nbytes()
+    alike = grad.dtype is dtype and grad.is_contiguous() and not grad.requires_grad
+    return alike and unit.layout.numel * dtype.itemsize == grad.untyped_storage().nbytes()
 
 
 def _probes(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:

@@ -33,8 +33,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger
-from deepspeed.monitor.process_settings import Borrowed
-from deepspeed.zero.module.pickles import pickle_as_before, pickle_plainly
+from deepspeed.zero.module.attributes import pickle_as_before, pickle_plainly
 from deepspeed.zero.module.tree import ModuleTree
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
@@ -98,30 +97,6 @@ def _settling(units: list[Unit]) -> Callable[..., None]:
     return settle
 
 
-def hold_clipping() -> Borrowed:
-    """Make ``clip_grad_norm_`` warn, until the result is given back, of gradients in shards that it cannot see."""
-    clip = torch.nn.utils.clip_grad_norm_
-
-    @functools.wraps(clip)
-    def telling(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
-        for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
-            if isinstance(runtime, Runtime) and not runtime.gradients.clipped_by_client:
-                runtime.gradients.clipped_by_client = True
-                logger.warning(
-                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they "
-                    "are sharded over the ranks. Set gradient_clipping in the configuration; "
-                    "engine.get_global_grad_norm() is the norm after step()"
-                )
-        return clip(parameters, *args, **kwargs)
-
-    def put(function: Any) -> None:
-        torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = function
-
-    return Borrowed("clipping", value=telling, read=lambda: clip, write=put)
-
-
 # What nn.Module itself keeps on every module.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -149,10 +124,10 @@ class ModuleHooks:
         self._armed = False
         self._graphs = weakref.WeakSet[_Graph]()
         # Parameters that autograd works for although they are in no group of the optimizer.
-        self._training = training = any(unit.trainable for unit in runtime.units)
+        self._training = any(unit.trainable for unit in runtime.units)
         self._tree = ModuleTree(model, runtime)
         self.awaited: set[nn.Parameter] = set()  # frozen ones that are in a group of the optimizer
-        frozen = [unit for unit in runtime.units if training and not unit.trainable]
+        frozen = [unit for unit in runtime.units if self._training and not unit.trainable]
         self._outside = {
             p: s.name for u in frozen for p, s in zip(u.params, u.layout.segments, strict=True) if p.requires_grad
         }

@@ -76,30 +76,7 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-def _pickled(unit: Any, position: int, protocol: Any) -> Any:
-    """Pickle a parameter: a copy of its values, and attributes that clients have set on it; nothing of the unit.
-
-    Raises ReleasedParameterError where the values are not here, UsageError where this rank has only a part.
-    """
-    parameter: nn.Parameter = unit.params[position]
-    if _is_hollow(parameter):
-        raise _refusal("a pickle (torch.save)", parameter)
-    if unit.mesh.tp.size > 1:
-        raise parts_refusal(f"parameter {unit.layout.segments[position].name!r}")
-    made, marks = copy.deepcopy(parameter), parameter.__dict__["_ds_marks"]
-    made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in marks and not k.startswith("_ds_")})
-    return made.__reduce_ex__(protocol)
-
-
-def parts_refusal(name: str) -> UsageError:
-    """Return the error for a pickle of ``name``, of which a rank has only a part."""
-    return UsageError(
-        f"{name} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism), so a pickle or a "
-        "copy on one of them would be no model: use engine.save_16bit_model() or engine.save_checkpoint()"
-    )
-
-
-def _is_hollow(tensor: torch.Tensor) -> bool:
+def is_hollow(tensor: torch.Tensor) -> bool:
     """Tell whether values are absent: released, being fetched, or an alias. Waits for a pending update."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
@@ -126,7 +103,7 @@ class ReleasedFace:
             if func in _STRIDES:
                 plain = torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format)
                 return func(plain, *args[1:], **kwargs)
-            hollow = [t for t in _released_arguments((*args, *kwargs.values())) if _is_hollow(t)]
+            hollow = [t for t in _released_arguments((*args, *kwargs.values())) if is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
             if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
@@ -144,9 +121,9 @@ class ReleasedFace:
         for tensor in hollow:
             owner = getattr(tensor, "_ds_unit", None)
             if owner is None or isinstance(tensor, ReleasedTensor) or not owner.fetch_on_demand():
-                raise _refusal("a collective" if collective else func, tensor)
-        if costly := [t for t in hollow if _is_hollow(t)]:  # fetching the later ones has cost these their place
-            raise _refusal(func, costly[0])
+                raise refusal("a collective" if collective else func, tensor)
+        if costly := [t for t in hollow if is_hollow(t)]:  # fetching the later ones has cost these their place
+            raise refusal(func, costly[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -163,7 +140,7 @@ class ReleasedFace:
         self.__dict__["ds_tensor"] = values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        hollow = _is_hollow(cast(torch.Tensor, self))  # torch asks for the class first, which may be another one then
+        hollow = is_hollow(cast(torch.Tensor, self))  # torch asks for the class first, which may be another one then
         unit = getattr(self, "_ds_unit", None)
         # Before there is an engine all ranks build the model, so all of them copy this part of it: into shards, too.
         if hollow and isinstance(self, nn.Parameter) and unit is not None and getattr(unit.keeper, "building", False):
@@ -465,7 +442,7 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{kind} (values sharded over ranks, not here), {name=}, {facts}, requires_grad={tensor.requires_grad}"
 
 
-def _refusal(func: Callable[..., Any] | str, tensor: torch.Tensor) -> ReleasedParameterError:
+def refusal(func: Callable[..., Any] | str, tensor: torch.Tensor) -> ReleasedParameterError:
     name = getattr(tensor, "_ds_name", "") or "<unnamed>"
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(tensor.shape)

@@ -7,7 +7,7 @@ Everything below reads these rows; nothing else branches on a stage.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadParamConfig
 
@@ -137,10 +137,8 @@ class UpdateSettings:
     A policy's own settings are a subclass beside it (``zero/update``), made from the configuration by its registry.
     """
 
-    @property
-    def masters_apart(self) -> bool:
-        """Tell whether masters on the host change while their parameters are in use, so that they need own memory."""
-        return False
+    masters_apart: ClassVar[bool] = False  # masters on the host change while their parameters are in use
+    loads_states: ClassVar[bool] = False  # a unit's states are loaded to the device where that updates them
 
     @property
     def gradient_copies(self) -> int:
@@ -153,10 +151,6 @@ class UpdateSettings:
     def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
         """Return the device's share of the update; ``stated``: by ``offload_optimizer.ratio``. Collective."""
         return stated
-
-    def row(self, row: "UnitPlan") -> "UnitPlan":
-        """Return the row of a unit that the device updates."""
-        return row.updated_on_device(loads=False)
 
     def memory_of(
         self, shapes: Sequence[tuple[int, tuple[int, ...]]], numel: int, *, parts: int, slots: int, shared: bool
@@ -176,6 +170,20 @@ class UpdateSettings:
 
 
 AT_ONCE = UpdateSettings()
+_ROUNDING = 1e-9  # of a share, which is a difference of two decimal numbers
+
+
+def every_so_many(numels: Sequence[int], share: float) -> list[bool]:
+    """Return for each unit, in the order of the update, whether the device updates it: as soon as the device then has
+    no more than ``share`` of the elements so far. Of equal units with a share of 1/k every k-th, so that device and
+    host work at the same time from the first unit of the update to the last (Maurya et al. 2024).
+    """
+    chosen, total, taken = [], 0, 0
+    for numel in numels:
+        total += numel
+        chosen.append(taken + numel <= share * total * (1 + _ROUNDING))
+        taken += numel if chosen[-1] else 0
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -22,6 +22,17 @@ class Span(NamedTuple):
     lo: int
     hi: int
     region: Region | None = None
+
+
+def bounds(numel: int, parts: int) -> list[int]:
+    """Return the ``parts`` + 1 edges that cut ``numel`` elements into ``parts`` parts that differ by at most one."""
+    length, more = divmod(numel, parts)
+    return [part * length + min(part, more) for part in range(parts + 1)]
+
+
+def widths(edges: Sequence[int]) -> list[int]:
+    """Return the sizes of the parts between ``edges``."""
+    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
 
 
 def spans_of(regions: Iterable[Region], lo: int, hi: int) -> Iterator[tuple[int, int, Span]]:

@@ -62,7 +62,7 @@ class Runtime:
         self.failures = Failures(self)
         self.update = UpdatePolicy(self)
         self.counts = CollectiveCounts()
-        self.steps = self.depth = self.flushes = 0
+        self.steps = self.depth = self.flushes = 0  # steps: updates so far, with the one under way
         self.in_backward = self.in_one_pass = False
         # The engine, while it lives; and its optimizer.
         self.client: Callable[[], Any] = lambda: None
@@ -104,14 +104,6 @@ class Runtime:
         """Set ``optimizer``, which updates the units, and the policy ``update``, which says when and how."""
         self.optimizer, self.update = optimizer, update
         self.gradients.sent = update.gradient_sent
-
-    def updates_done(self) -> int:
-        """Return the number of updates so far, including the one under way."""
-        return self.steps
-
-    def land(self, unit: Unit) -> None:
-        """Wait until the unit's reduced gradient is where it rests."""
-        self.gradients.land(unit)
 
     def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
         """Begin a module's forward: count it as a user of ``units``, unless ``recompute``, and gather them."""
@@ -395,10 +387,6 @@ class Runtime:
     def _heard(self, kind: Kind) -> Exception:
         """Return the error to raise where another rank has failed while this one asked for ``kind``. Collective."""
         return self.failures.heard(in_forward=not self.in_backward and kind < Kind.FLUSH)
-
-    def drop_gradients(self) -> None:
-        """Drop every gradient of the window."""
-        self.gradients.clear()
 
     def may_owe(self, *, in_forward: bool) -> bool:
         """Tell whether other ranks may wait for this one behind the place where it has failed."""

@@ -11,9 +11,8 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError
 from deepspeed.monitor.events import ISSUE, Events
-from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import Landing, TierStore, settled
-from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.tier.transfer import ARRIVED, PendingWork, Transfer
 from deepspeed.zero.buffer import ParameterBuffer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
@@ -476,7 +475,9 @@ class Unit:
     keeper = property(lambda self: self._keeper(), doc="Who gathers the unit; None when nobody does any more.")
 
     def may_fetch_on_demand(self) -> bool:
-        return (keeper := self.keeper) is not None and keeper.may_fetch_on_demand()
+        keeper = self.keeper
+        return keeper is not None and keeper.may_fetch_on_demand()
 
     def fetch_on_demand(self) -> bool:
-        return (keeper := self.keeper) is not None and keeper.fetch_on_demand(self)
+        keeper = self.keeper
+        return keeper is not None and keeper.fetch_on_demand(self)

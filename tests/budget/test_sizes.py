@@ -49,7 +49,6 @@ CORE = (
 )
 TOOLS = ("tools", "monitor.program")
 SURFACE = (
-    "engine.elastic",
     "engine.weights",
     "config.model.elastic",
     "checkpoint.save.client_files",

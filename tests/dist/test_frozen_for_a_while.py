@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
-from deepspeed.zero.update import pieces
+from deepspeed.zero.update import apply
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
@@ -158,7 +158,7 @@ def failed_in_show(zero: dict[str, Any]) -> tuple[str, bool]:
     before = [view.param.detach().clone() for view in engine._views]
     for param in engine.module.parameters():
         param.requires_grad_(param.dim() == 1)
-    real, calls = pieces._Cut.show, itertools.count(1)
+    real, calls = apply._Cut.show, itertools.count(1)
 
     def show(cut: Any) -> Any:
         shown = real(cut)
@@ -167,7 +167,7 @@ def failed_in_show(zero: dict[str, Any]) -> tuple[str, bool]:
         return shown
 
     engine.backward(loss_of(engine, 0, dist.get_rank()))
-    with mock.patch.object(pieces._Cut, "show", show):
+    with mock.patch.object(apply._Cut, "show", show):
         said = outcome(engine.step)
     same = all(torch.equal(view.param, values) for view, values in zip(engine._views, before, strict=True))
     engine.destroy()

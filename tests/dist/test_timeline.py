@@ -24,11 +24,12 @@ from torch import nn
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.point_to_point import Wire, clock_offset
+from deepspeed.comm.point_to_point import Wire
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger
 from deepspeed.monitor.runfile import read_run
 from deepspeed.profiling.timeline import collect
+from deepspeed.profiling.timeline.collect import clock_offset
 from deepspeed.profiling.timeline.observer import Observer
 from deepspeed.tools.report.run import page
 from tests.harness import pipes

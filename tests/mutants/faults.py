@@ -226,7 +226,7 @@ _PURE = (
     ),
     Mutant(
         "PK1",
-        "deepspeed/zero/module/pickles.py",
+        "deepspeed/zero/module/attributes.py",
         "if name != _REDUCE",
         "if name",
         ("tests/dist/test_pickled_modules.py::test_a_pickled_module_is_the_plain_one[2]",),

@@ -67,7 +67,7 @@ EXPERTS = (
     ),
     Mutant(
         "EX2",
-        "deepspeed/comm/differentiable.py",
+        "deepspeed/tensor/differentiable.py",
         'back = {"sent": sent, "received": received}, {"sent": received, "received": sent}',
         'back = {"sent": sent, "received": received}, {"sent": sent, "received": received}',
         (f"{_CELL}[stage 0, two ranks an expert, top-2]",),

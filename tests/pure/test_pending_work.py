@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.tier.pending import PendingWork
-from deepspeed.tier.transfer import Transfer
+from deepspeed.tier.transfer import PendingWork, Transfer
 from deepspeed.zero.plan import StateKind
 
 PARAM, GRAD, OPTIM = StateKind.PARAM, StateKind.GRAD, StateKind.OPTIM

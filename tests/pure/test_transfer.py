@@ -9,9 +9,8 @@ from deepspeed.comm.collectives import Collective, SideTransfer
 from deepspeed.errors import UsageError
 from deepspeed.tier.aio import FileTransfer
 from deepspeed.tier.drive import Stored
-from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import TierStore
-from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.tier.transfer import ARRIVED, PendingWork, Several, Transfer
 from deepspeed.zero.plan import StateKind
 
 

@@ -7,11 +7,10 @@ from hypothesis import given, strategies as st
 
 from deepspeed.config import load_config
 from deepspeed.zero.memory.fit import UnitSize, Widths, memory_plan
-from deepspeed.zero.plan import AT_ONCE, Tier, make_plan
+from deepspeed.zero.plan import AT_ONCE, Tier, every_so_many, make_plan
 from deepspeed.zero.update.delayed import DelayedSettings
 from deepspeed.zero.update.registry import settings_of
-from deepspeed.zero.update.shares import Rates, every_so_many, slowest
-from deepspeed.zero.update.staged import StagedSettings
+from deepspeed.zero.update.staged import Rates, StagedSettings, slowest
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
@@ -56,7 +55,7 @@ def test_the_row_of_a_unit_that_visits_keeps_its_gradient_on_the_device_and_two_
     loaded = load_config(config, world_size=2)
     plan = make_plan(loaded, 2, settings_of(loaded))
     row = plan.row(trainable=True, persistent=False)
-    there = plan.offload.update.row(row)
+    there = row.updated_on_device(loads=plan.offload.update.loads_states)
     assert there.loads_states and not row.loads_states and plan.offload.device_share == 0.5
     assert there.grad is not None and there.optim is not None
     assert (there.grad.tier, there.optim.tier) == (Tier.DEVICE, Tier.HOST)

@@ -65,7 +65,7 @@ SEEN: dict[str, str] = {
     "zero.unit:fetch_whole: self.wait(StateKind.PARAM)": "stage3",
     "zero.gradients:reduce: unit.wait(StateKind.GRAD, write=True, co...": "zenflow-on-host",
     "zero.gradients:land_all: unit.wait(StateKind.GRAD, write=True)": "slots-delayed-on-host-accumulated",
-    "tier.pending:wait: entry.work.wait()": "optimizer-on-host",
+    "tier.transfer:wait: entry.work.wait()": "optimizer-on-host",
     "engine.engine:_end_update: self.runtime.update.wait()": "stage2-optimizer-on-host-unchecked",
     "zero.update.publish:finish: transfer.wait()": "stage1",
     "zero.update.publish:finish: self._gathers.run(unit.start_gather).wai...": "held-both-on-host",
@@ -135,10 +135,10 @@ UNSEEN: dict[str, str] = {
     "client.zero.safe_state:_opened: runtime.update.wait_together(groups=grou...": (
         f"not reached: states that several ranks answer for. Else {_DOOR}"
     ),
-    "engine.engine:_wait_together: self.runtime.update.wait_together()": _DOOR,
+    "engine.checks:begin_collective: self._runtime.update.wait_together()": _DOOR,
     "engine.engine:_end_update: self.runtime.update.end_updates()": "no wait: forgets what the line before waited for",
     "engine.weights:offload_states: self.runtime.update.wait()": _DOOR,
-    "engine.weights:_settle_weights: self.runtime.update.wait()": f"not reached: whole weights. Else {_DOOR}",
+    "engine.weights:settle: self.runtime.update.wait()": f"not reached: whole weights. Else {_DOOR}",
     "zero.update.policy:wait_together: unit.wait(StateKind.PARAM)": _DOOR,
     "zero.update.policy:wait_together: self.wait()": _DOOR,
     "zero.runtime:begin_backward: unit.wait(StateKind.PARAM)": (
@@ -232,7 +232,7 @@ UNSEEN: dict[str, str] = {
 # Modules whose waits are no matter of streams: how their names begin -> what they wait for.
 OUTSIDE: dict[str, str] = {
     "profiling.timeline": "what is recorded of a run, whose events nobody's memory depends on",
-    "engine.elastic": "decides what is saved; saves order themselves",
+    "client.elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
     "client.zero.optimizer": "what each call waits for by itself; tests/dist/test_update_behind.py",
     "accelerator.device": "the events of a host that is its own device",
@@ -241,7 +241,6 @@ OUTSIDE: dict[str, str] = {
     "engine.checkpoint": "as checkpoint; what it does first is in engine.weights.offload_states too",
     "reallocate.": "messages between ranks in host memory; tests/dist/test_reallocate.py",
     "client.comm.calls": "the clients' own collectives, and clocks",
-    "comm.differentiable": "collectives of layers in parts, on the compute stream; tests/dist/test_tensor_parallel.py",
     "comm.init": "the end of other processes",
     "client.comm.comms_log": "clocks",
     "client.comm.faults": "the end of other processes",
@@ -250,7 +249,7 @@ OUTSIDE: dict[str, str] = {
     "accelerator.native.": "compilers",
     "monitor.": "clocks",
     "pipe.": "not taken out one by one; tests/sim/test_pipelines.py, tests/dist/test_pipeline_*",
-    "tensor.": "as comm.differentiable",
+    "tensor.": "collectives of layers in parts, on the compute stream; tests/dist/test_tensor_parallel.py",
     "zero.hooks": "a unit's update is waited for before a module runs; tests/dist/test_update_behind.py",
     "zero.param": "and where a parameter is read by itself; there too",
     "zero.sync.failures": "the end of what waits for a program that has failed",

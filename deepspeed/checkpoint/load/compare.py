@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,10 @@ from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import CheckpointError
 from deepspeed.monitor.log import logger
 from deepspeed.zero.layout import Granularity
-from deepspeed.zero.module.state import persistent_buffers, state_names, whole_weights
+from deepspeed.zero.module.state import persistent_buffers, segment_of, state_names
+from deepspeed.zero.param import local_of, whole_of
 from deepspeed.zero.sync.failures import together
+from deepspeed.zero.unit import Unit
 
 _Named = TypeVar("_Named", bound=Hashable)
 WEIGHTS = ("master", "param")
@@ -294,7 +296,7 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRo
                 rows[name] = compared(pairs, source, name, values)
 
         with together(mesh, f"comparing with {source.path}") as shared:
-            through(whole_weights(model, pairs.tensors), take)
+            through(_whole_weights(model, pairs.tensors), take)
             shared.mine = (rows, pairs.extra)
         of_ranks, extra = zip(*shared.all, strict=True)
         by_name = {
@@ -306,3 +308,21 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRo
         return joined + in_no_model(extra)
     finally:
         source.close()
+
+
+def _whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each of ``tensors`` (of ``state_names``) with whole values, valid until the next unit's. Collective."""
+    names = {id(t): n for n, t in tensors.items()}
+    units: dict[Unit, None] = dict.fromkeys(p._ds_unit for p in module.parameters() if hasattr(p, "_ds_unit"))
+    for unit in sorted(units, key=lambda unit: unit.index):
+        unit.pin()
+        try:
+            for param in unit.params:
+                if id(param) in names:
+                    place = segment_of(param).place
+                    whole = param if place is None else whole_of(local_of(param).detach(), place, unit.mesh.tp)
+                    yield names.pop(id(param)), whole
+        finally:
+            unit.unpin()
+    for name in names.values():
+        yield name, tensors[name]

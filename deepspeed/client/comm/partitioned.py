@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.client.attrs import answers
-from deepspeed.comm.differentiable import bounds, widths
+from deepspeed.zero.regions import bounds, widths
 
 
 class PartitionedTensor:

@@ -1,6 +1,7 @@
 """The optimizer object that ``initialize`` returns: the client's optimizer inside, the engine's update in ``step``."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -8,8 +9,11 @@ from torch import nn
 
 from deepspeed.client.attrs import answers
 from deepspeed.errors import UsageError
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.process_settings import Borrowed
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.runtime import Runtime
 
 
 def _of(holder: str, name: str) -> Any:
@@ -63,7 +67,7 @@ class DeepSpeedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
-        with self._engine._whole_state():
+        with self._engine.runtime.update.whole_state():
             base = self.optimizer.state_dict()
         places = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         weights = []
@@ -89,7 +93,7 @@ class DeepSpeedOptimizer:
         engine.reload_states()
         engine.runtime.update.wait_together()
         engine.runtime.update.restart()
-        with engine._whole_state():
+        with engine.runtime.update.whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
         engine.runtime.update.adopt_state()
         missed = state.get("missed_updates") or [{}] * len(self._views)
@@ -109,7 +113,7 @@ class DeepSpeedOptimizer:
         its bits. Call it after the edit, before ``step``; does nothing where parameters are sharded or fp32.
         Raises UsageError inside a forward or backward, and under ``delayed_update``.
         """
-        self._engine._follow_data()
+        self._engine._checkpoints.follow_data()
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -181,3 +185,27 @@ def wrap_optimizer(
         wrapped.parameter_offload = offload
         return wrapped
     return (DeepSpeedZeroOptimizer if plan.optim.sharded else DeepSpeedOptimizer)(optimizer, engine, views)
+
+
+def hold_clipping() -> Borrowed:
+    """Make ``clip_grad_norm_`` warn, until the result is given back, of gradients in shards that it cannot see."""
+    clip = torch.nn.utils.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def telling(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
+        for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
+            if isinstance(runtime, Runtime) and not runtime.gradients.clipped_by_client:
+                runtime.gradients.clipped_by_client = True
+                logger.warning(
+                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they "
+                    "are sharded over the ranks. Set gradient_clipping in the configuration; "
+                    "engine.get_global_grad_norm() is the norm after step()"
+                )
+        return clip(parameters, *args, **kwargs)
+
+    def put(function: Any) -> None:
+        torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = function
+
+    return Borrowed("clipping", value=telling, read=lambda: clip, write=put)

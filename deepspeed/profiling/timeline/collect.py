@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.profiling.timeline.tracefile import TraceFile, lanes
 # One span for the journey: row, name, begin and length in nanoseconds (None: a moment), facts.
 Row = tuple[int, str, int, int | None, dict[str, Any] | None]
 _Offset = tuple[int, int]  # from the first rank's clock, and when
+_PINGS = 8  # round trips with each rank, of which the shortest counts
 
 
 def on_first_clock(moment_ns: int, before: _Offset, after: _Offset) -> int:
@@ -85,3 +87,28 @@ def _write_rank(file: TraceFile, process: int, title: str, rows: list[Row], begi
             file.instant(process, place, name, ROWS[kind], at_us, facts or {})
         else:
             file.span(process, place, name, ROWS[kind], at_us, length / 1e3, facts or {})
+
+
+def clock_offset(group: AxisGroup) -> tuple[int, int]:
+    """Return how far this rank's ``perf_counter_ns`` is ahead of the first member's, and when that was measured, by
+    this rank's clock. Of several round trips the shortest counts: the answer is taken to come from its middle (Cristian
+    1989), so the error is less than half of its length. Collective.
+    """
+    if group.size == 1 or group.alike:
+        return 0, time.perf_counter_ns()
+    wire, now = Wire(group), time.perf_counter_ns
+    if group.index:
+        for _ in range(_PINGS):
+            wire.number(0)
+            wire.send_number(now(), 0)
+        return wire.number(0), now()
+    for rank in range(1, group.size):
+        trips = []
+        for _ in range(_PINGS):
+            begin = now()
+            wire.send_number(0, rank)
+            theirs = wire.number(rank)
+            end = now()
+            trips.append((end - begin, theirs - (begin + end) // 2))
+        wire.send_number(min(trips)[1], rank)
+    return 0, now()

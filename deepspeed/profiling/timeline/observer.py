@@ -18,14 +18,13 @@ import torch
 from deepspeed.accelerator.device import NullEvent, get_accelerator
 from deepspeed.comm.channel import job_channel
 from deepspeed.comm.collectives import failures
-from deepspeed.comm.point_to_point import clock_offset
 from deepspeed.errors import UsageError
 from deepspeed.monitor.anomaly import AnomalyWatch
 from deepspeed.monitor.events import METRICS
 from deepspeed.monitor.log import logger
 from deepspeed.monitor.runfile import RunFile
 from deepspeed.profiling.timeline.board import Board
-from deepspeed.profiling.timeline.collect import rows_of, write_trace
+from deepspeed.profiling.timeline.collect import clock_offset, rows_of, write_trace
 from deepspeed.profiling.timeline.listen import Listener, Wraps
 from deepspeed.profiling.timeline.spans import StepSpans, clock_for
 from deepspeed.profiling.timeline.tracefile import check_writable
@@ -230,7 +229,7 @@ class Observer:
 
     def _pass_saving(self, *, last: bool = False) -> None:
         """Write a line for each checkpoint that has its name, and a warning for each whose save has failed."""
-        board, running = self._board, self._engine._saver.running and not last
+        board, running = self._board, self._engine._checkpoints.saver.running and not last
         while board is not None and len(self._saving) > running:  # one at a time: an earlier one is over
             saved = self._saving.pop(0)
             begun, before, path = saved.pop("begun"), saved.pop("before"), Path(saved["path"])

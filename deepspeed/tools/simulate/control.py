@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.differentiable import bounds
 from deepspeed.comm.mesh import groups
 from deepspeed.comm.mesh.topology import Axis
 from deepspeed.pipe.engine import PipelineEngine
@@ -25,6 +24,7 @@ from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch
 from deepspeed.tools.simulate.events import Talk
 from deepspeed.tools.simulate.record import Recorder
+from deepspeed.zero.regions import bounds
 from deepspeed.zero.sync import agreement
 
 _PICOSECONDS = 1e12

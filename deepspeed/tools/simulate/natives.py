@@ -40,7 +40,7 @@ from deepspeed.tools.simulate.events import (
 )
 from deepspeed.tools.simulate.record import Moment, Recorder
 from deepspeed.zero.update import staged
-from deepspeed.zero.update.shares import Rates
+from deepspeed.zero.update.staged import Rates
 
 _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
 _PASSES = {ops.FUSED_LAMB: 2}  # how often parameter and moments are read and written

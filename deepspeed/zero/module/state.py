@@ -1,6 +1,5 @@
 """The state of a client's module by its names: parameters that units keep, buffers, and whole values of both."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +12,7 @@ from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_view import move_state
-from deepspeed.zero.param import is_composed, local_of, pieces_of, point, whole_of
+from deepspeed.zero.param import is_composed, pieces_of, point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -72,24 +71,6 @@ def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, t
         for name, buffer in child._buffers.items()
         if buffer is not None and name not in child._non_persistent_buffers_set
     }
-
-
-def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each of ``tensors`` (of ``state_names``) with whole values, valid until the next unit's. Collective."""
-    names = {id(t): n for n, t in tensors.items()}
-    units: dict[Unit, None] = dict.fromkeys(p._ds_unit for p in module.parameters() if hasattr(p, "_ds_unit"))
-    for unit in sorted(units, key=lambda unit: unit.index):
-        unit.pin()
-        try:
-            for param in unit.params:
-                if id(param) in names:
-                    place = segment_of(param).place
-                    whole = param if place is None else whole_of(local_of(param).detach(), place, unit.mesh.tp)
-                    yield names.pop(id(param)), whole
-        finally:
-            unit.unpin()
-    for name in names.values():
-        yield name, tensors[name]
 
 
 def leave_device(

@@ -22,6 +22,7 @@ from deepspeed.comm.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.errors import CheckpointError, DivergenceError, RankFailedError, UsageError
 from deepspeed.monitor.log import logger
 from deepspeed.tier.behind import Worker
+from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.sync.order import CollectiveOrder
 
 _LOUD_AFTER_S = 2.0
@@ -68,9 +69,9 @@ class Host(Protocol):
     mesh: Mesh
     worker: Worker | None
     order: CollectiveOrder
+    gradients: Gradients
 
     def reset(self, *, keep_gradients: bool = False) -> None: ...
-    def drop_gradients(self) -> None: ...
     def may_owe(self, *, in_forward: bool) -> bool: ...
     def where(self) -> str: ...
     def place(self) -> str: ...
@@ -124,7 +125,7 @@ class Failures:
                 lost = self.standing is Standing.BROKEN
             after = Aftermath(in_forward) if lost else self._tell(error, where, in_forward=in_forward)
             if not after.window:  # of which dummies may have reduced something
-                host.drop_gradients()
+                host.gradients.clear()
         except Exception as second:
             logger.error("after %s the other ranks cannot be told: %s", collectives.describe(error), second)
             lost, after = True, Aftermath()

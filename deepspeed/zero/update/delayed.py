@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import OptimizerConfigError
 from deepspeed.optim.base import GroupStep
 from deepspeed.tier.transfer import Several
 from deepspeed.zero.memory.tiers import Tiers
@@ -18,7 +17,7 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind, UpdateSettings
 from deepspeed.zero.update.apply import captured_groups, frozen_since
 from deepspeed.zero.update.late import Begun, LateUpdate
-from deepspeed.zero.update.policy import Step, UpdateHost
+from deepspeed.zero.update.policy import Step, UpdateHost, require_ours
 
 
 @dataclass(frozen=True)
@@ -26,22 +25,14 @@ class DelayedSettings(UpdateSettings):
     """Settings of ``offload_optimizer.delayed_update``, from update number ``first`` (from 1) on."""
 
     first: int
-
-    @property
-    def masters_apart(self) -> bool:
-        return True
+    masters_apart = True
 
     @property
     def gradient_copies(self) -> int:
         return 2
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        if not isinstance(optimizer, GroupStep):
-            raise OptimizerConfigError(
-                "zero_optimization.offload_optimizer.delayed_update needs an optimizer of this package (AdamW, Lion, "
-                f"Adagrad, Lamb by name in the configuration), not {type(optimizer).__name__}; remove it, or use one "
-                "of these"
-            )
+        require_ours("delayed_update", optimizer)
 
 
 def settings_of(config: DeepSpeedConfig) -> DelayedSettings | None:
@@ -68,7 +59,7 @@ class DelayedUpdate(LateUpdate):
         """Publish the update that the last call has begun, and begin this one. Code of the user's that watches the
         optimizer, maybe on this rank alone, gets one call with all gradients, for which the program waits.
         """
-        if self.host.updates_done() < self._first:
+        if self.host.steps < self._first:
             super().apply(step)
             return
         landing = {view.unit: view.unit.pending.until(StateKind.GRAD) for view in step.views}

@@ -11,9 +11,8 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, apply_to_part, apply_whole
+from deepspeed.zero.update.apply import Frozen, Groups, apply_to_part, apply_whole
 from deepspeed.zero.update.inline import BackgroundUpdate
-from deepspeed.zero.update.pieces import Frozen
 from deepspeed.zero.update.policy import Step, UpdateHost
 from deepspeed.zero.update.publish import Publication
 

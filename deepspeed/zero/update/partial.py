@@ -2,13 +2,14 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.zero.optim_view import OptimView, copied
+from deepspeed.zero.update.apply import by_group, step_over
 
 _TORCHS = re.compile("params|state|defaults|param_groups|_optimizer.*")  # what torch keeps in groups and optimizers
 
@@ -63,27 +64,6 @@ class Turns:
         for name, holder in self._holders().items():
             if name in numbers:
                 _put_back(holder, numbers[name])
-
-
-def by_group(views: Iterable[OptimView], count: int) -> list[list[torch.Tensor]]:
-    """Sort the tensors of ``views`` into one list for each of ``count`` groups."""
-    lists: list[list[torch.Tensor]] = [[] for _ in range(count)]
-    for view in views:
-        lists[view.group].append(view.param)
-    return lists
-
-
-def step_over(optimizer: torch.optim.Optimizer, lists: Sequence[list[torch.Tensor]]) -> None:
-    """Call ``step`` once so that it sees of each group only the parameters in one of ``lists``."""
-    groups = optimizer.param_groups
-    before = [group["params"] for group in groups]
-    for group, params in zip(groups, lists, strict=True):
-        group["params"] = params
-    try:
-        optimizer.step()
-    finally:
-        for group, params in zip(groups, before, strict=True):
-            group["params"] = params
 
 
 def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:

@@ -18,11 +18,12 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, SideStream
 from deepspeed.comm.mesh.groups import Mesh
-from deepspeed.errors import UsageError
+from deepspeed.errors import OptimizerConfigError, UsageError
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.behind import Worker
 from deepspeed.tier.store import TierStore
+from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.sync.failures import Failures
@@ -39,10 +40,10 @@ class UpdateHost(Protocol):
     up: SideStream
     worker: Worker | None
     failures: Failures
+    gradients: Gradients
+    steps: int
 
     def publication(self, units: list[Unit], **how: Any) -> Publication: ...
-    def land(self, unit: Unit) -> None: ...
-    def updates_done(self) -> int: ...
 
 
 @dataclass
@@ -119,7 +120,7 @@ class UpdatePolicy:
         on all, which names it. ``once``: what for; until the next update the ranks are not asked for it again.
         """
         worker = self.host.worker
-        if worker is None and once or (once and self._agreed.get(once) == self.host.updates_done()):
+        if worker is None and once or (once and self._agreed.get(once) == self.host.steps):
             return
         fault: Exception | None = None
         try:
@@ -136,7 +137,7 @@ class UpdatePolicy:
             for rank, text in collectives.failures(named, group).items():
                 named = named or UsageError(f"on {mesh.title(rank)}: {text}")
         if named is None:
-            self._agreed |= {once: self.host.updates_done()} if once else {}
+            self._agreed |= {once: self.host.steps} if once else {}
         elif worker is None:
             raise named
         else:
@@ -195,6 +196,15 @@ class UpdatePolicy:
 
     def adopt_state(self) -> None:
         """Bring slots that the optimizer has made, or loaded, to where they rest."""
+
+
+def require_ours(key: str, optimizer: Any) -> None:
+    """Raise OptimizerConfigError where ``optimizer`` is not of this package, which the setting ``key`` needs."""
+    if not isinstance(optimizer, GroupStep):
+        raise OptimizerConfigError(
+            f"zero_optimization.offload_optimizer.{key} needs an optimizer of this package (AdamW, Lion, Adagrad, Lamb "
+            f"by name in the configuration), not {type(optimizer).__name__}; remove it, or use one of these"
+        )
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

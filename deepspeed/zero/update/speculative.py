@@ -26,10 +26,9 @@ from deepspeed.zero.optim_view import OptimView, move_state
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import Bytes, StateKind, Tier, UpdateSettings
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
+from deepspeed.zero.update.apply import Frozen, Groups, captured_groups, frozen_since
 from deepspeed.zero.update.inline import BackgroundUpdate
 from deepspeed.zero.update.partial import same
-from deepspeed.zero.update.pieces import Frozen
 from deepspeed.zero.update.policy import UpdateHost
 
 _SHARE = 3  # of the elements that the host updates, one in so many has a place for new states beside the old ones
@@ -206,7 +205,7 @@ class SpeculativeUpdate(BackgroundUpdate):
         if not spare:
             return
         if unit.device.type == "cpu":  # where nothing follows by itself
-            self.host.land(unit)
+            self.host.gradients.land(unit)
         update = EarlyUpdate(unit, optimizer, captured_groups(optimizer), self._factor, spare)
         update.turn = worker.hand_over(update.compute, place=unit.index, after=unit.pending.until(StateKind.GRAD))
         unit.note_pending(update, reads=(StateKind.GRAD, StateKind.OPTIM))

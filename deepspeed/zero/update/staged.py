@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import OptimizerConfigError
 from deepspeed.monitor.log import log_dist
 from deepspeed.optim import host as host_kernels
 from deepspeed.optim.base import GroupStep, slot_bytes
@@ -28,12 +27,11 @@ from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import point
-from deepspeed.zero.plan import InFlight, StateKind, UnitPlan, UpdateSettings
+from deepspeed.zero.plan import InFlight, StateKind, UpdateSettings
 from deepspeed.zero.update.apply import Groups
 from deepspeed.zero.update.inline import InlineUpdate, Part
-from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy
+from deepspeed.zero.update.policy import UpdateHost, UpdatePolicy, require_ours
 from deepspeed.zero.update.publish import Publication
-from deepspeed.zero.update.shares import Rates, slowest
 
 _NUMEL = 1 << 22  # of a measurement
 _ROUNDS = 4
@@ -44,14 +42,10 @@ class StagedSettings(UpdateSettings):
     """Settings of ``offload_optimizer.device_states`` "travel"; ``measured``: the device's share is not stated."""
 
     measured: bool
+    loads_states = True
 
     def check(self, optimizer: Any, mesh: Any) -> None:
-        if not isinstance(optimizer, GroupStep):
-            raise OptimizerConfigError(
-                'zero_optimization.offload_optimizer.device_states "travel" needs an optimizer of this package (AdamW, '
-                f"Lion, Adagrad, Lamb by name in the configuration), not {type(optimizer).__name__}; remove it, or use "
-                "one of these"
-            )
+        require_ours('device_states "travel"', optimizer)
 
     def device_share(self, stated: float, optimizer: Any, mesh: Any, device: Any) -> float:
         if not self.measured:
@@ -59,9 +53,6 @@ class StagedSettings(UpdateSettings):
         share = measured_share(optimizer, mesh, device)
         log_dist(f"of the update {share:.0%} is the device's, as this machine's rates say (offload_optimizer.ratio)")
         return share
-
-    def row(self, row: UnitPlan) -> UnitPlan:
-        return row.updated_on_device(loads=True)
 
 
 def settings_of(config: DeepSpeedConfig) -> StagedSettings | None:
@@ -192,6 +183,23 @@ def _copies(visit: _Visit) -> Transfer:
     for _, on_host, copy in visit.copies:
         copy.copy_(on_host, non_blocking=True)
     return Several([])
+
+
+class Rates(NamedTuple):
+    """Seconds an element: of the host's update; of optimizer state on its way to the device, and back."""
+
+    host: float
+    up: float
+    down: float
+
+    def device_share(self) -> float:
+        """Return the share for which host and bus end together. Both directions of the bus work at once."""
+        return self.host / (self.host + max(self.up, self.down))
+
+
+def slowest(rates: Sequence[Rates]) -> Rates:
+    """Return the slowest rate of all ranks in each respect, as ranks wait for each other."""
+    return Rates(*map(max, zip(*rates, strict=True)))
 
 
 def measured_share(base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The columns of parameters that lie in a flat range of elements. Pure; every shape is known beforehand.
+"""The columns of parameters that lie in a flat range of elements, and those of a view that the device updates.
 
 A parameter of two or more dimensions is a matrix with as many rows as its first one; a rank's flat range has whole rows
 of it but at the borders, so it has as much of every column as of any other.
@@ -7,8 +7,14 @@ of it but at the borders, so it has as much of every column as of any other.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
+from torch import nn
+
+from deepspeed.tier.store import TierStore
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.unit import Unit
 
 MOST_OF_VECTOR = 1 << 20  # elements of a vector that is chosen whole; of a larger one nothing is
 
@@ -120,3 +126,63 @@ def most_chosen(
         elements = max(elements, sum(count * rows for count, rows in counts))
         columns = max(columns, sum(count for count, _ in counts))
     return elements, columns
+
+
+class WindowSum(TierStore):
+    """Sum of a window's gradients, in the place of a gradient; PARAM is rounded into the last gradient's memory."""
+
+    def __init__(self, total: torch.Tensor, gradient: TierStore) -> None:
+        super().__init__(total)
+        self.gradient = gradient
+
+    def spare(self, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+        return self.gradient.spare(dtype, keep=False)
+
+
+class Chosen:
+    """Chosen columns of one view, by band, sorted; ``param``: their compact weights while they are on the device."""
+
+    def __init__(self, view: OptimView, columns: list[tuple[Band, torch.Tensor]]) -> None:
+        self.view, device = view, view.unit.device
+        self.parts = [(band, some.to(device), some.to("cpu")) for band, some in columns if some.numel()]
+        self.sizes = [band.rows * some.numel() for band, some, _ in self.parts]
+        self.grad = torch.empty(sum(self.sizes), dtype=view.param.dtype, device=device)
+        self.param: nn.Parameter | None = None
+        self.mark: tuple[Any, int] | None = None  # the mask of it that was left behind, and its version
+
+    @classmethod
+    def marked_in(cls, view: OptimView, mask: torch.Tensor) -> "Chosen":
+        """Return the columns that a loaded ``mask`` of the view marks, by band, where it marks any element."""
+        columns = []
+        for band in bands_of(shapes_of(view.unit), view.start, view.stop):
+            marked = torch.zeros(band.width, dtype=torch.float32, device="cpu")
+            band.squares(mask.float(), marked)
+            columns.append((band, marked.nonzero().view(-1)))
+        return cls(view, columns)
+
+    def take(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy the columns of ``flat``, over the view's range, into ``out``, and return it."""
+        for (band, near, host), piece in zip(self.parts, out.split(self.sizes), strict=True):
+            band.take(flat, near if flat.device == near.device else host, piece)
+        return out
+
+    def put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy ``values`` into the columns of ``flat``."""
+        for (band, near, host), piece in zip(self.parts, values.split(self.sizes), strict=True):
+            band.put(flat, near if flat.device == near.device else host, piece)
+
+    def compact(self, flat: torch.Tensor | None) -> torch.Tensor:
+        """Return the columns of ``flat``, wherever it rests, on the device; zeros where it is None."""
+        if flat is None:
+            return torch.zeros_like(self.grad)
+        return self.take(flat, torch.empty_like(self.grad, device=flat.device, dtype=flat.dtype)).to(self.grad.device)
+
+
+def shapes_of(unit: Unit) -> list[tuple[int, tuple[int, ...]]]:
+    """Return offset and shape of each parameter of the unit."""
+    return [(segment.offset, segment.shape) for segment in unit.layout.segments]
+
+
+def widths_of(unit: Unit) -> list[int]:
+    """Return the columns that are compared of each parameter: those of matrices, else 0."""
+    return [width_of(s.shape) if len(s.shape) > 1 else 0 for s in unit.layout.segments]

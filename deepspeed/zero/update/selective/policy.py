@@ -24,13 +24,11 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since
+from deepspeed.zero.update.apply import Groups, captured_groups, frozen_since, step_over
 from deepspeed.zero.update.late import Begun, LateUpdate
-from deepspeed.zero.update.partial import step_over
 from deepspeed.zero.update.policy import Step, UpdateHost
 from deepspeed.zero.update.publish import Publication
-from deepspeed.zero.update.selective.chosen import Chosen, WindowSum, chosen_in, shapes_of
-from deepspeed.zero.update.selective.columns import bands_of, chosen_of, width_of
+from deepspeed.zero.update.selective.columns import Chosen, WindowSum, bands_of, chosen_of, shapes_of, widths_of
 from deepspeed.zero.update.selective.settings import ColumnsPlan
 
 SLOT = "zenflow_"  # what the names of the further slots begin with
@@ -305,7 +303,7 @@ class SelectiveUpdate(LateUpdate):
 
     def _square(self, unit: Unit, grad: torch.Tensor) -> None:
         """Compute the sums of squares of all columns of ``unit``, over this rank's part of its gradient."""
-        widths = _widths(unit)
+        widths = widths_of(unit)
         places = self._squares[unit].zero_().split(widths)
         base, stop = unit.range_of(StateKind.GRAD)
         for band in bands_of(shapes_of(unit), base, stop):
@@ -359,7 +357,7 @@ class SelectiveUpdate(LateUpdate):
 
     def _largest(self, unit: Unit, shares: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's columns to choose; add the squares, of the others and of all, to ``shares``."""
-        columns, parts = [], self._squares[unit].split(_widths(unit))
+        columns, parts = [], self._squares[unit].split(widths_of(unit))
         for segment, squares in zip(unit.layout.segments, parts, strict=True):
             count = chosen_of(segment.shape, self._plan.ratio)
             if count == 0 or len(segment.shape) < 2:
@@ -447,7 +445,7 @@ class SelectiveUpdate(LateUpdate):
             numbers = counts or numbers
             chosen = self._chosen.pop(view.param, None)
             if chosen is None or chosen.mark is None or chosen.mark[0] is not mask or chosen.mark[1] != mask._version:
-                chosen = None if mask is None else chosen_in(view, mask)
+                chosen = None if mask is None else Chosen.marked_in(view, mask)
             if chosen is not None and chosen.parts:
                 chosen.mark, self._chosen[view.param] = None, chosen  # a mark keeps the mask alive
             if total is not None:
@@ -534,11 +532,6 @@ def _add(total: torch.Tensor, store: TierStore, factor: float, landed: Transfer,
     return ARRIVED
 
 
-def _widths(unit: Unit) -> list[int]:
-    """Return the columns that are compared of each parameter: those of matrices, else 0."""
-    return [width_of(s.shape) if len(s.shape) > 1 else 0 for s in unit.layout.segments]
-
-
 def _room(unit: Unit) -> torch.Tensor:
     """Allocate the sums of squares of these columns, over this rank's part of the gradient."""
-    return torch.zeros(sum(_widths(unit)), dtype=torch.float32, device=unit.device)
+    return torch.zeros(sum(widths_of(unit)), dtype=torch.float32, device=unit.device)

@@ -26,10 +26,7 @@ class ColumnsPlan(UpdateSettings):
     auto_ratio: float = 0.99
     warm_up: int = 0
     cores: float = 1.0
-
-    @property
-    def masters_apart(self) -> bool:
-        return True
+    masters_apart = True
 
     @property
     def gradient_copies(self) -> int:

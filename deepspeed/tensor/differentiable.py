@@ -10,17 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.collectives import AxisGroup, all_gather, all_to_all, reduce_scatter, sum_in_place
-
-
-def bounds(numel: int, parts: int) -> list[int]:
-    """Return the ``parts`` + 1 edges that cut ``numel`` elements into ``parts`` parts that differ by at most one."""
-    length, more = divmod(numel, parts)
-    return [part * length + min(part, more) for part in range(parts + 1)]
-
-
-def widths(edges: Sequence[int]) -> list[int]:
-    """Return the sizes of the parts between ``edges``."""
-    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+from deepspeed.zero.regions import widths
 
 
 def summed(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
