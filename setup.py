@@ -32,7 +32,7 @@ def read_version() -> str:
 def prebuild(folder: Path) -> None:
     """Compile the ops that DS_BUILD_* ask for into ``folder``; what is asked for by name must succeed."""
     sys.path.insert(0, str(ROOT))
-    from deepspeed.native import build, builders  # noqa: PLC0415 - a plain install imports nothing of the package
+    from deepspeed.accelerator.native import build, builders  # noqa: PLC0415 - a plain install imports nothing of the package
 
     every = os.environ.get("DS_BUILD_OPS", "0")
     for builder in builders.ALL_OPS.values():
@@ -51,7 +51,7 @@ class BuildPackage(build_py):
     def run(self) -> None:
         """Copy the Python files, then add to them; an editable install uses the sources of the checkout."""
         super().run()
-        native = (ROOT if self.editable_mode else Path(self.build_lib)) / "deepspeed" / "native"
+        native = (ROOT if self.editable_mode else Path(self.build_lib)) / "deepspeed" / "accelerator" / "native"
         if not self.editable_mode:
             shutil.rmtree(native / "csrc", ignore_errors=True)
             shutil.copytree(ROOT / "csrc", native / "csrc")

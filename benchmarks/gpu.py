@@ -50,8 +50,8 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
     """GB/s of a device copy, of our FusedAdam and of torch's fused AdamW, alternating."""
     import torch
 
-    from deepspeed.device import get_accelerator
-    from deepspeed.native.spec import FUSED_ADAM
+    from deepspeed.accelerator.device import get_accelerator
+    from deepspeed.accelerator.native.spec import FUSED_ADAM
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.optim import cuda
 
@@ -176,7 +176,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Some steps of one case: seconds, memory, and what they wait for and hide."""
     import torch
 
-    from deepspeed.device import get_accelerator
+    from deepspeed.accelerator.device import get_accelerator
 
     shape, device, on_device = Shape(**json.loads(args.shape)), get_accelerator(), args.on == "cuda"
     if args.device_gib:
@@ -222,7 +222,7 @@ def checks(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import deepspeed
-    from deepspeed.device import get_accelerator
+    from deepspeed.accelerator.device import get_accelerator
 
     device = torch.device(args.on)
 

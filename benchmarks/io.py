@@ -1,5 +1,5 @@
-"""File IO: our engine's backends beside fio (io_uring and libaio, 1 MiB blocks, queue 32, O_DIRECT) on one file, reads
-and writes.
+"""File IO: our engine's backends, by the loop of ``ds_bench io``, beside fio (io_uring and libaio, 1 MiB blocks, queue
+32, O_DIRECT), each on a file of its own in one folder, reads and writes.
 
     python benchmarks/io.py [--folder .] [--rounds 5] [--seconds 3] [--reference-python PATH] [--only handle]
 
@@ -10,6 +10,7 @@ reference's take turns too, on a file of 256 MiB that each writes or reads whole
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import shutil
@@ -17,34 +18,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from deepspeed.tools.bench.io import Load, Target, speed, through_engine
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-CHUNK, AHEAD, SIZE = 32 << 20, 4, 1 << 30
+SIZE = 1 << 30
 
 
-def ours(path: str, backend: str, *, write: bool, seconds: float) -> float:
-    """GB/s of 32 MiB transfers, four under way."""
-    from deepspeed.tier.aio import AioEngine, DirectFile, aligned_empty
-
-    with AioEngine(backend=backend) as engine, DirectFile(path) as file:
-        buffers = [aligned_empty(CHUNK).fill_(3) for _ in range(AHEAD)]
-        pending, moved, begin, i = collections.deque(), 0, time.monotonic(), 0
+def ours(target: Target, backend: str, *, write: bool, seconds: float) -> float:
+    """GB/s of whole passes, by the loop of ``ds_bench io``."""
+    load, rates, begin = Load(backend=backend), [], time.monotonic()
+    with load.engine() as engine:
         while time.monotonic() - begin < seconds:
-            if len(pending) == AHEAD:
-                transfer = pending.popleft()
-                transfer.wait()
-                moved += transfer.nbytes
-            pending.append(
-                (engine.write if write else engine.read)(file, i % (SIZE // CHUNK) * CHUNK, buffers[i % AHEAD])
-            )
-            i += 1
-        for transfer in pending:
-            transfer.wait()
-            moved += transfer.nbytes
-        return moved / (time.monotonic() - begin) / 1e9
+            rates.append(speed(target, engine, load, write=write))
+    return harmonic_mean(rates)
 
 
 def fio(path: str, engine: str, *, write: bool, seconds: float) -> float:
@@ -126,20 +116,23 @@ def main() -> None:
         return
     if shutil.which("fio") is None:
         raise SystemExit("fio is not installed; ds_io measures without it")
-    path = os.path.join(args.folder, "ds_bench_io.tmp")
-    with open(path, "wb") as file:
-        for _ in range(SIZE // CHUNK):
-            file.write(os.urandom(1 << 20) * (CHUNK >> 20))
-    try:
-        rates: dict[tuple[str, bool], list[float]] = collections.defaultdict(list)
-        for _ in range(args.rounds):
-            for write in (False, True):
-                for engine in ("io_uring", "libaio"):
-                    rates[f"fio {engine}", write].append(fio(path, engine, write=write, seconds=args.seconds))
-                for backend in ("io_uring", "libaio", "threads"):
-                    rates[f"ours {backend}", write].append(ours(path, backend, write=write, seconds=args.seconds))
-    finally:
-        os.unlink(path)
+    path = os.path.join(args.folder, "ds_bench_io.tmp")  # of fio, which fills it before it measures
+    rates: dict[tuple[str, bool], list[float]] = collections.defaultdict(list)
+    with contextlib.closing(Target(args.folder, SIZE)) as target:
+        with Load().engine() as engine:
+            through_engine(target, engine, Load(), write=True)
+        try:
+            for _ in range(args.rounds):
+                for write in (False, True):
+                    for engine_name in ("io_uring", "libaio"):
+                        found = fio(path, engine_name, write=write, seconds=args.seconds)
+                        rates[f"fio {engine_name}", write].append(found)
+                    for backend in ("io_uring", "libaio", "threads"):
+                        found = ours(target, backend, write=write, seconds=args.seconds)
+                        rates[f"ours {backend}", write].append(found)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
     for write in (False, True):
         best = max(median(v) for (name, w), v in rates.items() if w is write and name.startswith("fio"))
         for (name, w), values in rates.items():

@@ -1,18 +1,18 @@
 """A model that does not fit: train it with parameters, gradients and optimizer state on a drive, under a hard memory
 limit.
 
-    python benchmarks/nvme.py train --layers 51 --steps 5        the headline: 1.0 billion parameters in 3 GiB
-    python benchmarks/nvme.py train --unstated                   the same without a memory block: the engine measures
-    what there is python benchmarks/nvme.py depth --layers 12 48               the peak must not grow with depth
-    python benchmarks/nvme.py speed                              the step against compute alone and the drive's
-    bandwidth python benchmarks/nvme.py train --layers 6 --trace t.json    a timeline of phases, tiles, reads and writes
-    (chrome://tracing)
+    python benchmarks/nvme.py train --layers 51 --steps 5       the headline: 1.0 billion parameters in 3 GiB
+    python benchmarks/nvme.py train --unstated                 without a memory block: the engine measures what there is
+    python benchmarks/nvme.py depth --layers 12 48             the peak must not grow with depth
+    python benchmarks/nvme.py speed                            the step against compute alone and the drive's bandwidth
+    python benchmarks/nvme.py train --layers 6 --trace t.json  the engine's trace: phases, reads and writes
 
 The limit is a memory cgroup where one can be made (page cache counts there too), else resident memory is watched and
 the run is stopped above it. The data are the Python sources of the standard library.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -55,10 +55,11 @@ def child(args: argparse.Namespace) -> None:
     from train_gpt import Corpus
 
     import deepspeed
-    from deepspeed.observe import hostmem
+    from deepspeed.monitor import hostmem
 
     begin = time.monotonic()
     cfg = config(args.folder, args.limit, offload=not args.in_memory, stated=not args.unstated)
+    cfg |= {"observe": {"trace": args.trace, "steps": [1, args.steps]}} if args.trace else {}
     shape = GPTConfig(
         vocab=256, context=args.context, width=args.width, layers=args.layers, heads=args.width // 64, checkpoint=True
     )
@@ -71,11 +72,6 @@ def child(args: argparse.Namespace) -> None:
     corpus = Corpus(args.context, seed=0)
     losses, forwards, updates, steps = [], [], [], []
     drives = engine._parts.tiers.drives
-    timeline = Timeline(drives) if args.trace else None
-    if timeline is not None:
-        for name in ("forward", "backward", "step"):
-            timeline.phase(engine, name, "engine")
-        timeline.phase(engine.runtime.update, "apply", "tiles")
     moved = []
     for _ in range(args.steps):
         before = sum(d.read_bytes + d.written_bytes for d in drives)
@@ -108,74 +104,7 @@ def child(args: argparse.Namespace) -> None:
         "plan_host_mib": round(engine.memory_plan().host / MIB),
         "backend": drives[0].backend if drives else "-",
     }
-    if timeline is not None:
-        found["update_with_transfers_under_way"] = round(timeline.write(args.trace), 3)
     print(json.dumps(found))
-
-
-class Timeline:
-    """Spans of the engine's phases and of transfers, as a Chrome trace; which part of the update had transfers under
-    way.
-    """
-
-    def __init__(self, drives: list[Any]) -> None:
-        self.spans: list[tuple[str, str, float, float]] = []
-        self._open: list[tuple[str, Any, float]] = []
-        self._stop = threading.Event()
-        for drive in drives:
-            for verb in ("read", "write"):
-                setattr(drive, verb, self._watched(getattr(drive, verb), verb))
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-
-    def _watched(self, start: Any, verb: str) -> Any:
-        def begin(*args: Any) -> Any:
-            transfer = start(*args)
-            self._open.append((verb, transfer, time.monotonic()))
-            return transfer
-
-        return begin
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.0005):
-            for entry in [e for e in list(self._open) if e[1].done()]:
-                self._open.remove(entry)
-                self.spans.append(("drive", entry[0], entry[2], time.monotonic()))
-
-    def phase(self, owner: Any, name: str, row: str) -> None:
-        """Record every call of the method ``name`` of ``owner``."""
-        inner = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.monotonic()
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self.spans.append((row, name.strip("_"), begin, time.monotonic()))
-
-        setattr(owner, name, timed)
-
-    def write(self, path: str) -> float:
-        """Write the trace; the share of the tiles' update time during which a read or write was under way."""
-        self._stop.set()
-        self._watcher.join()
-        rows = {row: i for i, row in enumerate(dict.fromkeys(s[0] for s in self.spans))}
-        events = [
-            {"name": name, "ph": "X", "ts": begin * 1e6, "dur": (end - begin) * 1e6, "pid": 0, "tid": rows[row]}
-            for row, name, begin, end in self.spans
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": events}))
-        updates = [(b, e) for row, _, b, e in self.spans if row == "tiles"]
-        busy = sorted((b, e) for row, _, b, e in self.spans if row == "drive")
-        covered = 0.0
-        for begin, end in updates:
-            at = begin
-            for b, e in busy:
-                lo, hi = max(at, b), min(end, e)
-                if lo < hi:
-                    covered += hi - lo
-                    at = hi
-        return covered / max(sum(e - b for b, e in updates), 1e-9)
 
 
 class Limit:
@@ -259,29 +188,17 @@ def run(args: argparse.Namespace, layers: int, *, in_memory: bool = False, limit
 
 
 def drive_gbs(folder: str) -> tuple[float, float]:
-    """Read and write GB/s of the drive through the IO engine, 64 MiB at a time (see benchmarks/io.py for the
-    comparison).
-    """
+    """Read and write GB/s of the drive through the IO engine, as ``ds_bench io`` measures them."""
     sys.path.insert(0, str(ROOT))
-    from deepspeed.tier.aio import AioEngine, DirectFile, aligned_empty
+    from deepspeed.tools.bench.io import Load, Target, speed, through_engine
 
-    buffers = [aligned_empty(64 * MIB) for _ in range(4)]
-    path = os.path.join(folder, "bench.tmp")
+    load = Load()
     rates: dict[bool, list[float]] = {True: [], False: []}
-    with AioEngine() as engine, DirectFile(path, create=True) as file:
-        os.unlink(path)
-        file.allocate(16 * 64 * MIB)
+    with load.engine() as engine, contextlib.closing(Target(folder, 1 << 30)) as target:
+        through_engine(target, engine, load, write=True)
         for _ in range(3):
             for write in (True, False):
-                begin = time.monotonic()
-                pending = []
-                for i in range(16):
-                    if len(pending) == 4:
-                        pending.pop(0).wait()
-                    pending.append((engine.write if write else engine.read)(file, i * 64 * MIB, buffers[i % 4]))
-                for transfer in pending:
-                    transfer.wait()
-                rates[write].append(16 * 64 * MIB / (time.monotonic() - begin) / 1e9)
+                rates[write].append(speed(target, engine, load, write=write))
     return median(rates[False]), median(rates[True])
 
 

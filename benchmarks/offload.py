@@ -1,6 +1,6 @@
 """A step of ZeRO-Offload on the simulated device, beside what bounds it: one row for each model, plan and job.
 
-    PYTHONPATH=. python benchmarks/offload.py                       # prints the table of docs/offload.md; minutes
+    PYTHONPATH=. python benchmarks/offload.py                       # the table; docs/offload.md shows stage 3; minutes
     PYTHONPATH=. python benchmarks/offload.py 1B:2:1 7B:3:8         # MODEL:STAGE:RANKS, some rows only
     PYTHONPATH=/other/tree python benchmarks/offload.py             # another tree's, to compare with
 

@@ -23,6 +23,7 @@ from models import ADAMW, WORKLOADS, build_model
 import deepspeed
 from deepspeed.reallocate import ParameterReallocation, plan_reallocation
 from deepspeed.reallocate.moves import GlobalShape
+from deepspeed.tools.bench.trained import together
 from deepspeed.zero.regions import Region, Span
 
 TENSOR_PARALLEL = {
@@ -65,16 +66,6 @@ def engine_of(args: argparse.Namespace, *, level: int = 0, tp: int = 1, half: in
     return deepspeed.initialize(model=build_model(WORKLOADS[args.model]), config=config, **how)[0]
 
 
-def slowest(work: Callable[[], Any]) -> float:
-    """Milliseconds of ``work`` on the slowest rank."""
-    dist.barrier()
-    begin = time.perf_counter()
-    work()
-    took = torch.tensor(1e3 * (time.perf_counter() - begin))
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
-
-
 def measure(args: argparse.Namespace, name: str) -> None:
     """One line of the table."""
     source, target = (engine_of(args, **side) for side in CASES[name])
@@ -87,7 +78,7 @@ def measure(args: argparse.Namespace, name: str) -> None:
     took: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(args.rounds + 1):
         for way, work in ways.items():
-            found = slowest(work)
+            found = 1e3 * together(work)  # of the slowest rank
             if turn:
                 took[way].append(found)
     plan = there.plan

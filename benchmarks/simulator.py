@@ -8,7 +8,7 @@
 ``data/published_steps.json`` has the measurements with their sources. ``record`` runs the real engine on the simulated
 device once for each shape and keeps the events of its last step (``simulator_record.py``); ``report`` plays them on the
 machine of each row (``simulator_play.py``), with the constants that ``simulator_fit.py`` has found without the row's
-source. ``report --check`` fails where docs/simulator.md shows another table.
+source. ``report --check`` fails where docs/simulator.md or benchmarks/simulator.md shows other tables.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from deepspeed.tools.simulate.events import Work
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
+PAGE, NOTE = DOCS / "simulator.md", HERE / "simulator.md"
 GIB = 2**30
 WANTED = {"median": 0.12, "ninth": 0.30, "memory": 0.10}
 
@@ -108,7 +109,8 @@ def time_of(row: dict[str, Any]) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    title, *lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [title, "|" + "---|" * len(head), *lines]
 
 
 def steps_table(groups: dict[str, list[Compared]]) -> list[str]:
@@ -202,35 +204,42 @@ def ours_table() -> list[str]:
 
 
 @functools.cache
-def tables() -> tuple[str, dict[str, list[Compared]]]:
-    """All of them, as docs/simulator.md shows them, and what they are of."""
+def tables() -> tuple[str, str, dict[str, list[Compared]]]:
+    """The table of step times that the page shows, all others, which the note shows, and what they are of."""
     groups = defaultdict[str, list[Compared]](list)
     for row in rows_of():
         groups[row["table"]].append(compared(row, fits()["without"][row["origin"]]))
     left_out = [[str(len(ids)), reason] for reason, ids in published()["left_out"].items()]
     missing = [[origin, text] for origin, text in published()["missing"].items()]
     parts = [
-        steps_table(groups), parts_table(groups), sweeps_table(groups), _table(["source", "what is missing"], missing),
+        parts_table(groups), sweeps_table(groups), _table(["source", "what is missing"], missing),
         rates_table(), ours_table(), _table(["rows", "left out because of"], left_out),
     ]  # fmt: skip
-    return "\n\n".join("\n".join(part) for part in parts), groups
+    return "\n".join(steps_table(groups)), "\n\n".join("\n".join(part) for part in parts), groups
 
 
 def report(*, write: bool, check: bool) -> int:
-    """Print the tables. ``write``: into docs/simulator.md too, and the picture; ``check``: 1 where it shows others."""
-    text, groups = tables()
-    print(text)
+    """Print the tables. ``write``: into both pages too, and the picture; ``check``: 1 where a page shows others."""
+    steps, details, groups = tables()
+    print(steps, details, sep="\n\n")
+    places = ((PAGE, "errors", steps), (NOTE, "details", details))
     if write:
-        _write(text, "errors")
+        for path, what, text in places:
+            _write(path, what, text)
         _picture(groups)
-    if check and f"<!-- errors -->\n{text}\n<!-- end of errors -->" not in (DOCS / "simulator.md").read_text():
-        sys.stderr.write("docs/simulator.md shows other tables: run benchmarks/simulator.py report --write-docs\n")
+    wrong = [
+        path
+        for path, what, text in places
+        if f"<!-- {what} -->\n{text}\n<!-- end of {what} -->" not in path.read_text()
+    ]
+    if check and wrong:
+        named = " and ".join(str(path) for path in wrong)
+        sys.stderr.write(f"other tables in {named}: run benchmarks/simulator.py report --write-docs\n")
         return 1
     return 0
 
 
-def _write(text: str, what: str) -> None:
-    path = DOCS / "simulator.md"
+def _write(path: Path, what: str, text: str) -> None:
     before, begin, rest = path.read_text().partition(f"<!-- {what} -->\n")
     _, end, after = rest.partition(f"<!-- end of {what} -->")
     path.write_text(f"{before}{begin}{text}\n{end}{after}")
@@ -300,7 +309,7 @@ def main() -> int:
     elif args.command == "here":
         print(text := here(args.rounds))
         if args.write_docs:
-            _write(text, "here")
+            _write(NOTE, "here", text)
     else:
         return report(write=args.write_docs, check=args.check)
     return 0

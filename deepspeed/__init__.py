@@ -4,9 +4,12 @@ Importing the package imports no torch: the command-line tools answer at once, a
 version pay nothing. Each public name is loaded when it is first used and kept from then on (PEP 562).
 """
 
+import sys
 from importlib import import_module
 from typing import Any
 
+from deepspeed import comm
+from deepspeed.client import constants
 from deepspeed.client.absent import tell_of_absent_modules
 from deepspeed.errors import nearest_hint, pending_class, pending_function
 from deepspeed.version import __version__
@@ -16,12 +19,11 @@ version = __version__
 __version_major__, __version_minor__, __version_patch__ = 1, 0, 0
 __git_hash__ = __git_branch__ = None
 
+# Import paths of clients for modules that live elsewhere.
+sys.modules |= {f"{__name__}.dist": comm, f"{__name__}.constants": constants}
 tell_of_absent_modules()
 _FUNCTIONS = ("init_inference", "default_inference_config", "replace_transformer_layer")
-_CLASSES = (
-    *("DeepSpeedInferenceConfig", "InferenceEngine"),
-    *("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
-)
+_CLASSES = ("DeepSpeedInferenceConfig", "InferenceEngine", "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")
 globals().update({name: pending_function(f"deepspeed.{name}") for name in _FUNCTIONS})
 globals().update({name: pending_class(f"deepspeed.{name}") for name in _CLASSES})
 
@@ -36,17 +38,17 @@ _LAZY = {
     "DualPipeVEngine": "deepspeed.pipe.engine:",
     "DualPipeVModule": "deepspeed.pipe:",
     "HAS_TRITON": "deepspeed.git_version_info:",
-    "OnDevice": "deepspeed.device:",
+    "OnDevice": "deepspeed.accelerator.device:",
     "PipelineEngine": "deepspeed.pipe.engine:",
     "PipelineModule": "deepspeed.pipe:",
-    "add_config_arguments": "deepspeed.api:",
+    "add_config_arguments": "deepspeed.engine.initialize:",
     "checkpointing": "deepspeed.client.activation",
     "get_accelerator": "deepspeed.accelerator:",
     "init_distributed": "deepspeed.comm:",
-    "initialize": "deepspeed.api:",
+    "initialize": "deepspeed.engine.initialize:",
     "load_ds_config": "deepspeed.config:read_config_source",
-    "log_dist": "deepspeed.observe.log:",
-    "logger": "deepspeed.observe.log:",
+    "log_dist": "deepspeed.monitor.log:",
+    "logger": "deepspeed.monitor.log:",
     "set_autotp_mode": "deepspeed.module_inject.layers:",
     "tp_model_init": "deepspeed.tensor.start:",
 }

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from deepspeed.native.builders import compatible_ops, installed_ops
+from deepspeed.accelerator.native.builders import compatible_ops, installed_ops
 from deepspeed.version import __version__ as version
 
 git_hash = git_branch = None

@@ -1,1 +1,1 @@
-from deepspeed.device import get_accelerator, set_accelerator
+from deepspeed.accelerator.device import get_accelerator, set_accelerator

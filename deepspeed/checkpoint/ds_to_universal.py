@@ -9,8 +9,8 @@ from pathlib import Path
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.format.folders import LATEST_UNIVERSAL, write_atomically
 from deepspeed.checkpoint.load.reader import open_checkpoint
-from deepspeed.observe.log import logger
-from deepspeed.observe.program import guarded
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.program import guarded
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

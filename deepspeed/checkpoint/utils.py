@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.device import map_tensors
+from deepspeed.accelerator.device import map_tensors
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = torch.device("cpu")) -> Any:

@@ -13,7 +13,6 @@ INSTEAD = {
     "launcher.multinode_runner": "the command deepspeed with --launcher starts ranks on several machines",
     "linear": "adapters of PEFT train under every stage, and frozen weights are sharded as others are",
     "module_inject.replace_policy": "torch.compile and scaled_dot_product_attention",
-    "moe.sharded_moe": "ordinary modules of experts train under every stage",
     "ops.sparse_attention": "torch.nn.attention.flex_attention takes masks of blocks",
     "runtime.checkpoint_engine": "engine.save_checkpoint; checkpoint.async saves behind the program",
     "runtime.data_pipeline": "a dataset, collate_fn or data_sampler of your own decides what comes when",

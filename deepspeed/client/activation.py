@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.parse import read_config_source
-from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger, warning_once
+from deepspeed.monitor.log import logger, warning_once
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 # Distance between the default seed and the first tensor-parallel seed, as Megatron-style scripts expect it.

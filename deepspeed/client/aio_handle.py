@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from deepspeed.attrs import answers
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
+from deepspeed.client.attrs import answers
 from deepspeed.errors import DeepSpeedError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import ALIGN, aligned_empty
 

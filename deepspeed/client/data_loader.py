@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.data_position import Order, Position, ResumableSampler, drop_batches, is_stateful, refuse_drawn
 from deepspeed.comm import get_rank, get_world_size, is_initialized
-from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 
 _END = object()
@@ -99,7 +99,7 @@ class DeepSpeedDataLoader:
     Map-style datasets get a shuffling ``DistributedSampler`` over ``data_parallel_world_size`` ranks
     (``ResumableSampler``, whose text says what padding does), unless ``data_sampler`` is given; iterable datasets must
     split themselves. Every pass is a new epoch with a new shuffle; it begins at its first batch. ``tput_timer`` (see
-    ``observe.timers.ThroughputTimer``) starts with each batch. ``deepspeed_dataloader_config`` is accepted for its
+    ``monitor.timers.ThroughputTimer``) starts with each batch. ``deepspeed_dataloader_config`` is accepted for its
     curriculum keys, which this release does not read.
 
     The position (``state_dict``) counts batches handed out, not those that workers fetched ahead; a batch counts at

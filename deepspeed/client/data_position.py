@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, Weight
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 
 _KEYS = {"epoch", "samples", "seed", "world_size", "batch_size", "order", "inner"}
 

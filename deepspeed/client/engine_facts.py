@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.accelerator.device import DTYPES
+from deepspeed.client.attrs import answers
 from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.data_loader import DeepSpeedDataLoader
-from deepspeed.device import DTYPES
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 
 
@@ -123,6 +123,10 @@ class EngineFacts:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
 
+    def _save_moe_checkpoint(self, *args: Any, **options: Any) -> bool:
+        """Save as ``save_checkpoint``, whose files have the experts of all ranks."""
+        return bool(self.save_checkpoint(*args, **options))
+
     # of features that are not in this release
     set_data_post_process_func = pending_function(
         "engine.set_data_post_process_func", "Process samples in the dataset, or in its collate_fn."
@@ -132,6 +136,9 @@ class EngineFacts:
     )
     register_compile_pass = pending_function(
         "engine.register_compile_pass", "engine.compile(backend=...) takes every backend of torch.compile."
+    )
+    load_moe_state_dict = pending_function(
+        "engine.load_moe_state_dict", "engine.load_checkpoint reads experts over any number of ranks."
     )
     get_compile_time = pending_function("engine.get_compile_time", "torch._dynamo.utils.compile_times() has them.")
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.mpu import Ways
 from deepspeed.comm.collectives import describe, failures, gather_objects, is_of_backend
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError, UsageError
-from deepspeed.observe.log import log_dist_once
+from deepspeed.monitor.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.reallocate.adapters import adapted_layer, fused_adapters
 from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from deepspeed.errors import UsageError, nearest_hint
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.optim.base import constructor
 from deepspeed.optim.registry import check_numbers, class_of_torch, construct
 

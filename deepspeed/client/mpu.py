@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed.comm.collectives import gather_objects, require_group
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.mesh.groups import plain_mesh
 
 # What the getters of an mpu call an axis; the first that it has counts.
 _GETTERS = {

@@ -18,8 +18,8 @@ from deepspeed.checkpoint import constants
 from deepspeed.checkpoint.foreign.weights import Stream, shared_names, stream, weight_keys, with_aliases, write_weights
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.observe.log import logger
-from deepspeed.observe.program import guarded
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.program import guarded
 
 Folder = str | os.PathLike[str]
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from deepspeed.attrs import loads_names
+from deepspeed.client.attrs import loads_names
 
 
 def _names() -> dict[str, Any]:

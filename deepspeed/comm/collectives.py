@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.tier.transfer import Transfer
 
 # torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.
@@ -212,6 +212,15 @@ def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
         dist.all_reduce(values, group=group.pg)
         end()
     return values
+
+
+def all_to_all(rows: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Send ``sent[r]`` consecutive rows to each member r; return the ``received[r]`` rows of each, in member order."""
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    end = group.note("all_to_all", rows)
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group.pg)
+    end()
+    return out
 
 
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:

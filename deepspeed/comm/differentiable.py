@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_in_place
+from deepspeed.comm.collectives import AxisGroup, all_gather, all_to_all, reduce_scatter, sum_in_place
 
 
 def bounds(numel: int, parts: int) -> list[int]:
@@ -93,3 +93,28 @@ def cut_parts(
     """Cut a whole value along ``dim`` at ``edges``; reduce-scatter a ``partial`` one."""
     how, run = (group, dim, edges), _scattered if partial else _mine
     return _Paired.apply(value, lambda v: run(v, *how), lambda grad: _joined(grad, *how))
+
+
+def exchange_rows(value: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Send ``sent[r]`` consecutive rows of a cut value to each rank r; return the ``received[r]`` rows of each."""
+    run, back = {"sent": sent, "received": received}, {"sent": received, "received": sent}
+    return _Paired.apply(value, lambda v: all_to_all(v, group, **run), lambda grad: all_to_all(grad, group, **back))
+
+
+class _Anchored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(others)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, *(None,) * ctx.others
+
+
+def anchored(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return ``value``, whose backward reaches ``others`` too, with zeros.
+
+    A collective in the backward of ``others`` then runs on a rank that has computed nothing from them.
+    """
+    return _Anchored.apply(value, *others) if torch.is_grad_enabled() else value

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import get_accelerator, take_device
 from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
 from deepspeed.client.comm.faults import show_plainly
+from deepspeed.client.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.comm.hang.watch import watch
-from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.monitor.log import log_dist, logger
 
 _GLOO_THREADS = b"gloo_tcp"  # how the names of the threads begin that move gloo's bytes
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it is the default route

@@ -20,9 +20,10 @@ from typing import Any
 from deepspeed.comm.hang.stacks import origin, outwards
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# What must not be left half done; other parts (observe/, device.py) belong to what calls them.
-_PARTS = "engine/ comm/ zero/ tier/ optim/ ops/ precision/ pipe/ tensor/ moe/ reallocate/"
+# What must not be left half done; other parts (monitor/, accelerator/) belong to what calls them, and so do these two.
+_PARTS = "engine/ comm/ zero/ tier/ optim/ ops/ pipe/ tensor/ moe/ reallocate/"
 _RUNTIME = tuple(_PACKAGE + part for part in _PARTS.split())
+_CALLED = (_PACKAGE + "engine/initialize.py", _PACKAGE + "comm/mesh/")
 # Not so: a checkpoint has its name when it is whole, and an engine that has loaded half of one says so.
 _SAVES = (_PACKAGE + "engine/checkpoint.py", _KEEPER := _PACKAGE + "engine/elastic.py")
 _ENGINE = _PACKAGE + "engine/engine.py"
@@ -45,7 +46,7 @@ def _inside(frame: FrameType | None) -> bool:
         owner = origin(file)
         if owner == "user" or (owner == "torch" and _LOADERS in file) or file.startswith(_SAVES):
             return _updating(frames[place:])
-        if file.startswith(_RUNTIME):
+        if file.startswith(_RUNTIME) and not file.startswith(_CALLED):
             return True
     return False
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup, Collective, as_bytes
-from deepspeed.device import get_accelerator
 from deepspeed.tier.transfer import Several, Transfer
 
 _PINGS = 8  # round trips with each rank, of which the shortest counts

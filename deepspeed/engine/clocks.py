@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.observe import hostmem
-from deepspeed.observe.events import FLUSH, PHASE, Events
-from deepspeed.observe.log import logger
-from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, see_memory_usage
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.events import FLUSH, PHASE, Events
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.timers import NoopTimer, SynchronizedWallClockTimer, see_memory_usage
 from deepspeed.zero.memory.fit import MemoryPlan
 
 PHASES = ("forward", "backward", "step")

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from deepspeed.comm.collectives import merge
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import PreemptedExit, UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist, logger
-from deepspeed.observe.process_settings import Borrowed
+from deepspeed.monitor.log import log_dist, logger
+from deepspeed.monitor.process_settings import Borrowed
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LAUNCHER_KILLS = "DS_SIGNAL_GRACE_S"  # when a launcher kills its ranks after a signal; it says so in this variable

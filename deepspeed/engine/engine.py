@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator, map_tensors
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.client.step_calls import StepCalls
 from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.comm import interrupts
 from deepspeed.comm.collectives import is_of_backend
+from deepspeed.comm.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine.checkpoint import EngineCheckpoint
 from deepspeed.engine.clocks import PHASES, HostMemoryWatch, PhaseClock
+from deepspeed.engine.loss_scale import build_loss_scaler
 from deepspeed.engine.outcomes import Outcomes
+from deepspeed.engine.token_weights import TokenWeights
 from deepspeed.engine.weights import EngineWeights
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
-from deepspeed.observe.events import METRICS
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.observe.timers import ThroughputTimer
-from deepspeed.precision.loss_scale import build_loss_scaler
-from deepspeed.precision.token_weights import TokenWeights
+from deepspeed.monitor.events import METRICS
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.timers import ThroughputTimer
 from deepspeed.profiling.layer_watch import LayerWatch
 from deepspeed.profiling.update_metrics import UpdateMetrics
 from deepspeed.zero.build import ZeroParts, dismantle
@@ -203,7 +203,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
                 self._outcomes.step_schedule(self.lr_scheduler, self.basic_optimizer, lr_kwargs or {})
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
                 self.timers.log(PHASES)
-                rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
+                rates = f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}, mom={self.get_mom()}"
                 log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
             self.update_metrics.report(self, self._clock.take_spent_ms())
             if self._clock.events:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.checkpoint.foreign.weights import original_parcels, torch_file, with_aliases, write_pretrained
 from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.comm.collectives import failures
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.values import byte_count
-from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist, log_dist_once, logger
+from deepspeed.monitor.log import log_dist, log_dist_once, logger
 from deepspeed.reallocate.adapters import is_adapter, merged_parcels
 from deepspeed.reallocate.flow import Parcel, WeightFlow
 from deepspeed.zero.module.state import leave_device, state_names

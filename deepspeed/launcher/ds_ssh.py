@@ -21,7 +21,7 @@ from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, load_hos
 from deepspeed.launcher.node.loop import EventLoop
 from deepspeed.launcher.node.verdict import shell_status
 from deepspeed.launcher.runners import ssh_prefix, ssh_program
-from deepspeed.observe.program import CommandLine, guarded
+from deepspeed.monitor.program import CommandLine, guarded
 
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit
 STOP_GRACE_S = 3.0

@@ -27,8 +27,8 @@ from deepspeed.launcher.node.loop import BEAT, MARK, PAUSE, EventLoop, Message, 
 from deepspeed.launcher.node.ranks import Guard
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost, shell_status
 from deepspeed.launcher.runners import RUNNERS, RunnerCommand, ssh_command, ssh_prefix, ssh_words
-from deepspeed.observe.log import logger
-from deepspeed.observe.program import BAD_INPUT
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.program import BAD_INPUT
 
 _CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's

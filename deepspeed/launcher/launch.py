@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, decode_world, job_of, parse_line
-from deepspeed.observe.log import logger
-from deepspeed.observe.program import guarded
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.program import guarded
 
 _FLAGS: Flags = {
     "--node_rank": (0, "N", "index of this node"),

@@ -6,11 +6,11 @@ comes from the NUMA node of its cores, as is Linux's default.
 """
 
 import contextlib
-import glob
 import os
 import re
 import socket
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.launcher.job import Job
@@ -50,7 +50,7 @@ def local_devices() -> LocalDevices:
         return LocalDevices(0)
     import torch  # noqa: PLC0415 - takes about a second, and a wrong command line should be refused at once
 
-    from deepspeed.device import get_accelerator  # noqa: PLC0415 - imports torch
+    from deepspeed.accelerator.device import get_accelerator  # noqa: PLC0415 - imports torch
 
     count = torch.accelerator.device_count()
     variable = next(iter(get_accelerator().visible_devices_envs()), "") if count else ""
@@ -73,11 +73,9 @@ def parse_core_list(text: str) -> list[int]:
 def _read_lists(root: str, kind: str, name: str) -> dict[int, list[int]]:
     """Return number -> CPU list of every ``kind`` below ``root``; lists that are empty or not shown are left out."""
     lists = {}
-    for path in glob.glob(f"{glob.escape(root)}/{kind}/{kind}[0-9]*/{name}"):
-        with open(path, encoding="ascii") as file:
-            if text := file.read().strip():
-                number = path.removeprefix(f"{root}/{kind}/{kind}").partition("/")[0]
-                lists[int(number)] = parse_core_list(text)
+    for path in Path(root).glob(f"{kind}/{kind}[0-9]*/{name}"):
+        if text := path.read_text(encoding="ascii").strip():
+            lists[int(path.relative_to(root).parts[1].removeprefix(kind))] = parse_core_list(text)
     return lists
 
 
@@ -122,8 +120,7 @@ def pid_file(path: str) -> Iterator[None]:
     """Keep this process's id in ``path``. Raises UsageError when the file names another living process."""
     with contextlib.suppress(FileNotFoundError, PermissionError):  # PermissionError: it runs, as somebody else
         try:
-            with open(path, encoding="ascii") as file:
-                pid = int(file.read())
+            pid = int(Path(path).read_text(encoding="ascii"))
             if pid == os.getpid():
                 raise ProcessLookupError  # an earlier process had this id
             os.kill(pid, 0)

@@ -1,11 +1,12 @@
-"""Questions about mixture-of-experts parameters; nothing is an expert parameter in this release."""
+"""Questions about parameters of experts, and optimizer groups of them."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from deepspeed.errors import raise_not_yet
+GROUP_NAME = "ep_size_{}"
+"""Name of the experts, in ``parameter.group_name``, that so many ranks divide among themselves."""
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
@@ -37,22 +38,47 @@ def split_params_grads_into_shared_and_expert_params(
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return ``model_parameters`` (parameters, or groups) as groups; NotYetError where there are expert parameters."""
+    """Return ``model_parameters`` (parameters, or groups of them) as groups, those of experts apart."""
     items = list(model_parameters)
     groups = items if items and isinstance(items[0], dict) else [{"params": items}]
     return split_params_into_different_moe_groups_for_optimizer(groups)
 
 
 def has_moe_layers(model: torch.nn.Module) -> tuple[bool, int]:
-    """Return (whether there is any expert-parallel layer, number of experts)."""
-    return False, 0
+    """Return (whether there is a layer of experts, number of experts of the last one)."""
+    numbers = [m.num_experts for m in model.modules() if getattr(m, "is_mixture_of_experts", False)]
+    return bool(numbers), int(numbers[-1]) if numbers else 0  # type: ignore[arg-type]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """Return the groups unchanged, as a list; NotYetError for expert parameters (``is_moe_param``)."""
+    """Return ``param_groups`` with the parameters of experts in groups of their own, after the others.
+
+    Such a group has the options of the one that it was in, ``"moe": True``, as ``"name"`` the parameters'
+    ``group_name``, and at most ``max_group_size`` elements (None: any number), but one parameter at least.
+    """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    if any(is_moe_param(param) for group in groups for param in group["params"]):
-        raise_not_yet("an optimizer group of experts (a parameter has allreduce = False)")
-    return groups
+    shared, split = [], []
+    for group in groups:
+        dense, experts = split_params_into_shared_and_expert_params(group["params"])
+        shared.append({**group, "params": dense})
+        by_name: dict[str, list[torch.Tensor]] = {}
+        for param in experts:
+            by_name.setdefault(getattr(param, "group_name", GROUP_NAME.format(1)), []).append(param)
+        for name, params in by_name.items():
+            split += [{**group, "params": some, "name": name, "moe": True} for some in _pieces(params, max_group_size)]
+    return shared + split
+
+
+def _pieces(params: list[torch.Tensor], most: float | None) -> list[list[torch.Tensor]]:
+    """Cut ``params`` into lists of at most ``most`` elements."""
+    pieces: list[list[torch.Tensor]] = [[]]
+    numel = 0
+    for param in params:
+        if most is not None and pieces[-1] and numel + param.numel() > most:
+            pieces.append([])
+            numel = 0
+        pieces[-1].append(param)
+        numel += param.numel()
+    return pieces

@@ -1,1 +1,1 @@
-from deepspeed.observe.monitor import CometMonitor
+from deepspeed.monitor.monitor import CometMonitor

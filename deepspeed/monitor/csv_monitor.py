@@ -1,1 +1,1 @@
-from deepspeed.observe.monitor import csvMonitor
+from deepspeed.monitor.monitor import csvMonitor

@@ -1,1 +1,1 @@
-from deepspeed.observe.monitor import TensorBoardMonitor
+from deepspeed.monitor.monitor import TensorBoardMonitor

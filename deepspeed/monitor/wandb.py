@@ -1,1 +1,1 @@
-from deepspeed.observe.monitor import WandbMonitor
+from deepspeed.monitor.monitor import WandbMonitor

@@ -1,2 +1,2 @@
+from deepspeed.accelerator.native.builders import AsyncIOBuilder
 from deepspeed.client.aio_handle import aio_handle
-from deepspeed.native.builders import AsyncIOBuilder

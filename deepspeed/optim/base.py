@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from deepspeed.accelerator.native.spec import OpSpec
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.native.spec import OpSpec
-from deepspeed.observe.hostmem import prefer_huge_pages
+from deepspeed.monitor.hostmem import prefer_huge_pages
 from deepspeed.optim import cuda, host
 from deepspeed.optim.host import Scalar
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.device import get_accelerator
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
+from deepspeed.accelerator.device import get_accelerator
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
 from deepspeed.optim import host
 from deepspeed.optim.host import Betas, Scalar, Tensors
 

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, OpSpec
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, OpSpec
 
 Tensors = Sequence[torch.Tensor]
 Output = torch.Tensor | None

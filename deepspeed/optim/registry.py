@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from deepspeed.errors import OptimizerConfigError, nearest_hint
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.rules import (
     Adagrad,

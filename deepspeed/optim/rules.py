@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.adam import adam as torch_adam
 
+from deepspeed.accelerator.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.optim import cuda, host
 from deepspeed.optim.base import Group, GroupStep, Tensors
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.accelerator.device import map_tensors
+from deepspeed.client.attrs import answers
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.comm.collectives import failures, gather_objects, is_of_backend, sum_in_place
+from deepspeed.comm.mesh.groups import leave_note
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import map_tensors
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import NotYetError, PipelineError, UsageError
-from deepspeed.mesh.groups import leave_note
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.pipe.links import Links
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only

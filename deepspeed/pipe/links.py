@@ -20,7 +20,7 @@ import torch
 from deepspeed.comm import point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import PipelineError, UsageError
-from deepspeed.observe.events import Events
+from deepspeed.monitor.events import Events
 from deepspeed.pipe.orders import Message, Program
 from deepspeed.tier.transfer import Several, Transfer
 

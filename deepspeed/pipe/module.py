@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.attrs import answers, recursive_getattr
+from deepspeed.accelerator.device import get_accelerator, map_tensors
 from deepspeed.client.activation import non_reentrant_checkpoint
+from deepspeed.client.attrs import answers, recursive_getattr
 from deepspeed.client.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
+from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_group
 from deepspeed.comm.point_to_point import receive_object, send_object
-from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import NotYetError, PipelineError, UsageError
-from deepspeed.mesh.groups import Mesh, plain_mesh, with_group
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.pipe.orders import Micro, homes_of
 from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology

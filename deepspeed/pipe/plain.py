@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.attrs import recursive_getattr, recursive_setattr
+from deepspeed.client.attrs import recursive_getattr, recursive_setattr
 from deepspeed.errors import UsageError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Micro

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import PipelineError
+from deepspeed.monitor.events import ACTION
 from deepspeed.pipe.links import BrokenLinkError, Links, Signature, unpack
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Action, Message, Micro, Program
@@ -78,6 +79,8 @@ class Pass:
         for action in self._order.actions[self._links.rank]:
             try:
                 if not lost:
+                    if self._links.events:
+                        self._links.events.begin(ACTION, action)
                     steps[action.op](action)
             except BrokenLinkError:
                 raise
@@ -91,6 +94,8 @@ class Pass:
                 self._local.clear()
                 self._pass_on(action)
         self._links.finish()
+        if self._links.events:
+            self._links.events.begin(ACTION)
         return self.outcome
 
     def _located(self, error: Exception, action: Action) -> Exception:

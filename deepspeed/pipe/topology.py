@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
+from deepspeed.comm.mesh.groups import group_over, plain_mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import group_over, plain_mesh
 
 
 class ProcessTopology:

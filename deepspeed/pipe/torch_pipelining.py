@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from deepspeed.errors import PipelineError
-from deepspeed.observe.log import log_dist_once
+from deepspeed.monitor.log import log_dist_once
 from deepspeed.pipe.orders import SCHEDULES, Action, Program, by_chunks, check, chunks_and_style, homes_of, one_f_one_b
 
 _TORCH = "torch.distributed.pipelining"  # imported when it is used: it takes a second and brings much with it
@@ -72,13 +72,9 @@ def _programs(torch_name: str, homes: tuple[int, ...], ranks: int, micros: int) 
 
 def _flat(planned: Sequence[Any]) -> list[Action]:
     """Return plain actions: pauses are left out, overlapped actions come one after the other."""
-    flat: list[Action] = []
-    for action in planned:
-        if action is None:
-            continue
-        for one in getattr(action, "sub_actions", None) or (action,):
-            flat.append(Action(one.computation_type.value, one.stage_index, one.microbatch_index))
-    return flat
+    actions = (action for action in planned if action is not None)
+    parts = (one for action in actions for one in getattr(action, "sub_actions", None) or (action,))
+    return [Action(one.computation_type.value, one.stage_index, one.microbatch_index) for one in parts]
 
 
 def split_backward(

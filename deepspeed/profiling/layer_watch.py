@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import sum_in_place
-from deepspeed.observe.events import GRADIENTS
-from deepspeed.observe.log import logger
+from deepspeed.monitor.events import GRADIENTS
+from deepspeed.monitor.log import logger
 from deepspeed.tensor.layers import HiddenParallelEmbedding, VocabParallelEmbedding
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.plan import StateKind

@@ -7,15 +7,10 @@ from deepspeed.config.model.values import DtypeName
 # Words of the device's name: 10**12 operations a second by dtype, dense, without sparsity. fp32 without TF32.
 _TFLOPS: dict[str, dict[str, float]] = {
     "B200": {"bf16": 2250.0, "fp16": 2250.0, "fp32": 75.0},
-    "H200 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
-    "H200": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
+    **dict.fromkeys(("H200 NVL", "H100 NVL"), {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0}),
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.2},
-    "H100 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
-    "GH200": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
-    "H100": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
-    "H800": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
-    "A100": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
-    "A800": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
+    **dict.fromkeys(("H200", "GH200", "H100", "H800"), {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9}),
+    **dict.fromkeys(("A100", "A800"), {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5}),
     "L40S": {"bf16": 362.0, "fp16": 362.0, "fp32": 91.6},
     "A10G": {"bf16": 70.0, "fp16": 70.0, "fp32": 35.0},
     "A10": {"bf16": 125.0, "fp16": 125.0, "fp32": 31.2},

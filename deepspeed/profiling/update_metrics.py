@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
-from deepspeed.observe import hostmem
-from deepspeed.observe.anomaly import AnomalyWatch
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.anomaly import AnomalyWatch
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.timeline.listen import Listener
 from deepspeed.profiling.timeline.spans import StepSpans, clock_for
 

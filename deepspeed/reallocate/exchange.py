@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives, point_to_point
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.config.model.values import byte_count
-from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import plain_mesh
 from deepspeed.reallocate.moves import PIECE_BYTES, RegionTransfer, in_rounds, plan_reallocation
 from deepspeed.reallocate.resting import RestingWeights
 from deepspeed.reallocate.sides import Inventory, Side, follow, match

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from deepspeed.comm import collectives, point_to_point
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.reallocate.moves import holders
 from deepspeed.reallocate.resting import FlowTensor, RestingWeights
 from deepspeed.tier.transfer import Transfer

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator, map_tensors
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.differentiable import summed
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
-from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup, break_off, broadcast, fresh
+from deepspeed.comm.mesh.groups import Mesh, destroy_mesh, with_group
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
-from deepspeed.device import get_accelerator
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.mesh.groups import Mesh, destroy_mesh, with_group
-from deepspeed.observe.log import log_dist_once
+from deepspeed.monitor.log import log_dist_once
 from deepspeed.reallocate.exchange import ParameterReallocation
 from deepspeed.reallocate.sides import units_of
 from deepspeed.tensor.apply import draws, replace_layers

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.differentiable import bounds, cut_parts, enter_parts, join_parts, sum_parts
-from deepspeed.device import get_accelerator
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import plain_mesh
 from deepspeed.zero.layout import Box, Place
 from deepspeed.zero.param import local_of, part_of, point, whole_of
 

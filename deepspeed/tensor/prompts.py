@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.device import map_tensors
+from deepspeed.accelerator.device import map_tensors
 from deepspeed.errors import UsageError
 
 _PROMPTS = ("input_ids", "inputs_embeds", "inputs")  # as generate() of Transformers calls them

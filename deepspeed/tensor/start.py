@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.client.mpu import Ways
 from deepspeed.comm.collectives import failures, gather_objects
+from deepspeed.comm.mesh.groups import Mesh, plain_mesh
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import DTYPES
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, NotYetError, UsageError
-from deepspeed.mesh.groups import Mesh, plain_mesh
 from deepspeed.optim.registry import granularity
 from deepspeed.tensor.apply import parallelize
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from deepspeed.accelerator.native.build import load, try_load
+from deepspeed.accelerator.native.spec import ASYNC_IO
 from deepspeed.errors import DeepSpeedError
-from deepspeed.native.build import load, try_load
-from deepspeed.native.spec import ASYNC_IO
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 

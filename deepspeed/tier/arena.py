@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.device import get_accelerator
-from deepspeed.observe.log import warning_once
+from deepspeed.accelerator.device import get_accelerator
+from deepspeed.monitor.log import warning_once
 
 ALIGN = 4096  # bytes; csrc/aio/engine.h has the same number
 _HUGE_FROM = 4 << 20  # bytes from which 2 MiB pages are worth asking for

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.tier.transfer import ARRIVED, Transfer
 

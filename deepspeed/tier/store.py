@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.tier.transfer import ARRIVED, Transfer
 
 _PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a device: 64 MiB

@@ -1,1 +1,1 @@
-from deepspeed.observe.timers import instrument_w_nvtx
+from deepspeed.monitor.timers import instrument_w_nvtx

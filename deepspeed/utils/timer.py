@@ -1,1 +1,1 @@
-from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.monitor.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer

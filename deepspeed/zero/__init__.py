@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deepspeed.attrs import loads_names
+from deepspeed.client.attrs import loads_names
 
 _GATHERED = ("GatheredParameters", "register_external_parameter", "unregister_external_parameter")
 _PLACES: dict[str, Any] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.param import expose, hide, keep_view, storage_uses
 

@@ -11,12 +11,12 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
-from deepspeed.device import get_accelerator
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
@@ -131,7 +131,7 @@ def build(
     born_sharded = any(hasattr(p, "_ds_unit") and p not in shared for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in group_of]
     facts_of = facts_of or (lambda *_: facts)
-    parts = partition(model, plan, mesh.tp.size, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
+    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
     layouts = [_layout_of(spec, plan, rules, group_of) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))
@@ -206,7 +206,8 @@ def _fitted(
             row = plan.offload.update.row(row)
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
         shapes = tuple((segment.offset, segment.shape) for segment in layout.segments)
-        sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest, shapes))
+        axes = tuple(group.size for group in spec.facts.axes) if spec.facts is not None else ()
+        sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest, shapes, axes))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
@@ -248,7 +249,9 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Raise DivergenceError unless all ranks have equal names, shapes, dtypes and requires_grad. Collective."""
     if mesh.zero.size == 1:
         return
-    local = [f"{n!r} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    # Each rank has experts of its own.
+    named = [(repr(n) if getattr(p, "allreduce", True) else "an expert", p) for n, p in model.named_parameters()]
+    local = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
     digests = collectives.gather_objects(hashlib.sha256(repr(local).encode()).hexdigest(), mesh.zero)
     if len(set(digests)) == 1:
         return

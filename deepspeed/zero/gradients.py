@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.observe.events import ISSUE
+from deepspeed.monitor.events import ISSUE
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.param import (

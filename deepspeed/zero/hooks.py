@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
-from deepspeed.observe.process_settings import Borrowed
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.process_settings import Borrowed
 from deepspeed.zero.module.pickles import pickle_as_before, pickle_plainly
 from deepspeed.zero.module.tree import ModuleTree
 from deepspeed.zero.plan import StateKind

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.zero.param import is_composed, local_of
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
 
@@ -189,20 +189,19 @@ def _touches(
 def partition(
     model: nn.Module,
     plan: ZeroPlan,
-    tp_size: int = 1,
     *,
     trainable: Iterable[nn.Parameter],
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
-    """Divide the parameters of ``model`` (cut over ``tp_size`` ranks) into units by ``plan``, except composed
-    ones and those that another engine shares.
+    """Divide the parameters of ``model`` into units by ``plan``, except composed ones and those that another engine
+    shares.
 
     ``trainable``: parameters with gradients and optimizer state. ``rest_dtype(name, param)``: dtype in which PARAM is
     stored. ``facts_of(name, param)``: facts of its unit; a unit holds parameters with equal facts. The first module
     with a tied parameter owns it; each module that touches a unit directly is listed for it, and so is its root.
     """
-    numel_of = partial(_even_numel, tp_size=tp_size)
+    numel_of = partial(_even_numel, facts_of=facts_of)
     names = {p: n for n, p in model.named_parameters() if not (is_composed(p) or is_shared(p))}
     trained, small = set(trainable), _persistent(names, plan, numel_of)
     roots = dict(find_blocks(model))
@@ -234,10 +233,11 @@ def partition(
     return Partition(specs, touches, entries)
 
 
-def _even_numel(param: nn.Parameter, tp_size: int) -> int:
-    """Return the elements per rank as if all ``tp_size`` parts were equal, so that every rank makes equal units."""
-    place = getattr(param, "tp_place", None)
-    return -(-prod(place.shape) * place.copies // tp_size) if place else prod(local_of(param).shape)
+def _even_numel(param: nn.Parameter, facts_of: Callable[[str, nn.Parameter], UnitFacts | None]) -> int:
+    """Return the elements per rank as if all ranks' parts were equal, so that every rank makes equal units."""
+    place, facts = getattr(param, "tp_place", None), facts_of("", param)
+    ways = facts.mesh.tp.size if facts is not None else 1
+    return -(-prod(place.shape) * place.copies // ways) if place else prod(local_of(param).shape)
 
 
 def _persistent(

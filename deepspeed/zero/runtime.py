@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe import hostmem
-from deepspeed.observe.events import FLUSH, NEED, Events
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.events import FLUSH, NEED, Events
 from deepspeed.tier.behind import Worker
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimView

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.observe.events import GRADIENTS, UPDATE
+from deepspeed.monitor.events import GRADIENTS, UPDATE
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import error_of

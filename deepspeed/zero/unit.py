@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError
-from deepspeed.observe.events import ISSUE, Events
+from deepspeed.monitor.events import ISSUE, Events
 from deepspeed.tier.pending import PendingWork
 from deepspeed.tier.store import Landing, TierStore, settled
 from deepspeed.tier.transfer import ARRIVED, Transfer

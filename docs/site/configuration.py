@@ -118,7 +118,7 @@ def type_text(schema: Schema) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(type_text, schema["anyOf"])))
     if schema.get("enum") == [name for names in DTYPE_NAMES.values() for name in names]:
-        return '`"fp32"`, `"fp16"`, `"bf16"` (or `"float16"`, `"torch.float16"`, ...)'
+        return "dtype"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{json.dumps(item)}`" for item in schema.get("enum", [schema.get("const")]))
     kind = str(schema.get("type", "any"))
@@ -141,9 +141,11 @@ def _default_text(path: str, info: Any) -> str:
     return f"`{text}`" if len(text) <= 40 else "see the schema"
 
 
-def _row(path: str, kind: str, default: str, key: Key) -> str:
+def _row(path: str, kind: str, default: str, key: Key, above: str = "") -> str:
+    """The row of a key; ``above`` is the note of the row before, which is not repeated."""
     auto = ', or `"auto"`' if path in FILLED_BY_INTEGRATIONS and '`"auto"`' not in kind else ""
-    note = f" {'No effect' if key.support is Support.INERT else 'Missing'}: {key.note}." if key.note else ""
+    label = "No effect" if key.support is Support.INERT else "Missing"
+    note = f" {label}: {'as above' if key.note == above else key.note}." if key.note else ""
     cells = [f"`{path}`", kind + auto, default, key.support.value, key.meaning + note]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
@@ -151,14 +153,17 @@ def _row(path: str, kind: str, default: str, key: Key) -> str:
 def _rows() -> dict[str, list[str]]:
     """Table rows by top-level block; the empty name is for keys outside of any."""
     schemas, out = definitions(PlainSchema), {"": list[str]()}
+    notes: dict[str, str] = {}
     fields = list(declared_fields(DeepSpeedConfig))
     fields += [Declared(path, info, PARAM_BLOCKS[path.split(".")[0]]) for path, info in PARAM_FIELDS.items()]  # type: ignore[index]
     for path, info, block in fields:
         alone = block_inside(info.annotation)[0] is not None
         schema = schemas[block.__name__]["properties"][path.rpartition(".")[2]]
         head = path.partition(".")[0] if "." in path or alone else ""
-        kind = "block, or absent" if alone else type_text(schema)
-        out.setdefault(head, []).append(_row(path, kind, _default_text(path, info), Key.of(info)))
+        kind = "block" if alone else type_text(schema)
+        key = Key.of(info)
+        out.setdefault(head, []).append(_row(path, kind, _default_text(path, info), key, notes.get(head, "")))
+        notes[head] = key.note
     for path in ("pipeline.<any>", "zero_optimization.grad_hooks", "zero_optimization.legacy_stage1"):
         out[path.partition(".")[0]].append(_row(path, "any", "absent", SPELLED[path]))
     return out
@@ -191,7 +196,10 @@ def page(old: str) -> str:
     rows = [f"| `{written}` | {means} |" for written, means in spellings.items()]
     parts.append(_table("Other spellings", "| written | means |", rows))
     intro = "Earlier releases of DeepSpeed accepted these; here each is an error that says what to do."
-    removed = [f"| `{path}` | {advice}. |" for path, advice in REMOVED_KEYS.items()]
+    before = dict(zip(REMOVED_KEYS, ("", *REMOVED_KEYS.values()), strict=False))
+    removed = [
+        f"| `{path}` | {'As above' if advice == before[path] else advice}. |" for path, advice in REMOVED_KEYS.items()
+    ]
     removed += [f"| `optimizer.type` `{name}` | Use `{instead}`. |" for name, instead in REMOVED_OPTIMIZERS.items()]
     parts.append(_table(f"Removed keys\n\n{intro}", "| key | instead |", removed))
     return old.partition(_MARK)[0] + _MARK + "\n" + "\n".join(parts)

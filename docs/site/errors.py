@@ -37,6 +37,7 @@ PAGES = {
     "launcher.elastic": "elastic.md",
     "mesh": "parallelism.md",
     "module_inject": "tensor-parallelism.md",
+    "moe": "experts.md",
     "monitor": "measures.md",
     "native": "tools.md",
     "observe": "measures.md",

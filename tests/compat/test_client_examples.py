@@ -17,12 +17,14 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)
 PACKAGES = {
     "finetune_hf_trainer": ("transformers", "accelerate"),
+    "moe_finetune": ("transformers",),
     "finetune_accelerate": ("transformers", "accelerate"),
     "lora_zero3": ("transformers", "accelerate", "peft"),
     "lightning_fit": ("lightning",),
 }
 WRITTEN = {
     "finetune_hf_trainer": "model.safetensors",
+    "moe_finetune": "pytorch_model.bin",
     "finetune_accelerate": "model.safetensors",
     "lora_zero3": "adapter_model.safetensors",
     "lightning_fit": "lightning.ckpt/latest",
@@ -64,6 +66,7 @@ def needs(example: str) -> None:
     ("example", "stage"),
     [
         ("finetune_hf_trainer", 3),
+        ("moe_finetune", 3),
         ("finetune_accelerate", 2),
         ("lora_zero3", 3),
         ("lightning_fit", 3),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.client.zero import incoming, init
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from tests.compat.common import forget_clients, llama_config, need
 from tests.harness.pool import RankPool
 

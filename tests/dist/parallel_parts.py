@@ -28,7 +28,7 @@ from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import content_of
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.optim_view import OptimView, build_views
 from deepspeed.zero.partition import UnitFacts

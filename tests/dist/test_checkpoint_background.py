@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed.accelerator.device import Accelerator
 from deepspeed.checkpoint.format import files, folders
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.writer import Background, RankFile, SaveOrder, Saver
 from deepspeed.comm.init import free_port
-from deepspeed.device import Accelerator
 from deepspeed.tools.verify.ranks import enter_world, rank_context
 from deepspeed.zero.regions import Span
 from tests.dist.test_checkpoint_damage import Net, same, state, train

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tools.checkpoint.cli import main
 from deepspeed.tools.verify.models import IN_FEATURES, Stack
 from tests.harness.pool import RankPool

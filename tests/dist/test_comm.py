@@ -17,10 +17,10 @@ from deepspeed.client.comm import calls, comms_log, groups
 from deepspeed.client.comm.norms import clip_grad_norm_
 from deepspeed.client.comm.partitioned import PartitionedTensor
 from deepspeed.comm import collectives
+from deepspeed.comm.mesh.groups import build_mesh, destroy_mesh, plain_mesh
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
-from deepspeed.observe import log
-from deepspeed.observe.log import logger
+from deepspeed.monitor import log
+from deepspeed.monitor.log import logger
 from tests.harness.patience import slowdown
 from tests.harness.pool import PatientPool, RankPool
 

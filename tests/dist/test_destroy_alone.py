@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import deepspeed
+from deepspeed.comm.mesh import groups
 from deepspeed.errors import ReleasedParameterError
-from deepspeed.mesh import groups
 from deepspeed.tools.verify.grads import full_parameters
 from tests.harness.cases import case_named
 from tests.harness.lockstep import equal

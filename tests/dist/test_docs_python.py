@@ -43,6 +43,7 @@ torch.manual_seed(0)
 """
 # Ranks, and what stands before the blocks of a page.
 PAGES = {
+    "experts.md": (2, ""),
     "index.md": (
         1,
         """

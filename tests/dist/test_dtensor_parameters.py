@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh
+from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.errors import ReleasedParameterError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.mesh.topology import dense_topology
 from deepspeed.zero.layout import FlatLayout, Granularity, Segment, build_layout
 from deepspeed.zero.module.attributes import mark_zero_parameter
 from deepspeed.zero.param import ReleasedFace, local_of, take_gradient

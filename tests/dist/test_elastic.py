@@ -21,7 +21,7 @@ import deepspeed
 from deepspeed.checkpoint.format.folders import MANIFEST
 from deepspeed.elasticity import take_part
 from deepspeed.engine.elastic import SIGNALS, Alarm
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records, settings
 from tests.harness.pool import RankPool

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed import api
+from deepspeed.engine import initialize
 from deepspeed.zero.build import build
 from deepspeed.zero.partition import UnitFacts
 from tests.harness.pool import RankPool
@@ -25,18 +25,18 @@ def _train(stage: int) -> tuple[float, float]:
     """The middle layer's gradients are summed over the ranks, those of the others averaged."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = make_config(stage, gradient_clipping=0.5, zero={"param_persistence_threshold": 0})
-    usual = api.build
+    usual = initialize.build
 
     def with_facts(model: nn.Module, plan: object, facts: UnitFacts, **others: object) -> object:
         special = UnitFacts(facts.mesh, divisor=1.0, early=4.0)  # divided early, and made good after the reduction
         others["facts_of"] = lambda name, _: special if name.startswith("2.") else facts
         return build(model, plan, facts, **others)
 
-    api.build = functools.partial(with_facts)
+    initialize.build = functools.partial(with_facts)
     try:
         engine = start(_model(), config)
     finally:
-        api.build = usual
+        initialize.build = usual
     plain = _model()
     optimizer = torch.optim.AdamW(
         plain.parameters(), **{k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"}

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.comm import collectives
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.utils import (
     safe_get_full_fp32_param,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from deepspeed.client.comm import comms_log
-from deepspeed.observe.log import warning_once
-from deepspeed.observe.monitor import MonitorMaster, prometheus_name
-from deepspeed.observe.runfile import read_run
+from deepspeed.monitor.log import warning_once
+from deepspeed.monitor.monitor import MonitorMaster, prometheus_name
+from deepspeed.monitor.runfile import read_run
 from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
 from deepspeed.tools.simulate.models import Decoder, Shape
 from tests.harness import pipes

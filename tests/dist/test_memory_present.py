@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.hostmem import Pool
+from deepspeed.monitor.hostmem import Pool
 from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.fit import MemoryPlan

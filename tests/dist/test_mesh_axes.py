@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.client.comm.groups import register_mpu, register_topology
+from deepspeed.comm.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError
-from deepspeed.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.utils import groups
 from tests.harness.pool import PatientPool, RankPool
 from tests.harness.training import ADAMW, STAGES

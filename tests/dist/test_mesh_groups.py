@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.init import take_turns
+from deepspeed.comm.mesh.groups import _new_group, build_mesh, destroy_mesh
+from deepspeed.comm.mesh.topology import Axis
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import _new_group, build_mesh, destroy_mesh
-from deepspeed.mesh.topology import Axis
 from deepspeed.tools.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.errors import RankFailedError, UsageError
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM
 from deepspeed.optim.rules import AdamBase
 from deepspeed.tier.behind import Worker, next_of
 from deepspeed.tier.transfer import Transfer

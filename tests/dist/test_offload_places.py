@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.device import Accelerator
+from deepspeed.accelerator.device import Accelerator
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.log import warning_once
+from deepspeed.monitor.log import warning_once
 from deepspeed.tier import aio, drive
 from deepspeed.tier.arena import Arena
 from deepspeed.zero import build as zero_build
@@ -269,7 +269,7 @@ def pinning_is_refused(folder: str) -> tuple[list[str], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "Arena", lambda *, pins, keep: Arena(pins=True, keep=keep))
         patch.setattr(Accelerator, "lock_memory", lambda *_: "no more page-locked memory")
-        patch.setattr("deepspeed.observe.log.logger.warning", lambda text, **_: said.append(text))
+        patch.setattr("deepspeed.monitor.log.logger.warning", lambda text, **_: said.append(text))
         warning_once.cache_clear()
         return compare(Plan(steps=2), folder, ("both nvme",)), said
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
 from deepspeed.tier.drive import Drive

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion

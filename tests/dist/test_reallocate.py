@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.comm.point_to_point import exchange
-from deepspeed.mesh.groups import plain_mesh
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.pipe.plain import cut_model
 from deepspeed.reallocate import ParameterReallocation
 from deepspeed.tensor.layers import LinearLayer

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.mesh.groups import plain_mesh
 from deepspeed.module_inject import layers
 from deepspeed.tensor.layers import SharedInput
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state

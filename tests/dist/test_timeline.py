@@ -26,8 +26,8 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.point_to_point import Wire, clock_offset
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
-from deepspeed.observe.runfile import read_run
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.runfile import read_run
 from deepspeed.profiling.timeline import collect
 from deepspeed.profiling.timeline.observer import Observer
 from deepspeed.tools.report.run import page
@@ -278,6 +278,19 @@ def _apart(ahead_s: float) -> tuple[int, int]:
 def test_clocks_that_are_apart_are_found_to_be_so(pool2: RankPool) -> None:
     (first, _), (second, _) = pool2.run(_apart, 5.0)
     assert first == 0 and abs(second - 5e9) < 5e7, "within 50 ms on a busy machine"
+
+
+def _second_begins_first(path: str) -> None:
+    rank = dist.get_rank()
+    group = AxisGroup(dist.group.WORLD, dist.get_world_size(), rank, tuple(range(2)), "gloo")
+    rows: list[collect.Row] = [(0, "step 1", 9_000 - 4_000 * rank, 2_000, None)]
+    collect.write_trace(path, f"rank {rank}", rows, group, 0)
+
+
+def test_a_trace_begins_with_the_first_span_of_any_rank(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_second_begins_first, str(tmp_path / "t.json.gz"))
+    events, _ = _events(tmp_path / "t.json.gz")
+    assert [(e["pid"], e["ts"], e["dur"]) for e in events] == [(0, 4.0, 2.0), (1, 0.0, 2.0)]
 
 
 def _cannot(folder: str) -> str:

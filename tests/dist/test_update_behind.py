@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.errors import UsageError
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM
 from deepspeed.tier.behind import Turn, Worker
 from deepspeed.utils import (
     safe_get_full_fp32_param,

@@ -20,7 +20,6 @@ CORE = (
     "tier/*.py",
     "optim/*.py",
     "engine/*.py",
-    "api.py",
 )
 BESIDE = ("apply", "inline", "partial", "policy", "publish", "registry", "result", "tiled")  # of zero/update
 # How policies are called in code; the keys of the configuration stand in the sentences of errors.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.tools.verify.ranks import RankFailure
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero import build

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import UsageError
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.zero.plan import StateKind

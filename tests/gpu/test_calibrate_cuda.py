@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.tools.simulate.calibrate import run
 from deepspeed.tools.simulate.calibrate.clock import Clock
 from deepspeed.tools.simulate.calibrate.device import MIB, Effort

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client import activation as checkpointing
-from deepspeed.device import get_accelerator
 from tests.gpu.target import needs_device
 
 pytestmark = [pytest.mark.gpu, needs_device]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.optim import cuda, host
 from deepspeed.optim.rules import FusedAdam, FusedLamb, FusedLion, Lamb
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.plan import StateKind

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 
 
 @contextlib.contextmanager

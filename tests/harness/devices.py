@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deepspeed.device import Accelerator, set_accelerator
+from deepspeed.accelerator.device import Accelerator, set_accelerator
 
 
 class TwoDevices(Accelerator):

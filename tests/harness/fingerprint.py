@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.accelerator.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.client import activation
 from deepspeed.client.comm import comms_log
 from deepspeed.client.data_loader import RepeatingLoader
-from deepspeed.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.engine.elastic import SaveKeeper
-from deepspeed.observe import log
-from deepspeed.observe.log import logger
+from deepspeed.monitor import log
+from deepspeed.monitor.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack

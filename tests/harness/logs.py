@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 
 @contextlib.contextmanager

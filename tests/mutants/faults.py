@@ -5,7 +5,7 @@ that kills it; those of models in parts are in ``faults_of_parts``. ``old`` is s
 it, and occurs once in its file; tests/pure/test_mutants.py holds that.
 """
 
-from tests.mutants.faults_of_parts import COMPILED, ELASTIC, INTERRUPTS, PARTS, PIPELINES
+from tests.mutants.faults_of_parts import COMPILED, ELASTIC, EXPERTS, INTERRUPTS, PARTS, PIPELINES
 from tests.mutants.mutant import Mutant
 
 
@@ -32,7 +32,7 @@ _KEYS = "tests/dist/test_config_keys_matter.py::test_an_honoured_key_has_an_effe
 _PURE = (
     Mutant(
         "L1",
-        "deepspeed/precision/loss_scale.py",
+        "deepspeed/engine/loss_scale.py",
         "self.cur_hysteresis = self.delayed_shift\n            self.cur_scale *=",
         "self.cur_scale *=",
         _LOSS_SCALE,
@@ -40,7 +40,7 @@ _PURE = (
     ),
     Mutant(
         "L2",
-        "deepspeed/precision/loss_scale.py",
+        "deepspeed/engine/loss_scale.py",
         "stable % self.scale_window == 0",
         "(stable + 1) % self.scale_window == 0",
         _LOSS_SCALE,
@@ -48,7 +48,7 @@ _PURE = (
     ),
     Mutant(
         "K8",
-        "deepspeed/precision/loss_scale.py",
+        "deepspeed/engine/loss_scale.py",
         'int(state.get("cur_hysteresis", self.delayed_shift))',
         "self.delayed_shift",
         _LOSS_SCALE,
@@ -522,5 +522,5 @@ _CHECKPOINTS = (
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS),
-    *(*PARTS, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
+    *(*PARTS, *EXPERTS, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
 )

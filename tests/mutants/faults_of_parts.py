@@ -54,6 +54,59 @@ PARTS = (
     ),
 )
 
+_EXPERTS = "tests/dist/test_experts.py"
+_CELL = f"{_EXPERTS}::test_training_equals_one_process"
+EXPERTS = (
+    Mutant(
+        "EX1",
+        "deepspeed/moe/exchange.py",
+        "local = torch.where(home[tokens] == owner, index[tokens] - owner * experts, -1)",
+        "local = torch.where(home[tokens] <= owner, (index[tokens] - owner * experts).abs() % experts, -1)",
+        (f"{_EXPERTS}::test_a_token_travels_once_to_each_rank_of_its_experts",),
+        "a rank computes only the choices that are its own experts",
+    ),
+    Mutant(
+        "EX2",
+        "deepspeed/comm/differentiable.py",
+        'back = {"sent": sent, "received": received}, {"sent": received, "received": sent}',
+        'back = {"sent": sent, "received": received}, {"sent": sent, "received": received}',
+        (f"{_CELL}[stage 0, two ranks an expert, top-2]",),
+        "gradients of tokens go back the way that the tokens came",
+    ),
+    Mutant(
+        "EX3",
+        "deepspeed/moe/layer.py",
+        "zip(experts, parts, strict=True)]",
+        "zip(experts, parts, strict=True) if len(part)]",
+        (f"{_CELL}[layer, ranks without tokens]",),
+        "weights of experts without tokens have a gradient, so that ranks reduce in one order",
+    ),
+    Mutant(
+        "EX4",
+        "deepspeed/moe/exchange.py",
+        "hidden, weights = (cut_parts(whole, sharers, 0, edges=edges) for whole in (hidden, weights))",
+        "hidden, weights = hidden[part], weights[part]",
+        (f"{_CELL}[folded over tensor-parallel ranks]",),
+        "ranks that share tokens put the gradients of their parts together",
+    ),
+    Mutant(
+        "EX5",
+        "deepspeed/checkpoint/save/content.py",
+        "adds = rank > 0 and any(u.mesh.zero.index == 0 for u in states.units)",
+        "adds = rank > 0 and states.mesh.zero.index == 0",
+        (f"{_EXPERTS}::test_whole_weights_have_the_experts_of_all_ranks",),
+        "a checkpoint names the experts of all ranks",
+    ),
+    Mutant(
+        "EX6",
+        "deepspeed/moe/spread.py",
+        "half * shape[dim] // packed + part * width",
+        "(half + part * packed) * width",
+        (f"{_CELL}[two ranks share an expert, stage 0]",),
+        "ranks that share an expert have the same rows of gate and up projection",
+    ),
+)
+
 _CUT = "tests/dist/test_three_axes_failures.py"
 PIPELINES = (
     Mutant(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.native import build
-from deepspeed.native.spec import OpSpec
+from deepspeed.accelerator.native import build
+from deepspeed.accelerator.native.spec import OpSpec
 from deepspeed.tier import aio
 from deepspeed.tier.aio import AioEngine, DirectFile, TransferError
 from tests.harness.aio import BACKENDS, KIB, Make, refuse_direct

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed.errors import BuildError, DeepSpeedError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier import aio
 from deepspeed.tier.aio import AioEngine, DirectFile, FileTransfer, TransferError, aligned_empty
 from tests.harness.aio import MIB, Make, content, noise, python, usable

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
+from deepspeed.accelerator.native.builders import PinMemoryBuilder
 from deepspeed.client import aio_handle as handle
 from deepspeed.client.aio_handle import FileMismatchError, aio_read, aio_write, deepspeed_memcpy
-from deepspeed.device import get_accelerator
-from deepspeed.native.builders import PinMemoryBuilder
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.ops.aio import aio_handle
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.tier import aio

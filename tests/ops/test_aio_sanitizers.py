@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.native.spec import ASYNC_IO
+from deepspeed.accelerator.native.spec import ASYNC_IO
 from tests.budget.source import ROOT
 
 GXX = shutil.which("g++") or shutil.which("clang++")

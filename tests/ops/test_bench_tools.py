@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from deepspeed.errors import BuildError
-from deepspeed.observe import program
-from deepspeed.observe.program import INTERRUPTED
+from deepspeed.monitor import program
+from deepspeed.monitor.program import INTERRUPTED
 from deepspeed.tools.bench import cli, common, cpu_adam, load
 from tests.budget.source import ROOT
 

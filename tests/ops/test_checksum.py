@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed.accelerator.native import spec as ops
+from deepspeed.accelerator.native.build import try_load
 from deepspeed.checkpoint.format import checksum
 from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
-from deepspeed.native import spec as ops
-from deepspeed.native.build import try_load
 
 # RFC 3720 B.4, and the check value of the catalogue of parametrised CRC algorithms
 KNOWN = {

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.native.build import built, try_load
-from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION
+from deepspeed.accelerator.native.build import built, try_load
+from deepspeed.accelerator.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed.accelerator.native import build, builders, cache, compiler
+from deepspeed.accelerator.native.spec import OpSpec
 from deepspeed.errors import CUDAMismatchException, MissingCUDAException
-from deepspeed.native import build, builders, cache, compiler
-from deepspeed.native.spec import OpSpec
 from tests.harness.compilers import GXX
 
 pytestmark = [pytest.mark.skipif(GXX is None, reason="needs a C++ compiler"), pytest.mark.usefixtures("native_cache")]

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed.accelerator.native.build import build, checked_compiler
+from deepspeed.accelerator.native.spec import FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec, short_hash, source_root
 from deepspeed.errors import BuildError
-from deepspeed.native.build import build, checked_compiler
-from deepspeed.native.spec import FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec, short_hash, source_root
 from deepspeed.optim import cuda
 from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too, with the fixture ``place`` of this file
     ADAM,

@@ -17,7 +17,7 @@ import torch
 
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import INTERRUPTED, count_of
+from deepspeed.monitor.program import INTERRUPTED, count_of
 from deepspeed.tier.aio import AioEngine
 from deepspeed.tools.bench import cli, common, io, tune
 from deepspeed.tools.bench.io import Load, Target

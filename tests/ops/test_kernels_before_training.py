@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.native.spec import OpSpec
+from deepspeed.accelerator.native.spec import OpSpec
 from deepspeed.optim import host
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed.accelerator.native import build, builders, cache, compiler
+from deepspeed.accelerator.native.spec import OpSpec
 from deepspeed.errors import BuildError, DeepSpeedError
-from deepspeed.native import build, builders, cache, compiler
-from deepspeed.native.spec import OpSpec
 from tests.budget.source import ROOT
 from tests.harness.compilers import GXX
 from tests.harness.logs import logged
@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.skipif(GXX is None, reason="needs a C++ compiler"), py
 CHILD = """
 import sys
 from pathlib import Path
-from deepspeed.native.build import load
-from deepspeed.native.spec import OpSpec
+from deepspeed.accelerator.native.build import load
+from deepspeed.accelerator.native.spec import OpSpec
 op = OpSpec("tiny", ("tiny.cpp",), root=Path(sys.argv[1]))
 sys.stdout.write(str(load(op).add(2, 3)))
 assert "torch" not in sys.modules

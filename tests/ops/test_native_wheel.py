@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.native.builders import ALL_OPS
+from deepspeed.accelerator.native.builders import ALL_OPS
 from tests.budget.source import ROOT
 from tests.harness.compilers import GXX
 
 TREE = ("deepspeed", "csrc", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 WHEEL = "import sys; from setuptools import build_meta; sys.stdout.write('>' + build_meta.build_wheel(sys.argv[1]))"
 USE = """
-from deepspeed.native.builders import ALL_OPS, installed_ops
+from deepspeed.accelerator.native.builders import ALL_OPS, installed_ops
 builder = ALL_OPS["cpu_checksum"]
 assert installed_ops["cpu_checksum"] and builder.state().word == "built", builder.state()
 assert "prebuilt" in builder.load()._name
@@ -54,7 +54,7 @@ def test_a_plain_wheel_needs_no_compiler(tree: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name.endswith("-py3-none-any.whl")
     assert {
-        "deepspeed/native/csrc/README.md",
+        "deepspeed/accelerator/native/csrc/README.md",
         "deepspeed/config/model/unread.json",
         "deepspeed/tools/config/starters/lora.json",
     } <= set(names) and not any("prebuilt" in name for name in names)

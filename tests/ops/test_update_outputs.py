@@ -13,8 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_ADAM
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from deepspeed.accelerator.native import build, cache
+from deepspeed.accelerator.native.spec import OpSpec
 from deepspeed.errors import BuildError
-from deepspeed.native import build, cache
-from deepspeed.native.spec import OpSpec
 
 FOLDER = Path(__file__).parent
 

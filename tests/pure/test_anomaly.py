@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from deepspeed.observe.anomaly import AnomalyWatch
+from deepspeed.monitor.anomaly import AnomalyWatch
 from tests.harness.rows import for_each
 
 

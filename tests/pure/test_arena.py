@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from deepspeed.device import Accelerator
-from deepspeed.observe.hostmem import rss_bytes
-from deepspeed.observe.log import logger, warning_once
+from deepspeed.accelerator.device import Accelerator
+from deepspeed.monitor.hostmem import rss_bytes
+from deepspeed.monitor.log import logger, warning_once
 from deepspeed.tier.arena import ALIGN, Arena, _Slab, aligned_empty
 from deepspeed.tier.staging import Staging
 

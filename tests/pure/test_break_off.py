@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, break_off
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.zero.sync.failures import break_off_all
 
 

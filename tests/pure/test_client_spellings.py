@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.settings import inert_notes
-from deepspeed.errors import DeepSpeedError, NotYetError
+from deepspeed.errors import DeepSpeedError
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.monitor.csv_monitor import csvMonitor
@@ -328,13 +328,18 @@ def test_tensors_by_kind() -> None:
     assert accelerator.BFloat16Tensor(2).dtype is torch.bfloat16
 
 
-def test_groups_without_experts_stay_as_they_are() -> None:
+def test_experts_have_optimizer_groups_of_their_own() -> None:
     group = {"params": [*nn.Linear(2, 2).parameters()], "name": "all"}
     assert split_groups(group) == [group]
     assert split_groups([group, group]) == [group, group]
-    group["params"][0].allreduce = False
-    with pytest.raises(NotYetError, match="experts"):
-        split_groups(group)
+    weight, bias = group["params"]
+    weight.allreduce, weight.group_name = False, "ep_size_2"
+    assert split_groups(group) == [
+        {"params": [bias], "name": "all"},
+        {"params": [weight], "name": "ep_size_2", "moe": True},
+    ]
+    bias.allreduce, bias.group_name = False, "ep_size_2"
+    assert [len(g["params"]) for g in split_groups(group, max_group_size=5)] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("norm_type", [2, 1, float("inf")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.observe.program import CheckFailedError, guarded
+from deepspeed.monitor.program import CheckFailedError, guarded
 from tests.budget.source import ROOT
 
 MAINS = {
@@ -36,11 +36,13 @@ WRONG: dict[str, str] = {
     "deepspeed --num_gpus none train.py": "num_gpus",
     "deepspeed --num_gpus 1 {}/none.py": "does not exist",
     "ds_bench": "nothing to measure was named",
-    "ds_bench comm": "'comm' is not in this release",
+    "ds_bench comm": "there is no measurement 'comm'",
+    "ds_bench lod": "there is no measurement 'lod', did you mean 'load'?",
     **{f"ds_bench {what} --rows 0": "whole number from 1" for what in ("access", "step", "vs-fsdp2")},
     "ds_bench access --params 1e13": "GB of memory and",
     "ds_bench ckpt --folder {}/none": "does not exist",
     "ds_bench io --folder {}/none": "none",
+    "ds_bench io {}/none": "none",
     "ds_bench load --model {}/none": "has no *.safetensors files",
     "ds_bench cpu-adam --params 0": "no number of parameters",
     "ds_bench stream --max-bytes none": "no size",

@@ -16,7 +16,7 @@ from deepspeed.config.model.spelling import LEGACY_OFFLOAD, REMOVED_KEYS, ZERO_A
 from deepspeed.config.model.values import DTYPE_NAMES
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import nearest_hint
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 KEYS = all_keys(DeepSpeedConfig)
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())

@@ -13,7 +13,7 @@ from deepspeed.config import (
     ZeroConfig,
     load_config,
 )
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from tests.harness.rows import for_each
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.spelling import REMOVED_KEYS, REMOVED_OPTIMIZERS, removed_key, removed_parts, says_off
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from tests.harness.rows import for_each
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.client import legacy
-from deepspeed.device import (
+from deepspeed.accelerator.device import (
     Accelerator,
     NullEvent,
     NullStream,
@@ -23,10 +22,11 @@ from deepspeed.device import (
     set_accelerator,
     set_random_seed,
 )
+from deepspeed.client import legacy
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
-from deepspeed.observe import hostmem, log, timers
+from deepspeed.monitor import hostmem, log, timers
 from deepspeed.tier.arena import aligned_empty
 
 

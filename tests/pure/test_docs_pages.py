@@ -194,7 +194,7 @@ def test_errors_that_a_user_meets_are_in_the_list(errors: ModuleType) -> None:
             load_config(config, world_size=2)
         met.append(str(caught.value))
     with pytest.raises(UsageError) as wrong:
-        importlib.import_module("deepspeed.api").initialize(model=None)
+        importlib.import_module("deepspeed.engine.initialize").initialize(model=None)
     met.append(str(wrong.value))
     patterns = [
         ".*".join(re.escape(part) for part in re.split(r"\{[^{}]*\}", m.text) if part.strip())

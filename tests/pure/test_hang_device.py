@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed.accelerator.device import Accelerator, NullEvent, set_accelerator
 from deepspeed.comm.hang.explain import RUNS
 from deepspeed.comm.hang.ledger import Ledger
 from deepspeed.comm.hang.stacks import COLLECTIVE, Spot, outwards, spot_of
 from deepspeed.comm.hang.watch import HangWatch
-from deepspeed.device import Accelerator, NullEvent, set_accelerator
 from deepspeed.tier.store import Landing
 from deepspeed.zero.update.result import norm_of
 

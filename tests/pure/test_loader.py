@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from deepspeed.attrs import recursive_getattr, recursive_setattr
+from deepspeed.accelerator.device import move_to_device
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.client.attrs import recursive_getattr, recursive_setattr
 from deepspeed.client.data_loader import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed.device import move_to_device
 from deepspeed.errors import DeepSpeedConfigError
 
 DATA = TensorDataset(torch.arange(10))

@@ -5,7 +5,7 @@ import io
 import pytest
 import tqdm
 
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 
 def test_a_line_of_the_log_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

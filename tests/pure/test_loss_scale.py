@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepspeed.engine.loss_scale import DynamicLossScaler, LossScaler, build_loss_scaler
 from deepspeed.errors import UsageError
-from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler, build_loss_scaler
 
 
 def trace(scaler, events):

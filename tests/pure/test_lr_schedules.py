@@ -20,7 +20,7 @@ from deepspeed.client.lr_schedules import (
     build_scheduler,
 )
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from tests.harness.rows import for_each
 
 

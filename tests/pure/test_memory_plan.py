@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.memory.fit import (
     Fitted,
     Limits,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.observe import hostmem
-from deepspeed.observe.hostmem import Pool
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.hostmem import Pool
 from deepspeed.zero.memory.fit import Limits, RankMemory, limits_of, limits_present
 from deepspeed.zero.plan import OffloadPlan
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import dense_topology
 from deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.observe.runfile import RunFile
+from deepspeed.monitor.runfile import RunFile
 from deepspeed.tools.report.cli import main
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

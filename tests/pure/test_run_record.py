@@ -19,20 +19,21 @@ from xml.etree import ElementTree
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
-from deepspeed.observe.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
-from deepspeed.observe.tracefile import TraceFile, lanes
+from deepspeed.monitor.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
+from deepspeed.monitor.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
 from deepspeed.profiling.timeline.board import Board
 from deepspeed.profiling.timeline.collect import on_first_clock, rows_of
 from deepspeed.profiling.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
+from deepspeed.profiling.timeline.tracefile import TraceFile, lanes
 from deepspeed.tools.report.cli import main
-from deepspeed.tools.report.run.figures import Curve, Figure, _log_ticks, draw, short, thinned, ticks
+from deepspeed.tools.report.run.figures import COLORS, Curve, Figure, draw, short, thinned
 from deepspeed.tools.report.run.live import spark
 from deepspeed.tools.report.run.page import facts, figures, page
 
 FACTS = {"model": "Net <b>", "parameters": 10, "units": 2, "ranks": 2, "batch": [8, 2, 2], "device": "cpu"}
 PLAN = {"device": 0, "host": 3 << 20, "drive": 0}
 MOST_BYTES = 3_000_000
+_SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _pace(rank: int, work: float, *, steps: int = 5) -> RankPace:
@@ -152,8 +153,8 @@ def test_what_overlaps_gets_a_row_of_its_own() -> None:
 def test_the_record_keeps_every_update_of_a_short_run_and_averages_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed.observe.runfile._EVERY_LINE", 10)
-    monkeypatch.setattr("deepspeed.observe.runfile._LEAST_S", 3600.0)
+    monkeypatch.setattr("deepspeed.monitor.runfile._EVERY_LINE", 10)
+    monkeypatch.setattr("deepspeed.monitor.runfile._LEAST_S", 3600.0)
     steps = read_run(_run(tmp_path / "a", 40)).of("step")
     assert [s["step"] for s in steps[:10]] == [*range(1, 11)] and len(steps) == 11
     assert steps[10]["steps"] == 30 and steps[10]["step"] == 40
@@ -247,7 +248,7 @@ def test_a_record_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path, caps
 def test_what_was_written_before_a_kill_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = f"""
 import os, signal
-from deepspeed.observe.runfile import RunFile
+from deepspeed.monitor.runfile import RunFile
 file = RunFile({str(tmp_path)!r}, {FACTS!r})
 for n in range(1, 8):
     file.step({{"total_ms": 5.0}}, {{"step": n, "loss": 1.0}})
@@ -310,6 +311,10 @@ class _Strict(HTMLParser):
         assert self.open and self.open.pop() == tag, tag
 
 
+def _fill(path: ElementTree.Element) -> str:
+    return path.attrib["style"].partition("fill: ")[2].partition(";")[0]
+
+
 def _svgs(text: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
@@ -320,11 +325,13 @@ def test_the_page_stands_alone_and_shows_what_the_record_holds(
     run = read_run(_run(tmp_path))
     assert main(["run", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert str(tmp_path / "report.html") in lines[-1], "after the run in a few lines"
+    assert [line.split()[0] for line in lines[:2]] == ["model", "ranks"]
     parser = _Strict()
     parser.feed(text)
     parser.close()
-    assert not parser.open and {"html", "svg", "polyline", "polygon", "table", "figcaption"} <= parser.seen
+    assert not parser.open and {"html", "svg", "path", "text", "table", "figcaption"} <= parser.seen
     assert len(text.encode()) < MOST_BYTES
     assert "<script" not in text and "&lt;script&gt;" in text and "Net &lt;b&gt;" in text
     titles = [figure.title for figure in figures(run)]
@@ -335,6 +342,14 @@ def test_the_page_stands_alone_and_shows_what_the_record_holds(
     for word in ("rank 1 (h) is slow", "30.5 ms (median)", "0.500 s", "1.500 s", "1 MiB", "50% hidden", "has ended"):
         assert word in text, word
     assert "plan: states on host" in text
+    assert text.count("<title>checkpoint: 0.50 s</title>") == 1, "the word of a mark"
+
+
+def test_a_page_without_the_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = read_run(_run(tmp_path))
+    monkeypatch.setattr("deepspeed.tools.report.run.page.find_spec", lambda name: None)
+    text = page(run)
+    assert "pip install matplotlib" in text and "<svg" not in text and "30.5 ms (median)" in text
 
 
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
@@ -388,14 +403,18 @@ def test_curves_keep_their_extremes_and_axes_have_round_numbers() -> None:
     points = [(float(i), 1.0 + (i == 7777)) for i in range(10_000)]
     kept = thinned(points)
     assert len(kept) <= 500 and max(y for _, y in kept) == 2.0 and sorted(kept) == kept
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10] and ticks(0.013, 0.047)[0] == pytest.approx(0.02)
+    even = draw(Figure("even", "x", [Curve("a", [(120_000.0, 0.0), (120_004.0, 10.0)])]))
+    words = [element.text for element in _svgs(even)[0].iter(f"{_SVG}text")]
+    assert words == ["120000", "120001", "120002", "120003", "120004", "update", *map(str, range(0, 11, 2)), "x"]
     flat = draw(Figure("flat", "x", [Curve("a", [(1.0, 3.0), (2.0, 3.0)])]))
     single = draw(Figure("one", "x", [Curve("a", [(1.0, 0.0)])]))
     rising = draw(Figure("log", "x", [Curve("a", [(1.0, 1e-3), (2.0, 1e3)])], log=True))
     assert all(len(_svgs(text)) == 1 and "nan" not in text for text in (flat, single, rising))
     assert spark([1, 2, 3], 2) == " @"
     assert [*map(short, (100_000, 150_000, 1.2e-5, -2e7, 0, 5e-4))] == ["1e5", "1.5e5", "1.2e-5", "-2e7", "0", "0.0005"]
-    assert all(len(_log_ticks(low, 3.01 * low)) > 1 for low in (1e-9, 0.021, 0.9, 2.1, 3.4, 5.1, 7e5))
+    for low in (1e-9, 0.021, 0.9, 2.1, 3.4, 5.1, 7e5):
+        (svg,) = _svgs(draw(Figure("log", "x", [Curve("a", [(1.0, low), (2.0, 3.01 * low)])], log=True)))
+        assert len([*svg.iter(f"{_SVG}text")]) > 5, "two of the values, and their unit"
 
 
 def test_updates_made_again_after_a_restart_are_shown_once(tmp_path: Path) -> None:
@@ -428,11 +447,9 @@ def test_areas_of_many_points_lie_on_top_of_each_other() -> None:
     """Each curve keeps other points of its own; their sums must not be of those that happen to be the same."""
     curves = [Curve(name, [(float(n), 4.0 + n * k % 7 / 100) for n in range(5000)]) for name, k in (("a", 3), ("b", 5))]
     (svg,) = _svgs(draw(Figure("t", "ms", curves, stacked=True)))
-    tops = {}
-    for polygon in svg.iter("{http://www.w3.org/2000/svg}polygon"):
-        points = [tuple(map(float, point.split(","))) for point in polygon.attrib["points"].split()][1:-1]
-        tops[polygon.attrib["fill"]] = [y for _, y in points]
-    lower, upper = sorted(tops.values(), key=max, reverse=True)
+    areas = [path.attrib["d"] for path in svg.iter(f"{_SVG}path") if _fill(path) in COLORS]
+    tops = [[float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", area)][1:-2] for area in areas]
+    lower, upper = sorted(tops, key=max, reverse=True)
     assert max(lower) - min(lower) < 5 and max(upper) - min(upper) < 5, "no curve falls onto another"
     assert min(lower) - max(upper) > 50
 
@@ -440,8 +457,8 @@ def test_areas_of_many_points_lie_on_top_of_each_other() -> None:
 def test_a_line_within_areas_lies_on_top_of_them() -> None:
     areas = [Curve(name, [(1.0, 4.0), (2.0, 4.0)]) for name in "ab"]
     (svg,) = _svgs(draw(Figure("t", "ms", [*areas, Curve("c", [(1.0, 3.0), (2.0, 3.0)], dashed=True)], stacked=True)))
-    drawn = [element.tag.rpartition("}")[2] for element in svg if element.tag.endswith(("polygon", "polyline"))]
-    assert drawn == ["polygon", "polygon", "polyline"]
+    drawn = [path for path in svg.iter(f"{_SVG}path") if _fill(path) in COLORS or "dasharray" in path.attrib["style"]]
+    assert [_fill(path) in COLORS for path in drawn] == [True, True, False]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_lines_and_not_the_run(tmp_path: Path) -> None:
@@ -477,7 +494,7 @@ def test_a_line_written_in_part_spoils_no_other(tmp_path: Path) -> None:
 
 def test_two_processes_with_one_folder_are_warned_of(tmp_path: Path) -> None:
     first = RunFile(tmp_path, FACTS)
-    code = f"from deepspeed.observe.runfile import RunFile; RunFile({str(tmp_path)!r}, {{}}).close()"
+    code = f"from deepspeed.monitor.runfile import RunFile; RunFile({str(tmp_path)!r}, {{}}).close()"
     subprocess.run([sys.executable, "-c", code], check=True)
     first.close()
     assert "another process writes" in read_run(tmp_path).of("warning")[0]["text"]
@@ -488,7 +505,7 @@ def test_two_processes_with_one_folder_are_warned_of(tmp_path: Path) -> None:
 def test_updates_that_were_left_out_are_all_counted_and_a_loss_that_is_none_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed.observe.runfile._EVERY_LINE", 0)
+    monkeypatch.setattr("deepspeed.monitor.runfile._EVERY_LINE", 0)
     file = RunFile(tmp_path, FACTS)
     for n in range(1, 11):
         file.step({"total_ms": 1.0}, {"step": n, "skipped": n % 2 == 0, "loss": math.nan})

@@ -5,9 +5,9 @@ from math import prod
 import pytest
 
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh
+from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.zero.partition import owned_range
 from deepspeed.zero.plan import Spread
 from tests.harness.rows import for_each

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.device import NullEvent, NullStream, set_accelerator
+from deepspeed.accelerator.device import NullEvent, NullStream, set_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.tier.behind import Worker
 from deepspeed.tier.transfer import ARRIVED, Transfer

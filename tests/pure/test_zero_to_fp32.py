@@ -14,7 +14,7 @@ from deepspeed.checkpoint import get_layer_ckpt_name_for_rank, get_model_ckpt_na
 from deepspeed.checkpoint.ds_to_universal import main as to_universal, parse_arguments
 from deepspeed.checkpoint.save.client_files import SCRIPT_TEXT, copy_for_later
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tools.checkpoint.cli import main as tool
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -190,6 +190,12 @@ def test_wrong_input_is_one_sentence(
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "missing")
     with pytest.raises(CheckpointError):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a", "global_step9")
+
+
+def test_it_is_a_program_under_the_name_that_clients_import(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(own(tmp_path / "a")), str(tmp_path / "o")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert (tmp_path / "o" / "pytorch_model.bin").exists() and "RuntimeWarning" not in done.stderr
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:

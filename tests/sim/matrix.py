@@ -388,7 +388,7 @@ def timed() -> dict[str, Any]:
     def hear(event: Event) -> None:
         if isinstance(event, Phase) and event.name == "forward":
             forwards.append(1)
-        if isinstance(event, HostWait) and any(file == "observe/timers.py" for file, _, _ in event.site):
+        if isinstance(event, HostWait) and any(file == "monitor/timers.py" for file, _, _ in event.site):
             waits.append((len(forwards) + 1) // 2)
 
     def batch(model: Any, step: int) -> torch.Tensor:

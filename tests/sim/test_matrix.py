@@ -106,7 +106,10 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
     if "-on-host" in name:
         allowed = allowed | LOOKED_FOR
     if name.startswith("torn"):  # its last step is the one that makes room
-        allowed = allowed | {"device.synchronize: tier/arena.py _slab", "device.synchronize: device.py method"}
+        allowed = allowed | {
+            "device.synchronize: tier/arena.py _slab",
+            "device.synchronize: accelerator/device.py method",
+        }
     assert set(facts[name]["waits"]) <= allowed
 
 

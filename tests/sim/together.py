@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed.api import initialize
 from deepspeed.client.zero.init import Init
+from deepspeed.comm.mesh import groups
+from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DivergenceError, RankFailedError
-from deepspeed.mesh import groups
 from deepspeed.tools.simulate.control import talking
 from deepspeed.tools.simulate.costs import load_machine
 from deepspeed.tools.simulate.device import NAME

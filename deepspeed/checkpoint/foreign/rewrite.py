@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.foreign.weights import Progress, block_of, compute_dtype, stream
 from deepspeed.checkpoint.format import folders
@@ -17,7 +18,6 @@ from deepspeed.checkpoint.load.compare import in_memory
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
-from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.regions import Span
 

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.checkpoint.format.folders import finished, sync, temporary_for, write_atomically
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill
 from deepspeed.config.model.values import byte_count
-from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.reallocate.flow import Parcel, WeightFlow, plan_shards
 from deepspeed.zero.module.state import whole_shape
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed.native.build import try_load
-from deepspeed.native.spec import CPU_CHECKSUM
+from deepspeed.accelerator.native.build import try_load
+from deepspeed.accelerator.native.spec import CPU_CHECKSUM
 
 _POLYNOMIAL = 0x82F63B78  # bit 31 is the coefficient of x^0, x^32 left out
 _ONES = 0xFFFFFFFF

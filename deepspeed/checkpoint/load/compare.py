@@ -15,9 +15,9 @@ from deepspeed.checkpoint.foreign.weights import Stream, open_facts, shared_name
 from deepspeed.checkpoint.load.reader import open_everywhere
 from deepspeed.checkpoint.load.source import Described, Key, Source
 from deepspeed.checkpoint.save.collect import States, names_of
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import CheckpointError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.module.state import persistent_buffers, state_names, whole_weights
 from deepspeed.zero.sync.failures import together

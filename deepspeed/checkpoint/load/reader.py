@@ -17,8 +17,8 @@ from deepspeed.checkpoint.format.manifest import Key, Manifest
 from deepspeed.checkpoint.format.plain import decode
 from deepspeed.checkpoint.load.source import Described, Source, Wish, outside, whole
 from deepspeed.checkpoint.save.collect import unpack_scalar
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import CheckpointError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.regions import Region, Span, runs
 from deepspeed.zero.sync.failures import together
 

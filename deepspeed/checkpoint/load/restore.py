@@ -14,7 +14,7 @@ from deepspeed.checkpoint.save.client_files import names_and_shapes
 from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.module.state import persistent_buffers

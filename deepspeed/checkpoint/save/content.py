@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.plain import Collected, encode
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.collect import Elements, States, TensorPart
-from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
 from deepspeed.tier.drive import Held
@@ -95,7 +95,7 @@ def content_of(
     rank, plain, content = states.mesh.job.index, Collected(), Content()
     buffers = persistent_buffers(states.module, pieces=not exclude_frozen)
     buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in buffers.items()}
-    adds = rank > 0 and states.mesh.zero.index == 0  # to the common facts; one of the ranks with the same modules
+    adds = rank > 0 and any(u.mesh.zero.index == 0 for u in states.units)  # to the common facts, with names of its own
     with together(states.mesh, "collecting the state") as shared:
         facts = given()
         name, odd = f"ranks/{rank}", collect.odd_state(states)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.checkpoint.foreign.unpickle import save_pickled
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.checksum import crc32c
@@ -26,10 +27,9 @@ from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.collect import TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content, Copies
 from deepspeed.comm.collectives import gather_objects
-from deepspeed.device import get_accelerator
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import CheckpointError, DeepSpeedError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.arena import Arena
 from deepspeed.zero.regions import Span
 from deepspeed.zero.sync.failures import together

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.comm.comms_log import LOG
 from deepspeed.comm.collectives import Collective, gather_flat, require_group, scatter_flat
-from deepspeed.device import get_accelerator
 from deepspeed.errors import pending_class
 
 # Collective: its parameters, in torch's order; "*" marks the one whose bytes are the message.

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import require_group
 from deepspeed.comm.hang.stacks import outwards, unit_of
-from deepspeed.device import get_accelerator
 from deepspeed.errors import nearest_hint
-from deepspeed.observe.log import logger, rank
-from deepspeed.observe.timers import trimmed_mean
+from deepspeed.monitor.log import logger, rank
+from deepspeed.monitor.timers import trimmed_mean
 
 Rows = dict[str, dict[int, dict[str, Any]]]  # by op and message bytes
 # How often a message goes round the ring, per nccl-tests' PERFORMANCE.md; other ops cross a link once.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.client.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.errors import DeepSpeedConfigError
 
 Env = Mapping[str, str]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from deepspeed.client.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
+from deepspeed.comm.mesh.groups import group_over
+from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
-from deepspeed.mesh.groups import group_over
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
 
 # Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
 _DATA = ("dp_outer", "dp")
@@ -56,10 +56,10 @@ def forget_topology(topology: Topology | None) -> None:
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Register ``mpu`` (deprecated); expert parallelism (``ep_size`` > 1) is not in this release."""
-    if ep_size != 1:
-        raise_not_yet(f"groups.initialize(ep_size={ep_size})", "Use ep_size=1.")
+    """Register ``mpu`` (deprecated), and make the groups of experts over ``ep_size`` ranks."""
     register_mpu(mpu)
+    if ep_size != 1:
+        create_expert_groups(ep_size)
 
 
 def _axis(family: str, group_name: str | None) -> Axis:
@@ -101,15 +101,26 @@ def _first_of(family: str) -> int:
     return int(CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0])  # a global rank
 
 
+def create_expert_groups(
+    expert_parallel_size_: int,
+    mpu: Any = None,
+    use_data_before_expert_parallel_: bool = False,  # noqa: FBT001, FBT002 - the order that clients know
+) -> None:
+    """Make this rank's groups of experts over so many ranks, which the getters return. Collective over each group."""
+    if use_data_before_expert_parallel_:
+        raise_not_yet("use_data_before_expert_parallelism", "Ranks that hold different experts are consecutive.")
+    if mpu is not None:
+        register_mpu(mpu)
+    for family in _EXPERTS:
+        _answer(family, "group", f"ep_size_{expert_parallel_size_}")
+
+
 GETTERS: dict[str, Callable[..., Any]] = {
     **{f"get_{family}_{kind}": _getter(family, kind) for family in (*_DENSE, *_EXPERTS) for kind in _WHAT},
     "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
     "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
     "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
-    "create_expert_data_and_model_parallel": pending_function(
-        "deepspeed.utils.groups._create_expert_data_and_model_parallel",
-        "_get_expert_parallel_group(name) makes groups.",
-    ),
+    "create_expert_data_and_model_parallel": create_expert_groups,
 }
 
 

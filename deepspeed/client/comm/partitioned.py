@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.comm.differentiable import bounds, widths
 
 

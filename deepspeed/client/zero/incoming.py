@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.tier.transfer import ARRIVED
 from deepspeed.zero.module.mapped import FilePart, identity_of, parts_of, read_segment
 from deepspeed.zero.plan import StateKind

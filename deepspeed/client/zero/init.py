@@ -20,15 +20,15 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from deepspeed.accelerator.device import DTYPES, get_accelerator, take_device
 from deepspeed.client.zero.incoming import Incoming, follow_transformers
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import DTYPES, get_accelerator, take_device
 from deepspeed.errors import NotYetError, UsageError
-from deepspeed.mesh.groups import plain_mesh
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import logger
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import logger
 from deepspeed.zero.build import memory_of_ranks
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present

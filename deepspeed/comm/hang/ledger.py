@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.hang.stacks import group_title, line_of, origin, unit_of
-from deepspeed.device import get_accelerator
 
 _KEPT = 64
 

@@ -24,6 +24,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SITE = f"{os.sep}site-packages{os.sep}"
+_DEVICE = _OURS + os.path.join("accelerator", "device.py")
 COLLECTIVE, DRIVE, LOADER = "collective", "drive", "loader"
 WATCHERS = "ds-hang"  # how the names of the threads begin that look
 # Calls that wait for the device, on which a collective may be.
@@ -142,7 +143,7 @@ def _work_waited_for(frame: FrameType) -> bool:
 def _device_waited_for(frames: list[FrameType], *, busy: bool) -> str:
     """Return the call by which a client's frame, or with ``busy`` one of ours, waits for the device; else ""."""
     files = ((frame, frame.f_code.co_filename) for frame in frames)
-    caller = next((frame for frame, file in files if origin(file) != "torch" and file != f"{_OURS}device.py"), None)
+    caller = next((frame for frame, file in files if origin(file) != "torch" and file != _DEVICE), None)
     text = "" if caller is None else _waiting_text(caller)
     if caller is None or not DEVICE_WAITS.search(text):
         return ""
@@ -189,7 +190,7 @@ def _own_wait(frames: list[FrameType]) -> tuple[str, str, str | None, str] | Non
         if where == "tier" and hasattr(holder, "waits_for"):
             text = holder.waits_for()
             return DRIVE, text, None, text
-        if where in ("comm", "mesh"):
+        if where == "comm":
             group = getattr(frame.f_locals.get("group"), "pg", None)
             return COLLECTIVE, frame.f_code.co_name, group_title(group) if group else None, ""
     return None

@@ -193,6 +193,11 @@ def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
     size, inner = block.autotp_size, block.tensor_parallel.tp_size
     text = f"is {inner}, but tensor_parallel.autotp_size is {size}. Delete tp_size, or make them equal."
     yield size > 1 and inner not in (1, size), "tensor_parallel.tensor_parallel.tp_size", text
+    ways, ranks = cfg.expert_parallel.ways, cfg.world_size * block.ways
+    text = f"x expert_tensor_parallel_size = {ways} does not divide the {ranks} ranks. Use a divisor of {ranks}."
+    yield ranks % ways, "expert_parallel.autoep_size", text
+    text = "cannot be combined with expert_parallel in this release: experts need whole tokens. Delete it."
+    yield ways > 1 and block.sequence_parallel_norms, "tensor_parallel.sequence_parallel_norms", text
 
 
 def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from pydantic import Field, SkipValidation
 
 from deepspeed.config.model import blocks, unread, values
 from deepspeed.config.model.elastic import ElasticityConfig
+from deepspeed.config.model.expert_parallel import ExpertParallelConfig
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 
@@ -57,6 +58,7 @@ class Configuration(unread.Keys):
     comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
+    expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig)
     flops_profiler: blocks.FlopsProfilerConfig = Field(default_factory=blocks.FlopsProfilerConfig)
     hybrid_engine: blocks.HybridEngineConfig = Field(default_factory=blocks.HybridEngineConfig)
     anomalies: blocks.AnomaliesConfig = Field(default_factory=blocks.AnomaliesConfig)

@@ -14,7 +14,7 @@ from deepspeed.config.model.settings import support_faults
 from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
 from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import DeepSpeedConfigError, nearest_hint
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 _DEEPEST = 64  # levels; a dict that contains itself has no end
 _SCHEMA = "$schema"  # for editors: names the file that describes this format
@@ -123,10 +123,10 @@ def judge(
         if not report.follows(str(error)):
             report.batch = report.at_line(values.TRAIN, str(error)) if isinstance(error, ValueError) else ""
             report.fault(values.TRAIN, str(error))
-    wrong = rule_violations(config, lenient=lenient)
+    wrong = [fault for fault in rule_violations(config, lenient=lenient) if not report.follows(fault[1])]
     report.conflict = bool(wrong)
-    wrong += support_faults(config) if check_support else []
-    for path, sentence in [(path, sentence) for path, sentence in wrong if not report.follows(sentence)]:
+    unsupported = support_faults(config) if check_support else []
+    for path, sentence in wrong + [fault for fault in unsupported if not report.follows(fault[1])]:
         report.fault(path, sentence, unread=False)
     return config, report
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other 
     ActivationCheckpointingKeys: TypeAlias = Block
     AioKeys: TypeAlias = Block
     CheckpointKeys: TypeAlias = Block
+    ExpertParallelKeys: TypeAlias = Block
     Keys: TypeAlias = Block
     OptimizerKeys: TypeAlias = Block
     PipelineKeys: TypeAlias = Block

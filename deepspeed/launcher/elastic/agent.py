@@ -36,7 +36,7 @@ from deepspeed.launcher.node.loop import FAILURE_GRACE_S, join_limit, signals_to
 from deepspeed.launcher.node.ranks import KILL_S, Guard, Ranks, made, scratch_path
 from deepspeed.launcher.node.supervisor import rank_arguments, rank_environment, rank_log_files
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, RankEnd, Verdict, interrupted, judge, preempted
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 _TORCHS = re.compile(r"torch\.distributed\.elastic(\.|$)")  # loggers; several have a level of their own
 _POLL_S = 0.1

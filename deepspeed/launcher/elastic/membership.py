@@ -35,7 +35,7 @@ from deepspeed.launcher.elastic.beats import BEAT_S, Beats, beat
 from deepspeed.launcher.elastic.sizes import Elastic, share_ranks, too_few
 from deepspeed.launcher.node.loop import join_limit, silence_limit
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 _RUN = "deepspeed_elastic"
 _JOIN_S = 5.0  # what a node that lives takes at most for its part of joining

@@ -27,7 +27,7 @@ from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job, encode_world
 from deepspeed.launcher.node.loop import FAILURE_GRACE_S, LOSS_GRACE_S, TICK_S, Message, Post, join_limit, silence_limit
 from deepspeed.launcher.node.verdict import RankEnd, Verdict, interrupted, judge, lost, preempted
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 SAY_AFTER_S = 5.0
 _CONNECT_S = 2.0

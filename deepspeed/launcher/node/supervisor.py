@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.launcher import crash_report
 from deepspeed.launcher.job import Job, check_node_rank

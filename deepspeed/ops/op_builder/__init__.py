@@ -1,5 +1,4 @@
-from deepspeed.errors import CUDAMismatchException, MissingCUDAException
-from deepspeed.native.builders import (
+from deepspeed.accelerator.native.builders import (
     ALL_OPS,
     AsyncIOBuilder,
     CPUAdagradBuilder,
@@ -15,5 +14,6 @@ from deepspeed.native.builders import (
     PinMemoryBuilder,
     TorchCPUOpBuilder,
 )
+from deepspeed.errors import CUDAMismatchException, MissingCUDAException
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -1,1 +1,1 @@
-from deepspeed.native.builders import ALL_OPS
+from deepspeed.accelerator.native.builders import ALL_OPS

@@ -1,2 +1,2 @@
+from deepspeed.accelerator.native.builders import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder, installed_ops
 from deepspeed.errors import CUDAMismatchException, MissingCUDAException
-from deepspeed.native.builders import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder, installed_ops

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.events import PHASE
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.monitor.events import PHASE
+from deepspeed.monitor.log import log_dist, logger
 from deepspeed.profiling.flops_profiler.counter import BACKWARD, FORWARD, RECOMPUTED
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, write_report
 from deepspeed.profiling.flops_profiler.report import amount, render

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.profiling.flops_profiler.counter import BACKWARD, FORWARD, RECOMPUTED, Counter, Whereabouts, module_row
 from deepspeed.profiling.flops_profiler.report import ModuleCost, Profile, amount, render

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.channel import GONE, Channel
-from deepspeed.device import get_accelerator
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import logger
-from deepspeed.observe.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ranks
-from deepspeed.observe.runfile import RunFile
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.pace import Pace, PaceSpread, RankPace, SlowRank, slow_ranks
+from deepspeed.monitor.runfile import RunFile
 from deepspeed.profiling.timeline.spans import SAMPLED, StepSpans
 
 BEAT_S = 1.0

@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.point_to_point import Wire
-from deepspeed.observe.tracefile import TraceFile, lanes
 from deepspeed.profiling.timeline.spans import COLLECTIVES, ROWS, TIERS, MarkClock, StepSpans
+from deepspeed.profiling.timeline.tracefile import TraceFile, lanes
 
 # One span for the journey: row, name, begin and length in nanoseconds (None: a moment), facts.
 Row = tuple[int, str, int, int | None, dict[str, Any] | None]
@@ -42,23 +42,20 @@ def rows_of(
 def write_trace(path: str, title: str, rows: list[Row], group: AxisGroup, left_out: int) -> None:
     """Write every rank's ``rows`` to ``path``, by ``title``; ``left_out`` had no room. Collective. Raises OSError."""
     content = json.dumps([title, rows, left_out]).encode()
+    begins = gather_objects(min((row[2] for row in rows), default=None), group)
     if group.index and not group.alike:
         Wire(group).number(0)  # its turn
         Wire(group).send_bytes(gzip.compress(content, 1), 0)
         return
-    failure: OSError | None = None
-    begin_ns = min((row[2] for row in rows), default=0)
+    begin_ns = min((begin for begin in begins if begin is not None), default=0)  # of all: no moment is before it
     parts = _parts(content, group)
     try:
         with TraceFile(path) as file:
             for rank, (name, theirs, lost) in parts:
                 _write_rank(file, rank, name, theirs, begin_ns, lost)
-    except OSError as error:
-        failure = error
-    for _ in parts:  # what the others have to send
-        pass
-    if failure is not None:
-        raise failure
+    finally:
+        for _ in parts:  # what the others have to send
+            pass
 
 
 def _parts(content: bytes, group: AxisGroup) -> Iterator[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""Notes what an engine tells: a listener of its events (``observe.events``) and of its process groups.
+"""Notes what an engine tells: a listener of its events (``monitor.events``) and of its process groups.
 
 Calls that clients make, and transfers between tiers, are noted by methods of living objects that stand in for theirs
 (``Wraps``).
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.observe.events import FLUSH, ISSUE, NEED, PHASE, UPDATE, WAIT
+from deepspeed.monitor.events import FLUSH, ISSUE, NEED, PHASE, UPDATE, WAIT
 from deepspeed.profiling.timeline.spans import (
     COLLECTIVES,
     COMPUTE,
@@ -82,7 +82,8 @@ class Listener:
         self._forwards: dict[nn.Module, Any] = {}
         self._unit, self._titles = "", dict[int, str]()  # what is issued now is for; names of units
         mesh = engine.mesh
-        axes = (mesh.job, mesh.control, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing, *mesh.groups)
+        axes = (mesh.job, mesh.control, mesh.zero, mesh.data, mesh.tp, mesh.pp, mesh.reducing)
+        axes += (*mesh.groups, *mesh.experts)
         groups = {id(g): g for g in axes if isinstance(g, AxisGroup) and g.size > 1}.values()
         # the lists of listeners that this one is in unless it rests, and as what
         self._places: list[tuple[list[Any], Any]] = [(group.ledger, self._collective) for group in groups]

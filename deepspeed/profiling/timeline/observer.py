@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import NullEvent, get_accelerator
 from deepspeed.comm.channel import job_channel
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.point_to_point import clock_offset
-from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.observe.anomaly import AnomalyWatch
-from deepspeed.observe.events import METRICS
-from deepspeed.observe.log import logger
-from deepspeed.observe.runfile import RunFile
-from deepspeed.observe.tracefile import check_writable
+from deepspeed.monitor.anomaly import AnomalyWatch
+from deepspeed.monitor.events import METRICS
+from deepspeed.monitor.log import logger
+from deepspeed.monitor.runfile import RunFile
 from deepspeed.profiling.timeline.board import Board
 from deepspeed.profiling.timeline.collect import rows_of, write_trace
 from deepspeed.profiling.timeline.listen import Listener, Wraps
 from deepspeed.profiling.timeline.spans import StepSpans, clock_for
+from deepspeed.profiling.timeline.tracefile import check_writable
 from deepspeed.version import __version__
 
 _MOST_SPANS = 200_000  # of one rank in a trace

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 
 PHASES, COMPUTE, WAITS, COLLECTIVES, TIERS, PREFETCH = range(6)  # rows of a trace, from the top
 SAMPLED = ("wait_ms", "communication_ms", "prefetch_hits", "prefetch_misses", "sent_bytes")  # of updates noted alone

@@ -1,5 +1,6 @@
 """Import path of parameter sharding. Clients replace ``zero_wrapper_for_fp_tensor_constructor`` here; Init reads it."""
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.client.zero.gathered import (
     GatheredParameters,
     register_external_parameter,
@@ -12,6 +13,5 @@ from deepspeed.client.zero.init import (
     shutdown_init_context,
     zero_wrapper_for_fp_tensor_constructor,
 )
-from deepspeed.device import get_accelerator
 from deepspeed.zero.module.attributes import ZeroParamType
 from deepspeed.zero.param import ZeroParamStatus

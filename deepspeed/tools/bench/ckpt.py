@@ -28,7 +28,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import size
+from deepspeed.monitor.program import size
 from deepspeed.tools.bench.common import check_folder, check_memory, spread, titled
 from deepspeed.tools.bench.trained import on_ranks, passes, together
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import UsageError
-from deepspeed.observe.hostmem import host_available_bytes
-from deepspeed.observe.program import columns
+from deepspeed.monitor.hostmem import host_available_bytes
+from deepspeed.monitor.program import columns
 
 _ALIGN = 4096  # as deepspeed.tier.arena.ALIGN, which torch comes with
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.native.build import load
+from deepspeed.accelerator.native.spec import CPU_ADAM, OpSpec
 from deepspeed.errors import BuildError
-from deepspeed.native.build import load
-from deepspeed.native.spec import CPU_ADAM, OpSpec
 from deepspeed.optim.host import usable
 from deepspeed.optim.rules import DeepSpeedCPUAdam
 from deepspeed.tools.bench.common import check_memory, spread, titled

@@ -24,8 +24,8 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe import hostmem
-from deepspeed.observe.program import CheckFailedError, size
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.program import CheckFailedError, size
 from deepspeed.tools.bench.common import titled
 from deepspeed.tools.bench.trained import on_ranks
 from deepspeed.zero.module.mapped import identity_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from deepspeed.observe.program import CommandLine, count_of, number_of, whole_of
+from deepspeed.monitor.program import CommandLine, count_of, number_of, whole_of
 from deepspeed.tools.bench.common import block_of, params_of, size_of
 
 _MOST_THREADS = 4096  # more crash the runtimes of cpu-adam

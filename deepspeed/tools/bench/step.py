@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 from deepspeed import comm
-from deepspeed.device import get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.tools.bench.common import titled
 from deepspeed.tools.bench.trained import engine_for, on_ranks, passes, settle, timed
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.observe.program import size
+from deepspeed.monitor.program import size
 from deepspeed.tools.bench.common import titled
 from deepspeed.tools.bench.trained import engine_for, on_ranks, together
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.device import Accelerator, get_accelerator, set_accelerator
+from deepspeed.accelerator.device import Accelerator, get_accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.tools.bench.common import check_memory
 from deepspeed.tools.verify.models import ResidualBlock

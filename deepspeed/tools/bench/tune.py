@@ -26,7 +26,7 @@ from typing import Any
 from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.program import columns, count_of
+from deepspeed.monitor.program import columns, count_of
 from deepspeed.tier.arena import ALIGN
 from deepspeed.tools.bench.common import block_of
 from deepspeed.tools.bench.io import Load, Target, speed, through_engine

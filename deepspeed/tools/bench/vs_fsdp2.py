@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.observe import hostmem
-from deepspeed.observe.program import size
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.program import size
 from deepspeed.tools.bench.common import titled
 from deepspeed.tools.bench.trained import batch_for, blocks, engine_for, on_ranks, passes, together
 

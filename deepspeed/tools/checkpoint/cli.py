@@ -22,7 +22,7 @@ from pathlib import Path
 from deepspeed.checkpoint.format import folders
 from deepspeed.config.model.values import DTYPE_NAMES, byte_count
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.program import CommandLine, count_of, guarded, say, size
+from deepspeed.monitor.program import CommandLine, count_of, guarded, say, size
 
 FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")
 _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).

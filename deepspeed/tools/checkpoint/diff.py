@@ -17,7 +17,7 @@ from deepspeed.checkpoint.load.compare import TensorRow, compare_tensors, in_mem
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.observe.program import say
+from deepspeed.monitor.program import say
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _MODELS = (*_INDEXES, "model.safetensors", "pytorch_model.bin")

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.weights import (
     open_facts,
@@ -20,9 +21,8 @@ from deepspeed.checkpoint.foreign.weights import (
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.observe.program import say, size
+from deepspeed.monitor.program import say, size
 from deepspeed.tools.checkpoint import reference_layout
 
 CHOICES = {**DTYPES, "keep": None}

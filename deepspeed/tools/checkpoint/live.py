@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed.api import choose_optimizer, names_by_group
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.foreign.weights import block_of, open_facts
 from deepspeed.checkpoint.load.compare import Match, TensorRow, compared, match, optimizer_kind, shape_row
@@ -23,6 +22,7 @@ from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.config import load_config, read_config_source
+from deepspeed.engine.initialize import choose_optimizer, names_by_group
 from deepspeed.errors import UsageError
 from deepspeed.optim.registry import granularity
 from deepspeed.tools.verify.user_model import parts_of, resolve

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.format.manifest import PIECE_BYTES, Manifest
 from deepspeed.checkpoint.load.reader import OwnSource, located, open_checkpoint, read_manifest
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.observe.program import say, size
+from deepspeed.monitor.program import say, size
 
 _LISTED = 50
 

@@ -12,7 +12,7 @@ from deepspeed.config.explain.check import Findings, as_json, dtypes_text, exami
 from deepspeed.config.model.values import BATCH_KEYS
 from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError, counted
-from deepspeed.observe.program import BAD_INPUT, CommandLine, count_of, guarded, say
+from deepspeed.monitor.program import BAD_INPUT, CommandLine, count_of, guarded, say
 
 STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes, one per goal
 
@@ -106,6 +106,7 @@ def _init(args: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         raise UsageError(f"{args.output} is there already; --force replaces it") from None
+    say(f"wrote {args.output}; next: ds_config check {args.output} --world RANKS")
     return 0
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from deepspeed.accelerator.native import builders, compiler
 from deepspeed.errors import BuildError, DeepSpeedConfigError
-from deepspeed.native import builders, compiler
-from deepspeed.observe.program import size
+from deepspeed.monitor.program import size
 from deepspeed.version import __version__
 
 ROOT = Path("/")
@@ -48,10 +48,13 @@ REQUIRED = {
 OPTIONAL = {
     "transformers": "its models and Trainer run on this package",
     "accelerate": "its Accelerator runs on this package",
+    "peft": "its adapters train under every stage",
+    "lightning": "its DeepSpeedStrategy runs on this package",
+    "trl": "its trainers run on this package",
     "tensorboard": "writes metrics as TensorBoard event files",
     "wandb": "sends metrics to Weights & Biases",
     "comet_ml": "sends metrics to Comet",
-    "matplotlib": "plots in the examples",
+    "matplotlib": "draws the figures of ds_report run, and plots in the examples",
     "mpi4py": "not needed: ranks started by MPI are recognised without it",
 }
 LAUNCH_TOOLS = {
@@ -73,6 +76,7 @@ _NAMES = (
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _LOGIN = re.compile(r"(\w://)[^/@\s]+@")
+_OF_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}  # a process that has one is one of several
 _THREADS = (
     "Without it every rank starts as many threads as there are cores, and ranks on one machine slow each other down; "
     "the deepspeed launcher and torchrun set it, but with srun, mpirun or plain python set it to cores / ranks."
@@ -206,7 +210,8 @@ def operator_rows() -> list[Row]:
 def variable_rows(env: Mapping[str, str]) -> list[Row]:
     """Report variables of ``env`` that change behaviour, without what looks like a secret or a login in an address."""
     threads = env.get("OMP_NUM_THREADS")
-    return [Row("OMP_NUM_THREADS", threads or "not set", "" if threads else _THREADS)] + [
+    doubt = "" if threads or not env.keys() & _OF_RANKS else _THREADS
+    return [Row("OMP_NUM_THREADS", threads or "not set", doubt)] + [
         Row(name, "(hidden)" if _SECRET.search(name) else _LOGIN.sub(r"\1(hidden)@", env[name]))
         for name in sorted(env)
         if (name in _NAMES.split() or name.startswith(tuple(_PREFIXES.split()))) and name != "OMP_NUM_THREADS"
@@ -252,7 +257,7 @@ def cpu_rows(root: Path = ROOT) -> list[Row]:
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Return the cores' worth of time that the control group allows (cgroup v2 only); None without a limit."""
-    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
+    from deepspeed.monitor import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
 
     files = [folder / "cpu.max" for folder, first in hostmem.groups(root, "cpu") if not first]
     allowed = [file.read_text().split() for file in files if file.is_file()]
@@ -270,7 +275,7 @@ def cores_row(root: Path = ROOT) -> Row:
 
 def memory_rows(root: Path = ROOT) -> list[Row]:
     """Report the memory of the machine, and the control group's limit."""
-    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
+    from deepspeed.monitor import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
 
     total = hostmem.host_total_bytes()
     limit = min((group.limit for group in hostmem.memory_groups(root)), default=math.inf)

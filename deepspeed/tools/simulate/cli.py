@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
-from deepspeed.errors import UsageError
-from deepspeed.observe.program import CommandLine, count_of, guarded, say, whole_of
+from deepspeed.errors import UsageError, counted
+from deepspeed.monitor.program import CommandLine, count_of, guarded, say, whole_of
 from deepspeed.tools.bench.common import size_of
 from deepspeed.tools.simulate.costs import load_machine, machines
 
@@ -79,7 +79,7 @@ def _failures(outcome: "Outcome", options: argparse.Namespace, who: str = "") ->
     if options.max_exposed is not None and share > options.max_exposed:
         texts.append(f"--max-exposed: {share:.1%} of the step are exposed transfers, not {options.max_exposed:.1%}")
     if options.no_sync and waits:
-        texts.append(f"--no-sync: the program waits for the device {waits} times in a step")
+        texts.append(f"--no-sync: the program waits for the device {counted(waits, 'time')} in a step")
     return [who + text for text in texts]
 
 
@@ -100,7 +100,6 @@ def _run(options: argparse.Namespace) -> int:
     source = read_config_source(options.config)
     from deepspeed.tools.simulate import report
     from deepspeed.tools.simulate.models import subject_of
-    from deepspeed.tools.simulate.pipeline import report as drawn
     from deepspeed.tools.simulate.pipeline.run import simulate_pipeline, ways_of
     from deepspeed.tools.simulate.run import RankJob, run_job
 
@@ -115,18 +114,15 @@ def _run(options: argparse.Namespace) -> int:
     subject = make()
     if depth > 1:
         whole = simulate_pipeline(make, job)
-        text, facts, outcomes = drawn.text(whole, machine, subject.name), drawn.facts(whole, machine), whole.steps
+        text, outcomes = report.pipeline_text(whole, machine, subject.name), whole.steps
+        facts = report.pipeline_facts(whole, machine)
         names = [f"stage {place}: " for place in range(depth)]
     else:
         outcome = run_job(job, subject)
         where = f"rank {options.rank} of {options.gpus} on {machine.name}"
         title = f"{subject.name}, {outcome.parameters:,} parameters, {where}"
-        text, facts, outcomes, names = (
-            report.text(outcome, machine, title),
-            report.facts(outcome, machine),
-            [outcome],
-            [""],
-        )
+        text, facts = report.text(outcome, machine, title), report.facts(outcome, machine)
+        outcomes, names = [outcome], [""]
     if options.trace is not None:
         report.write_trace(outcomes, names if depth > 1 else ["one rank"], options.trace)
     say(json.dumps(facts, indent=1) if options.json else text)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.differentiable import bounds
-from deepspeed.mesh import groups
-from deepspeed.mesh.topology import Axis
+from deepspeed.comm.mesh import groups
+from deepspeed.comm.mesh.topology import Axis
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch

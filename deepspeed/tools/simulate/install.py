@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from deepspeed.device import Accelerator, set_accelerator
+from deepspeed.accelerator.device import Accelerator, set_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.tools.simulate import device, natives
 from deepspeed.tools.simulate.costs import Machine

@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deepspeed.accelerator.native import spec as ops
 from deepspeed.checkpoint.save import collect, content, writer
 from deepspeed.checkpoint.save.collect import TensorPart
-from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
 from deepspeed.optim import cuda, host, rules
 from deepspeed.tier import aio, arena, drive, staging
 from deepspeed.tier.behind import Turn, Worker, next_of
@@ -43,9 +43,9 @@ from deepspeed.zero.update import staged
 from deepspeed.zero.update.shares import Rates
 
 _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
-_PASSES = {FUSED_LAMB: 2}  # how often parameter and moments are read and written
+_PASSES = {ops.FUSED_LAMB: 2}  # how often parameter and moments are read and written
 # Columns of a host kernel's arguments: weights, gradient, moments, rounded output.
-_HOST_POINTERS = {CPU_ADAM: 5, CPU_ADAGRAD: 4, CPU_LION: 4}
+_HOST_POINTERS = {ops.CPU_ADAM: 5, ops.CPU_ADAGRAD: 4, ops.CPU_LION: 4}
 _PART = 1 << 28
 _Bytes = Touch | None
 
@@ -70,8 +70,8 @@ class _Natives:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._stores = recorder, recorder.stores
 
-    def load(self, op: OpSpec) -> Any:
-        if op in (FUSED_ADAM, FUSED_LAMB, FUSED_LION):
+    def load(self, op: ops.OpSpec) -> Any:
+        if op in (ops.FUSED_ADAM, ops.FUSED_LAMB, ops.FUSED_LION):
             return _Library(lambda reference: self._fused(op, reference._obj))
         if op in _HOST_POINTERS:
             return _Library(lambda *args: self._host(op, *args), lambda *args: self._beside(op, *args))
@@ -97,7 +97,7 @@ class _Natives:
         pairs = zip(pointers, codes, strict=True)
         return [self._stores.at(address, count * _WIDTHS[code]) if address else None for address, code in pairs]
 
-    def _fused(self, op: OpSpec, call: Any) -> int:
+    def _fused(self, op: ops.OpSpec, call: Any) -> int:
         """Launch once over ``call.count`` tensors: ``cuda._Call``."""
         sizes = (ctypes.c_int64 * call.count).from_address(call.sizes)
         codes = (call.param_code, call.grad_code, call.moment_code, call.moment_code, call.out_code)
@@ -114,14 +114,14 @@ class _Natives:
         written = [*params, *itertools.chain.from_iterable(outputs)]
         return self._launch(MODULE.current_stream().number, op.name, grads, written, "kernel", _PASSES.get(op, 1))
 
-    def _host(self, op: OpSpec, count: int, *args: Any) -> int:
+    def _host(self, op: ops.OpSpec, count: int, *args: Any) -> int:
         pointers = args[: _HOST_POINTERS[op]]
         weights, grad, first, out = args[len(pointers) : len(pointers) + 4]
         codes = [weights, grad, *[first] * (len(pointers) - 3), out]
         values, gradient, *outputs = self._touches(pointers, codes, count)
         return self._launch(self._recorder.host, op.name, [gradient], [values, *outputs], "adam", 1)
 
-    def _beside(self, op: OpSpec, count: int, *args: Any) -> int:
+    def _beside(self, op: ops.OpSpec, count: int, *args: Any) -> int:
         """Launch with weights, gradient, moments, rounded output; new weights, moments, past the caches; two codes."""
         *old, out, a, b, c = self._touches(args[:8], (0, args[8], 0, 0, args[9], 0, 0, 0), count)
         # the lines of the rounded output are read, too

@@ -22,7 +22,7 @@ from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deepspeed.device import DTYPES
+from deepspeed.accelerator.device import DTYPES
 from deepspeed.tools.simulate.costs import MESSAGES
 from deepspeed.tools.simulate.device import MODULE, NAME
 from deepspeed.tools.simulate.events import (

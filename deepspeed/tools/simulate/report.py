@@ -1,15 +1,18 @@
-"""What a simulated step took: in words, as facts, and as a picture over time."""
+"""What the simulated step of a rank, or of a pipeline, took: in words, as facts, and as a picture over time."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.observe.program import columns, size
-from deepspeed.observe.tracefile import TraceFile
-from deepspeed.tools.simulate.costs import Machine
-from deepspeed.tools.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST
+from deepspeed.errors import counted
+from deepspeed.monitor.program import columns, size
+from deepspeed.profiling.timeline.tracefile import TraceFile
+from deepspeed.tools.simulate.costs import MESSAGES, Machine
+from deepspeed.tools.simulate.events import COMPUTE, DRIVE_READS, DRIVE_WRITES, HOST
+from deepspeed.tools.simulate.pipeline.run import PipelineOutcome
 from deepspeed.tools.simulate.run import Outcome
 
 _MOST = 6  # rows of a list that can be long
+_HEAD = ("stage", "rank", "bubble", "share", "compute", "exposed", "states", "peak", "reserved")
 _NAMES = {HOST: "program", DRIVE_READS: "drive: reads", DRIVE_WRITES: "drive: writes"}
 
 
@@ -47,7 +50,6 @@ def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
 
 def text(outcome: Outcome, machine: Machine, title: str) -> str:
     """Return the report that people read."""
-    over = outcome.reserved - int(machine["device_bytes"])
     memory: list[tuple[str, float]] = [("model states at rest", outcome.states), ("peak", outcome.peak)]
     memory += [(f"  of it {name}", nbytes) for name, nbytes in _largest(dict(outcome.at_peak)) if nbytes]
     memory += [("reserved by the allocator", outcome.reserved), ("peak while building", outcome.build_peak)]
@@ -62,23 +64,81 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     lines = [title, "", *columns([(name, size(nbytes)) for name, nbytes in memory]), ""]
     lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
     lines += [f"exposed transfers are {share:.1%} of the step, agreement of the ranks is at most {agreement:.2%}"]
-    lines += [f"the ranks agree by message {outcome.messages} times a step, for {_ms(outcome.agreement_seconds)}"]
+    lines += [
+        f"the ranks agree by message {counted(outcome.messages, 'time')} a step, for {_ms(outcome.agreement_seconds)}"
+    ]
     waits = outcome.waits.most_common()
-    lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
+    lines += [f"the program waits for the device {counted(sum(outcome.waits.values()), 'time')} in the step"]
     lines += [
         f"  {times} x {reason}, {_ms(outcome.waited.get((reason, where), 0.0))}: {where}"
         for (reason, where), times in waits[:_MOST]
     ]
     lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
     if outcome.retries:
-        lines += [f"the allocator gives memory back to the device {outcome.retries} times a step, waiting for it"]
-    if over > 0:
-        lines += [f"DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])} of {machine.name}"]
+        lines += [
+            f"the allocator gives memory back to the device {counted(outcome.retries, 'time')} a step, waiting for it"
+        ]
+    if fault := _too_large(outcome, machine):
+        lines += [f"{fault} of {machine.name}"]
     lines += [f"UNORDERED {problem}" for problem in outcome.unordered]
-    return "\n".join([*lines, *premises([outcome], machine)])
+    return "\n".join([*lines, *_premises([outcome], machine)])
 
 
-def premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
+def _too_large(outcome: Outcome, machine: Machine) -> str:
+    over, room = outcome.reserved - int(machine["device_bytes"]), size(machine["device_bytes"])
+    return f"DOES NOT FIT: {size(over)} more than the {room}" if over > 0 else ""
+
+
+def transfers(outcome: Outcome) -> dict[str, float]:
+    """Return the seconds for which transfers hold a stage up, by kind, but for messages: these waits are the bubble."""
+    sums: dict[str, float] = {}
+    for (name, _), seconds in outcome.exposed.items():
+        if name not in MESSAGES:
+            sums[name] = sums.get(name, 0.0) + seconds
+    return sums
+
+
+def pipeline_facts(whole: PipelineOutcome, machine: Machine) -> dict[str, Any]:
+    """Return the numbers of a pipeline, for programs: seconds and bytes."""
+    rows = [
+        {"rank": rank, "bubble_seconds": whole.bubble(place), "transfer_seconds": transfers(outcome)}
+        | facts(outcome, machine)
+        for place, (rank, outcome) in enumerate(zip(whole.ranks, whole.steps, strict=True))
+    ]
+    idle = sum(whole.bubble(place) for place in range(len(rows))) / len(rows)
+    return {
+        "parameters": sum(outcome.parameters for outcome in whole.steps),
+        "step_seconds": whole.seconds,
+        "batch_seconds": whole.window,
+        "bubble": idle / whole.window,
+        "stages": rows,
+    }
+
+
+def pipeline_text(whole: PipelineOutcome, machine: Machine, name: str) -> str:
+    """Return the report on a pipeline that people read, stage by stage."""
+    sums, rows = pipeline_facts(whole, machine), [list(_HEAD)]
+    for place, (rank, outcome) in enumerate(zip(whole.ranks, whole.steps, strict=True)):
+        idle = whole.bubble(place)
+        bubble, compute, delay = map(_ms, (idle, outcome.busy.get(COMPUTE, 0.0), sum(transfers(outcome).values())))
+        sizes = [size(nbytes) for nbytes in (outcome.states, outcome.peak, outcome.reserved)]
+        rows.append([str(place), str(rank), bubble, f"{idle / whole.window:.1%}", compute, delay, *sizes])
+    title = f"{name}, {sums['parameters']:,} parameters on this pipeline's ranks, on {machine.name}"
+    lines = [title, "", *columns(rows), ""]
+    lines += [f"step {_ms(whole.seconds)}, of it {_ms(whole.window)} for the micro-batches"]
+    lines += [f"the bubble is {sums['bubble']:.1%} of that: stages wait for what others send"]
+    lines += ["exposed: other transfers that hold the stage up"]
+    for place, outcome in enumerate(whole.steps):
+        if waits := outcome.waits.most_common(3):
+            shown = "; ".join(f"{times} x {reason}: {where.partition(' <-')[0]}" for (reason, where), times in waits)
+            lines += [f"stage {place}: the program waits for the device: {shown}"]
+        if fault := _too_large(outcome, machine):
+            lines += [f"stage {place} {fault}"]
+        lines += [f"stage {place}: UNORDERED {problem}" for problem in outcome.unordered]
+    return "\n".join([*lines, *_premises(whole.steps, machine)])
+
+
+def _premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
     """Return the premises of the times, a line each."""
     reasons = sorted({reason for outcome in outcomes for reason in outcome.plain_attention})
     assumed = ", ".join(sorted(machine.used & machine.assumed))

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from deepspeed.api import initialize
+from deepspeed.accelerator.device import move_to_device
 from deepspeed.client.zero.init import Init
 from deepspeed.config import load_config
-from deepspeed.device import move_to_device
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import logger
+from deepspeed.engine.initialize import initialize
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import logger
 from deepspeed.tools.simulate.control import Control, talking
 from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.device import NAME

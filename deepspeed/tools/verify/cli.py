@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from deepspeed.config.model.blocks import PipelineSchedule
-from deepspeed.observe.program import CommandLine, count_of, docstring_of, guarded, number_of, positive_of, whole_of
+from deepspeed.monitor.program import CommandLine, count_of, docstring_of, guarded, number_of, positive_of, whole_of
 from deepspeed.tools.verify import STEPS, TOLERANCE
 
 SCHEDULES = get_args(PipelineSchedule)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tools.verify.driver import Driver, Finding
 from deepspeed.tools.verify.ranks import RankFailure, RankPool, scratch
 from deepspeed.tools.verify.runs import hash_of, seed_everything, snapshot

@@ -52,7 +52,7 @@ def rank_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler front end at the first optimizer step; once here is cheaper than once in every rank.
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo", "deepspeed.api", "deepspeed.tools.verify.grads"]
+        ["torch", "torch.distributed", "torch._dynamo", "deepspeed.engine.initialize", "deepspeed.tools.verify.grads"]
     )
     return context
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
+from deepspeed.accelerator.device import DTYPES, map_tensors
 from deepspeed.comm.collectives import gather_objects
-from deepspeed.device import DTYPES, map_tensors
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.tools.verify.user_model import case_of

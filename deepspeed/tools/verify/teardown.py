@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.observe.hostmem import rss_bytes
-from deepspeed.observe.program import size
+from deepspeed.monitor.hostmem import rss_bytes
+from deepspeed.monitor.program import size
 from deepspeed.tools.verify.driver import Driver, RowResult
 from deepspeed.tools.verify.grads import Cell, start_engine
 from deepspeed.tools.verify.models import MicroBatch, case_named

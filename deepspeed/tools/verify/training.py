@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.engine.token_weights import IGNORED
 from deepspeed.optim.rules import FusedLion
-from deepspeed.precision.token_weights import IGNORED
 from deepspeed.tools.verify import grads, models
 from deepspeed.tools.verify.driver import Driver, Finding, RowResult
 from deepspeed.tools.verify.grads import Cell, Errors, run_cell
@@ -30,7 +30,7 @@ def _check_named(driver: Driver, train: Callable[..., Errors], names: Iterable[t
     for name, stage in names:
         text = f"{name:<32}  stage {stage}"
         driver.on_ranks(text, options.ranks, judged, train, name, stage, options.steps)
-    return driver.end(f"{options.ranks} ranks, {options.steps} steps each", "all equal to plain PyTorch")
+    return driver.end(driver.conditions(), "all equal to plain PyTorch")
 
 
 # -- shapes of the loop -----------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.hostmem import Pool
-from deepspeed.observe.program import size
+from deepspeed.monitor.hostmem import Pool
+from deepspeed.monitor.program import size
 from deepspeed.zero.layout import round_up
 from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
@@ -25,7 +25,7 @@ _SPARE = 8  # of the memory there is, one part in so many is left to activations
 @dataclass(frozen=True)
 class UnitSize:
     """Size of one unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold;
-    ``shapes``: offset and shape of its parameters.
+    ``shapes``: offset and shape of its parameters; ``dims``: ranks on each axis, where they are not the plan's.
     """
 
     numel: int
@@ -33,6 +33,7 @@ class UnitSize:
     row: UnitPlan
     largest: int = 0
     shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    dims: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,18 +109,18 @@ def memory_plan(
         table[label, tier] += nbytes
 
     for unit in units:
-        numel, tier = _share(unit.numel, unit.row.param, dims), unit.row.param.tier
+        numel, tier = _share(unit, unit.row.param, dims), unit.row.param.tier
         if tier is Tier.NVME and numel <= host_left:
             tier, host_left = Tier.HOST, host_left - numel
         add("parameters", tier, numel * unit.width)
         grad, optim = unit.row.grad, unit.row.optim
         if grad is not None and optim is not None:
             for _ in range(offload.update.gradient_copies if optim.away else 1):  # the last ones while new ones come
-                add("gradients", grad.tier, _share(unit.numel, grad, dims) * widths.accumulate)
-            numel = _share(unit.numel, optim, dims)
+                add("gradients", grad.tier, _share(unit, grad, dims) * widths.accumulate)
+            numel = _share(unit, optim, dims)
             masters = not _is_its_own_master(unit, tier, optim, offload, shared=shared)
             add("optimizer state", optim.tier, 4 * numel * masters)
-            parts = prod(n for way, n in zip(optim.spread, dims, strict=True) if way is Spread.SHARDED)
+            parts = prod(n for way, n in zip(optim.spread, unit.dims or dims, strict=True) if way is Spread.SHARDED)
             needed = offload.update.memory_of(unit.shapes, numel, parts=parts, slots=widths.slots, shared=shared)
             for label, tier, nbytes, paged in needed if optim.away else ():
                 add(label, tier, nbytes, paged=paged)
@@ -131,9 +132,9 @@ def memory_plan(
         table["copies for asynchronous saves", Tier.HOST] += _saved_at_once(unit, dims, offload, widths)
     table["units gathered at once", Tier.DEVICE] = _gathered(units, dims, prefetch)
     table["gradients on their way", Tier.DEVICE] = _sent_gradients(units, dims, widths, shared=shared)
-    visits = [_share(u.numel, u.row.optim, dims) for u in units if u.row.optim and u.row.loads_states and not shared]
+    visits = [_share(u, u.row.optim, dims) for u in units if u.row.optim and u.row.loads_states and not shared]
     table["optimizer state on a visit", Tier.DEVICE] = InFlight.LOADED * (4 + widths.slots) * max(visits, default=0)
-    hosted = [_share(u.numel, u.row.optim, dims) for u in units if u.row.optim is not None and u.row.optim.away]
+    hosted = [_share(u, u.row.optim, dims) for u in units if u.row.optim is not None and u.row.optim.away]
     for label, tier, nbytes, _ in offload.update.memory_beside(hosted, slots=widths.slots):
         table[label, tier] += nbytes
     table["staging buffers", Tier.HOST] = _staging(units, dims, offload, widths)
@@ -158,7 +159,7 @@ def _saved_at_once(unit: UnitSize, dims: Sequence[int], offload: OffloadPlan, wi
     optim = unit.row.optim
     if not offload.save_copies or (optim or unit.row.param).tier is Tier.NVME:
         return 0
-    return -(-unit.numel // prod(dims)) * (unit.width if optim is None else 4 + widths.slots)
+    return -(-unit.numel // prod(unit.dims or dims)) * (unit.width if optim is None else 4 + widths.slots)
 
 
 def _sent_gradients(units: Sequence[UnitSize], dims: Sequence[int], widths: Widths, *, shared: bool) -> int:
@@ -171,13 +172,13 @@ def _sent_gradients(units: Sequence[UnitSize], dims: Sequence[int], widths: Widt
     sent = [(u.numel, widths.wire or u.width) for u, _ in trained]
     largest = max((numel * width for numel, width in sent), default=0)
     cast = max((numel * width for numel, width in sent if width != widths.accumulate), default=0)
-    offloaded = max((_share(u.numel, grad, dims) for u, grad in trained if grad.away and not shared), default=0)
+    offloaded = max((_share(u, grad, dims) for u, grad in trained if grad.away and not shared), default=0)
     return (waiting + cast if waiting else together * largest) + together * offloaded * widths.accumulate
 
 
 def _gathered(units: Sequence[UnitSize], dims: Sequence[int], prefetch: int) -> int:
     """Return the bytes of the units that are whole at once."""
-    moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, dims) < u.numel]
+    moving = [u for u in units if u.row.param.away or _share(u, u.row.param, dims) < u.numel]
     if not moving:
         return 0
     moving.sort(key=lambda u: -u.numel * u.width)
@@ -186,9 +187,10 @@ def _gathered(units: Sequence[UnitSize], dims: Sequence[int], prefetch: int) -> 
     return moving[0].numel * moving[0].width + ahead
 
 
-def _share(numel: int, state: StatePlan, dims: Sequence[int]) -> int:
+def _share(unit: UnitSize, state: StatePlan, dims: Sequence[int]) -> int:
     """Return the elements of one rank."""
-    return -(-numel // prod(n for way, n in zip(state.spread, dims, strict=True) if way is Spread.SHARDED))
+    axes = zip(state.spread, unit.dims or dims, strict=True)
+    return -(-unit.numel // prod(n for way, n in axes if way is Spread.SHARDED))
 
 
 def _staging(units: Sequence[UnitSize], dims: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
@@ -198,7 +200,7 @@ def _staging(units: Sequence[UnitSize], dims: Sequence[int], offload: OffloadPla
         """Return one rank's largest such state on a drive, in elements or, with ``width`` 0, in bytes."""
         states = ((u, getattr(u.row, kind)) for u in units)
         on_drive = [(u, s) for u, s in states if s is not None and s.tier is Tier.NVME]
-        return max((_share(u.numel, s, dims) * (width or u.width) for u, s in on_drive), default=0)
+        return max((_share(u, s, dims) * (width or u.width) for u, s in on_drive), default=0)
 
     piece = min(largest("param", 0), offload.param_piece_numel * units[0].width if units else 0)
     total = min(offload.param_buffers, InFlight.READS + 1) * piece

@@ -19,8 +19,8 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.param import expose
 from deepspeed.zero.plan import StateKind

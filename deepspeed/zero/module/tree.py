@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit

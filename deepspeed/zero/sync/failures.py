@@ -18,9 +18,9 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.errors import CheckpointError, DivergenceError, RankFailedError, UsageError
-from deepspeed.mesh.groups import Mesh, drop_note, leave_note
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.tier.behind import Worker
 from deepspeed.zero.sync.order import CollectiveOrder
 

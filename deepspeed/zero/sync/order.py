@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from deepspeed.comm import collectives
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.sync.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.unit import Unit

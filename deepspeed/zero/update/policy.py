@@ -17,8 +17,8 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, SideStream
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.behind import Worker

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup, SideStream
-from deepspeed.observe.events import Events
+from deepspeed.monitor.events import Events
 from deepspeed.tier.behind import Turn, Worker
 from deepspeed.tier.store import Landing, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer

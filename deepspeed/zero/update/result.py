@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
-from deepspeed.device import get_accelerator
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit

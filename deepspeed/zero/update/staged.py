@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.device import get_accelerator
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.mesh.groups import Mesh
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor.log import log_dist
 from deepspeed.optim import host as host_kernels
 from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.host import Scalar

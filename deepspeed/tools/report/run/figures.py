@@ -1,15 +1,23 @@
-"""Figures as SVG, drawn without any library: lines, areas and bars over a common axis, small and self-contained."""
+"""Figures as inline SVG, drawn by matplotlib: lines, areas and bars over a common axis, small and self-contained."""
 
+import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib import import_module
+from typing import Any
 
 WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 10, 38
 _MOST = 500  # points of a line: of more the largest and smallest in as many pieces remain
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#854d0e", "#64748b")
 _INK = "#111827"
+_SETTINGS = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "sans-serif"], "font.size": 11}
+_SETTINGS |= {"text.color": "#374151", "axes.edgecolor": "#9ca3af"}
+_SETTINGS |= {"axes.labelcolor": "#374151", "xtick.labelcolor": "#374151", "ytick.labelcolor": "#374151"}
+# What an inline figure must not have: links out of it, and names that other figures have too.
+_LEFT_OUT = (r"<metadata>.*?</metadata>", r' clip-path="[^"]*"', r' xmlns:xlink="[^"]*"', r'(?<=<g) id="(?!mark)[^"]*"')
 
 Points = Sequence[tuple[float, float]]
 
@@ -41,6 +49,16 @@ class Figure:
         return not any(line.points for line in self.lines)
 
 
+@dataclass
+class Bars:
+    """Rows of bars; each row: its name, and (value, end of a thin line beside the bar) for each of ``names``."""
+
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    rows: list[tuple[str, list[tuple[float, float]]]]
+
+
 def thinned(points: Points, most: int = _MOST) -> list[tuple[float, float]]:
     """Return at most about ``most`` points with the same extremes."""
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
@@ -54,98 +72,115 @@ def thinned(points: Points, most: int = _MOST) -> list[tuple[float, float]]:
     return kept
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers from ``low`` to ``high``."""
-    span = (high - low) or abs(high) or 1.0
-    rough = span / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * f for f in (1, 2, 5, 10) if power * f >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, first + 3 * count) if i * step <= high + step * 1e-6]
-
-
-def short(value: float) -> str:
-    """Format a number for an axis."""
+def short(value: float, _position: object = None) -> str:
+    """Format a number for an axis, whose library gives its position too."""
     if value and not 1e-4 <= abs(value) < 1e5:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.6g}"
 
 
-def _scale(low: float, high: float, begin: float, end: float, *, log: bool) -> Callable[[float], float]:
-    if log:
-        low, high = math.log10(low), math.log10(high)
-    span = (high - low) or 1.0
-    return lambda value: begin + (end - begin) * ((math.log10(value) if log else value) - low) / span
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, len(powers) // 6)
-    for factors in ((1,), (1, 3), (1, 2, 3, 5, 7)):
-        values = [f * 10.0**p for p in powers if p % every == 0 for f in factors if low <= f * 10.0**p <= high]
-        if len(values) > 2:
-            break
-    return values
+def _whole(value: float, _position: object) -> str:
+    return f"{value:.0f}" if value == round(value) else ""
 
 
 def draw(figure: Figure, number: int = 0) -> str:
-    """Draw the figure as an ``svg`` element, with a legend below it."""
+    """Draw the figure as a ``figure`` element, with a legend below it. Raises ImportError without matplotlib."""
     lines = [line for line in (_stacked(figure.lines) if figure.stacked else figure.lines) if line.points]
     lines = [Curve(line.name, thinned(line.points), line.dashed) for line in lines]
-    values = [y for line in lines for _, y in line.points]
-    log = figure.log and min(values, default=0.0) > 0 and max(values) > 3 * min(values)
-    low, high = _extent(values, zero=not log and (figure.stacked or min(values, default=0.0) >= 0))
-    if log:
-        low, high = min(values), max(values)
-    across = [x for line in lines for x, _ in line.points]
-    first, last = min(across, default=0.0), max(across, default=1.0)
-    x = _scale(first, last, _LEFT, WIDTH - _RIGHT, log=False)
-    y = _scale(low, high, HEIGHT - _BOTTOM, _TOP, log=log)
-    parts = [*_axes(figure, x, y, (first, last), (low, high), log=log)]
     areas_first = sorted(reversed([*enumerate(lines)]), key=lambda pair: not figure.stacked or pair[1].dashed)
-    for i, line in areas_first:
-        color = _color(figure, i, line)
-        path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in line.points)
-        if figure.stacked and not line.dashed:
-            path = f"{x(line.points[0][0]):.1f},{y(0):.1f} {path} {x(line.points[-1][0]):.1f},{y(0):.1f}"
-            parts.append(f'<polygon points="{path}" fill="{color}"/>')  # covers what is above it
-        else:
-            dash, width = ' stroke-dasharray="6 4"' if line.dashed else "", 1.5
-            if len(line.points) == 1:  # a dot
-                path, width = f"{path} {path}", 6
-            how = f'stroke-width="{width}" stroke-linecap="round"{dash}'
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {how}/>')
-    for at, word in figure.marks:
-        if first <= at <= last:
-            parts.append(
-                f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="{_INK}" '
-                f'stroke-dasharray="2 3"><title>{escape(word)}</title></line>'
-            )
-    return _framed(figure, parts, lines, number)
+    # a dashed line is to be seen on any area
+    colors = [_INK if figure.stacked and line.dashed else COLORS[i % len(COLORS)] for i, line in enumerate(lines)]
+    marks = [(f"mark{number}-{i}", at, word) for i, (at, word) in enumerate(figure.marks)]
+
+    def paint(axes: Any) -> None:
+        for order, (position, line) in enumerate(areas_first):
+            color, (x, y) = colors[position], zip(*line.points, strict=True)
+            if figure.stacked and not line.dashed:
+                axes.fill([x[0], *x, x[-1]], [0, *y, 0], color=color, zorder=2 + order)  # covers what is above it
+            else:
+                single = {"marker": "o", "markersize": 5} if len(x) == 1 else {}
+                axes.plot(x, y, color=color, linestyle="--" if line.dashed else "-", zorder=2 + order, **single)
+        _limit(figure, axes, [y for line in lines for _, y in line.points])
+        first, last = axes.get_xlim()
+        for name, at, _ in marks:
+            if first <= at <= last:
+                axes.axvline(at, color=_INK, linestyle=":", linewidth=1, gid=name, zorder=99)
+        axes.grid(axis="y", color="#e5e7eb")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_formatter(_whole)
+        axes.yaxis.set_major_formatter(short)
+        axes.set_xlabel(figure.across, loc="right")
+        axes.set_ylabel(figure.unit)
+
+    svg = _drawn(HEIGHT, number, paint)
+    for name, _, word in marks:
+        svg = svg.replace(f'<g id="{name}">', f"<g><title>{escape(word)}</title>")
+    return _framed(figure.title, svg, [*zip(lines, colors, strict=True)], number)
 
 
-def _color(figure: Figure, position: int, line: Curve) -> str:
-    return _INK if figure.stacked and line.dashed else COLORS[position % len(COLORS)]  # to be seen on any area
+def draw_bars(bars: Bars, number: int = 0) -> str:
+    """Draw the bars as a ``figure`` element. Raises ImportError without matplotlib."""
+    pitch = len(bars.names) + 0.5
+
+    def paint(axes: Any) -> None:
+        for i in range(len(bars.names)):
+            places = [row * pitch + i for row in range(len(bars.rows))]
+            values, ends = zip(*(pairs[i] for _, pairs in bars.rows), strict=True)
+            axes.barh(places, values, 0.85, color=COLORS[i], alpha=0.8)
+            axes.hlines(places, values, ends, color=_INK, linewidth=1)
+            for place, value, end in zip(places, values, ends, strict=True):
+                label = f" {short(float(f'{value:.3g}'))} ({short(float(f'{end:.3g}'))})"
+                axes.text(max(value, end), place, label, verticalalignment="center")
+        middles = [row * pitch + (len(bars.names) - 1) / 2 for row in range(len(bars.rows))]
+        axes.set_yticks(middles, [name for name, _ in bars.rows])
+        axes.set_xticks([])
+        axes.set_xlabel(bars.unit, loc="right")
+        axes.margins(y=0.01)
+        axes.invert_yaxis()
+
+    height = (13 * len(bars.names) + 7) * len(bars.rows) + 40
+    legend = [(Curve(name, []), COLORS[i]) for i, name in enumerate(bars.names)]
+    return _framed(bars.title, _drawn(height, number, paint), legend, number)
 
 
-def _framed(figure: Figure, parts: Sequence[str], lines: Sequence[Curve], number: int) -> str:
+def _drawn(height: int, number: int, paint: Callable[[Any], None]) -> str:
+    """Return what ``paint`` does to axes, as an ``svg`` element whose names no figure of another ``number`` has."""
+    matplotlib, library = import_module("matplotlib"), import_module("matplotlib.figure")
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": str(number)}):
+        canvas = library.Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        axes = canvas.subplots()
+        axes.spines[["left", "top", "right"]].set_visible(False)
+        axes.tick_params(left=False, bottom=False)
+        paint(axes)
+        file = io.StringIO()
+        canvas.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue()[file.getvalue().index("<svg") :].strip().replace("xlink:href", "href")
+    for pattern in _LEFT_OUT:
+        svg = re.sub(pattern, "", svg, flags=re.DOTALL)
+    return svg.replace("<svg", f'<svg role="img" aria-labelledby="f{number}"', 1)
+
+
+def _limit(figure: Figure, axes: Any, values: Sequence[float]) -> None:
+    """Choose the scale of the values, and where it begins and ends."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    axes.margins(x=0)
+    if figure.log and low > 0 and high > 3 * low:
+        factors = (1, 2, 3, 5, 7) if high < 10 * low else (1, 3) if high < 100 * low else (1,)
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(subs=factors, numticks=8))
+    elif (figure.stacked or low >= 0) and low <= high / 2:
+        axes.set_ylim(0, 1.05 * high or 1.0)
+
+
+def _framed(title: str, svg: str, lines: Sequence[tuple[Curve, str]], number: int) -> str:
     legend = "".join(
         f'<span class="key"><span class="{"dash" if line.dashed else "swatch"}" '
-        f'style="border-color:{_color(figure, i, line)}"></span>{escape(line.name)}</span>'
-        for i, line in enumerate(lines)
+        f'style="border-color:{color}"></span>{escape(line.name)}</span>'
+        for line, color in lines
     )
-    space = 'xmlns="http://www.w3.org/2000/svg"'
-    head = f'<svg {space} viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="f{number}">'
-    caption = f'<figcaption id="f{number}">{escape(figure.title)}</figcaption>'
-    return f'<figure>{caption}{head}{"".join(parts)}</svg><div class="legend">{legend}</div></figure>'
-
-
-def _extent(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    low = 0.0 if zero and low <= high / 2 else low
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    return (low if low == 0 else low - room), high + room
+    caption = f'<figcaption id="f{number}">{escape(title)}</figcaption>'
+    return f'<figure>{caption}{svg}<div class="legend">{legend}</div></figure>'
 
 
 def _stacked(lines: list[Curve]) -> list[Curve]:
@@ -161,66 +196,3 @@ def _stacked(lines: list[Curve]) -> list[Curve]:
         if line.points:
             result.append(Curve(line.name, [(px, sums[px]) for px, _ in line.points]))
     return result
-
-
-def _axes(
-    figure: Figure,
-    x: Callable[[float], float],
-    y: Callable[[float], float],
-    across: tuple[float, float],
-    upward: tuple[float, float],
-    *,
-    log: bool,
-) -> Iterator[str]:
-    text = 'font-family="sans-serif" font-size="11" fill="#374151"'
-    for value in _log_ticks(*upward) if log else ticks(*upward):
-        at = f"{y(value):.1f}"
-        yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at}" y2="{at}" stroke="#e5e7eb"/>'
-        yield f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end" {text}>{short(value)}</text>'
-    for value in ticks(*across, 8):
-        if value == int(value):
-            at = f"{x(value):.1f}"
-            yield f'<text x="{at}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle" {text}>{short(value)}</text>'
-    bottom = HEIGHT - _BOTTOM
-    yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" stroke="#9ca3af"/>'
-    yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end" {text}>{escape(figure.across)}</text>'
-    middle = (_TOP + bottom) / 2
-    turn = f'transform="rotate(-90 12 {middle:.0f})"'
-    yield f'<text x="12" y="{middle:.0f}" text-anchor="middle" {turn} {text}>{escape(figure.unit)}</text>'
-
-
-@dataclass
-class Bars:
-    """Rows of bars; each row: its name, and (value, end of a thin line beside the bar) for each of ``names``."""
-
-    title: str
-    unit: str
-    names: tuple[str, ...]
-    rows: list[tuple[str, list[tuple[float, float]]]]
-
-
-def draw_bars(bars: Bars, number: int = 0) -> str:
-    """Draw the bars as an ``svg`` element."""
-    pitch, left, right = 13, 90, 130
-    room = pitch * len(bars.names) + 7
-    height = room * len(bars.rows) + 30
-    most = max((max(v, end) for _, values in bars.rows for v, end in values), default=1.0) or 1.0
-    x = _scale(0.0, most, left, WIDTH - right, log=False)
-    text, parts = 'font-family="sans-serif" font-size="11" fill="#374151"', []
-    for row, (name, values) in enumerate(bars.rows):
-        top = row * room + 4
-        parts.append(f'<text x="{left - 6}" y="{top + room / 2:.0f}" text-anchor="end" {text}>{escape(name)}</text>')
-        for i, (value, end) in enumerate(values):
-            at, middle = top + i * pitch, top + i * pitch + pitch / 2 - 1
-            parts.append(
-                f'<rect x="{left}" y="{at}" width="{x(value) - left:.1f}" height="{pitch - 2}" fill="{COLORS[i]}" '
-                'fill-opacity="0.8"/>'
-            )
-            parts.append(f'<line x1="{x(value):.1f}" x2="{x(end):.1f}" y1="{middle}" y2="{middle}" stroke="#111827"/>')
-            label = f"{short(float(f'{value:.3g}'))} ({short(float(f'{end:.3g}'))})"
-            parts.append(f'<text x="{x(max(value, end)) + 4:.1f}" y="{middle + 4}" {text}>{label}</text>')
-    parts.append(f'<text x="{WIDTH - 4}" y="{height - 8}" text-anchor="end" {text}>{escape(bars.unit)}</text>')
-    figure = Figure(bars.title, bars.unit, [])
-    return _framed(figure, parts, [Curve(name, []) for name in bars.names], number).replace(
-        f'viewBox="0 0 {WIDTH} {HEIGHT}"', f'viewBox="0 0 {WIDTH} {height}"'
-    )

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.observe.program import columns, say, size
-from deepspeed.observe.runfile import Record, Run
+from deepspeed.monitor.program import columns, say, size
+from deepspeed.monitor.runfile import Record, Run
 from deepspeed.tools.report.run.page import facts, numbers, other_warnings
 
 _BARS = " .:-=+*#%@"

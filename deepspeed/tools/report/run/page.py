@@ -4,12 +4,13 @@ import datetime
 import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import counted
-from deepspeed.observe.program import size
-from deepspeed.observe.runfile import Record, Run
+from deepspeed.monitor.program import size
+from deepspeed.monitor.runfile import Record, Run
 from deepspeed.tools.report.run.figures import Bars, Curve, Figure, draw, draw_bars
 
 _STYLE = Path(__file__).with_name("page.css")
@@ -18,6 +19,7 @@ _PHASES = ("forward", "backward", "step")
 _SHOWN = ("lr", "train_loss", "loss_scale", "grad_norm", "memory_", "states_", "elapsed_time_ms_", "slow_rank")
 _SHOWN_TIMES = ("communication_ms", "exposed_communication_ms")
 _MIB = 2**20
+_NOT_DRAWN = '<p class="bad">The figures are missing: they are drawn by matplotlib. pip install matplotlib</p>'
 _MOST_ROWS, _MOST_RANKS, _MOST_METRICS = 200, 32, 24
 
 
@@ -186,15 +188,20 @@ def _warnings(run: Run) -> str:
     return slow + (table(rows[:_MOST_ROWS]) + more if rows else "" if slow else '<p class="quiet">none</p>')
 
 
+def _drawn(run: Run) -> str:
+    curves, bars = "".join(draw(figure, i) for i, figure in enumerate(figures(run))), rank_bars(run)
+    ranks = f'<h2>Ranks</h2><div class="figures">{draw_bars(bars, 99)}</div>' if bars else ""
+    over_time = (
+        f'<h2>Over time</h2><div class="figures">{curves}</div>' if curves else "<p>No update has ended yet.</p>"
+    )
+    return over_time + ranks
+
+
 def page(run: Run) -> str:
     title = escape(f"{run.of('start')[-1].get('model')} in {run.folder}")
-    curves = "".join(draw(figure, i) for i, figure in enumerate(figures(run)))
-    bars = rank_bars(run)
-    ranks = f'<h2>Ranks</h2><div class="figures">{draw_bars(bars, 99)}</div>' if bars else ""
     parts = [
-        f"<h1>{title}</h1>{table(facts(run))}",
-        f'<h2>Over time</h2><div class="figures">{curves}</div>' if curves else "<p>No update has ended yet.</p>",
-        f"{ranks}<h2>Warnings</h2>{_warnings(run)}<h2>Checkpoints</h2>{_checkpoints(run)}",
+        f"<h1>{title}</h1>{table(facts(run))}{_drawn(run) if find_spec('matplotlib') else _NOT_DRAWN}",
+        f"<h2>Warnings</h2>{_warnings(run)}<h2>Checkpoints</h2>{_checkpoints(run)}",
     ]
     window = '<meta name="viewport" content="width=device-width"/>'
     head = f'<meta charset="utf-8"/>{window}<title>{title}</title><style>{_STYLE.read_text()}</style>'

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from deepspeed.device import Accelerator
+from deepspeed.accelerator.device import Accelerator
 
 ROUNDS = 9
 _TURN_S = 0.01  # of one thing before the next has its turn
@@ -81,15 +82,8 @@ def wall(run: Callable[[], Any], times: int) -> float:
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit (a, b) of ``seconds = a + b size``, both positive, with the least squares of relative errors."""
-    weights = [1 / s**2 for s in seconds]
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
-    mean_y = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
-    both = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, seconds, strict=True))
-    slope = both / spread if spread else 0.0
-    start = mean_y - slope * mean_x
+    x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    slope, start = np.polyfit(x, y, 1, w=1 / y) if len({*sizes}) > 1 else (0.0, y.mean())
     if start <= 0:  # through the origin then
-        squares = sum(w * x * x for w, x in zip(weights, sizes, strict=True))
-        slope, start = sum(w * x * y for w, x, y in zip(weights, sizes, seconds, strict=True)) / squares, _LEAST
-    return start, max(slope, _LEAST / max(sizes))
+        slope, start = np.sum(x / y) / np.sum((x / y) ** 2), _LEAST
+    return float(start), max(float(slope), _LEAST / max(sizes))

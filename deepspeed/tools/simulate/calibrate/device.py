@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.device import DTYPES, Accelerator
+from deepspeed.accelerator.device import DTYPES, Accelerator
 from deepspeed.tools.simulate.calibrate.clock import ROUNDS, Clock, line, wall
 from deepspeed.tools.simulate.models import Decoder, Shape
 from deepspeed.tools.simulate.record import launches

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.device import get_accelerator
-from deepspeed.native.spec import CPU_ADAM
+from deepspeed.accelerator.device import get_accelerator
+from deepspeed.accelerator.native.spec import CPU_ADAM
 from deepspeed.optim.host import adam_step, usable
 from deepspeed.tools.bench.io import Load, Target, speed
 from deepspeed.tools.simulate.calibrate.clock import Clock, alternating

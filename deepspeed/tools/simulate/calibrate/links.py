@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.device import Accelerator
 from deepspeed.comm.collectives import AxisGroup, all_gather, all_reduce, merge, reduce_scatter, sum_in_place
-from deepspeed.device import Accelerator
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.tools.simulate.calibrate.clock import alternating, line, wall
 from deepspeed.tools.simulate.calibrate.device import MIB, Effort, Measured
 from deepspeed.tools.simulate.costs import Machine

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator.device import Accelerator, get_accelerator
 from deepspeed.checkpoint.format.folders import temporary_for, write_atomically
 from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.init import init_distributed
-from deepspeed.device import Accelerator, get_accelerator
+from deepspeed.comm.mesh.groups import Mesh, build_mesh, destroy_mesh
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh, build_mesh, destroy_mesh
-from deepspeed.observe.hostmem import host_total_bytes
+from deepspeed.monitor.hostmem import host_total_bytes
 from deepspeed.tools.bench.common import check_folder
 from deepspeed.tools.report.probes import cpu_rows
 from deepspeed.tools.simulate.calibrate.clock import Clock

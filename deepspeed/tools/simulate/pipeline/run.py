@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 
+from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.mesh.topology import dense_topology
+from deepspeed.monitor.events import ACTION
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Action, Timed, chunks_and_style
 from deepspeed.pipe.plain import PlainPipeline, cut_model
-from deepspeed.pipe.run import Pass
 from deepspeed.tools.simulate.events import COMPUTE, Allocate, Event, Free, Launch, Seen
 from deepspeed.tools.simulate.models import Subject
 from deepspeed.tools.simulate.record import Recorder
@@ -33,7 +32,6 @@ from deepspeed.tools.simulate.timeline import Interval, Meetings, Timeline, toge
 from deepspeed.tools.verify.ranks import RankFailure, RankPool
 
 _ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
-_METHODS = {"_forward": "forward", "_backward": "backward", "_inputs": "backward", "_weights": "backward"}
 _LIMIT_S = 3600.0
 
 
@@ -76,31 +74,16 @@ class _Batches:
                 yield (batch, batch) if plain else batch
 
         self._items = items()
+        engine.runtime.events.append(self._note)
 
     def step(self, _: int) -> None:
-        with contextlib.ExitStack() as stack:
-            for name, phase in _METHODS.items():
-                stack.enter_context(patch.object(Pass, name, self._noting(getattr(Pass, name), phase)))
-            stack.enter_context(patch.object(Pass, "run", self._ending(Pass.run)))
-            self._recorder.enter_phase("step")
-            self._engine.train_batch(self._items)
+        self._recorder.enter_phase("step")
+        self._engine.train_batch(self._items)
 
-    def _noting(self, plain: Callable[[Pass, Action], None], phase: str) -> Callable[[Pass, Action], None]:
-        def run(one: Pass, action: Action) -> None:
-            self._recorder.action = str(action)
-            self._recorder.enter_phase(phase)
-            plain(one, action)
-
-        return run
-
-    def _ending(self, plain: Callable[[Pass], Any]) -> Callable[[Pass], Any]:
-        def run(one: Pass) -> Any:
-            result = plain(one)
-            self._recorder.action = ""
-            self._recorder.enter_phase("step")
-            return result
-
-        return run
+    def _note(self, kind: str, action: Action | None) -> None:
+        if kind == ACTION:
+            self._recorder.action = str(action or "")
+            self._recorder.enter_phase("step" if action is None else "forward" if action.op == "F" else "backward")
 
 
 def ways_of(config: Mapping[str, Any], world: int) -> int:

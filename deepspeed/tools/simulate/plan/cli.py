@@ -24,7 +24,7 @@ from importlib import import_module
 
 from deepspeed.config.model.values import DTYPE_NAMES
 from deepspeed.config.parse import read_config_source
-from deepspeed.observe.program import CommandLine, count_of, guarded
+from deepspeed.monitor.program import CommandLine, count_of, guarded
 from deepspeed.tools.bench.common import size_of
 from deepspeed.tools.simulate.costs import load_machine, machines
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator.native.spec import Kind, OpSpec
 from deepspeed.errors import BuildError, MissingCUDAException
-from deepspeed.native.spec import Kind, OpSpec
 
 CXX_NAMES = ("c++", "g++", "clang++")
 NVCC_FOLDERS = ("/usr/local/cuda/bin",)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.attrs import answers
+from deepspeed.client.attrs import answers
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe import hostmem
+from deepspeed.monitor import hostmem
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 _VISIBLE_DEVICES = {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "npu": ["ASCEND_RT_VISIBLE_DEVICES"]}
@@ -342,6 +342,9 @@ def _detect(requested: str | None) -> Accelerator:
         )
     device = torch.accelerator.current_accelerator(check_available=True)
     return Accelerator("cpu" if device is None else device.type)
+
+
+DeepSpeedAccelerator = Accelerator  # as clients call it
 
 
 def get_accelerator() -> Accelerator:

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from deepspeed.device import NullEvent, get_accelerator
+from deepspeed.accelerator.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.observe import hostmem
-from deepspeed.observe.log import log_dist
+from deepspeed.monitor import hostmem
+from deepspeed.monitor.log import log_dist
 
 P = ParamSpec("P")
 R = TypeVar("R")

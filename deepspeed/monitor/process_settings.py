@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.observe.log import level_number, logger
+from deepspeed.monitor.log import level_number, logger
 
 # The living changes, oldest first. The settings are the process's, and so is the order in which they were changed.
 _LIVING: "list[Borrowed]" = []

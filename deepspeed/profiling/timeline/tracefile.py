@@ -1,7 +1,7 @@
 """Traces that ui.perfetto.dev and chrome://tracing open (the JSON form of the Trace Event Format)."""
 
-import contextlib
 import errno
+import functools
 import gzip
 import json
 import os
@@ -21,10 +21,8 @@ class TraceFile:
         self._first = True
 
     def __enter__(self) -> "TraceFile":
-        if self.path.suffix == ".gz":
-            self._file = gzip.open(self._hidden, "wt", encoding="utf-8", compresslevel=5)
-        else:
-            self._file = open(self._hidden, "w", encoding="utf-8")
+        start: Any = functools.partial(gzip.open, compresslevel=5) if self.path.suffix == ".gz" else open
+        self._file = start(self._hidden, "wt", encoding="utf-8")
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
         return self
 
@@ -35,8 +33,7 @@ class TraceFile:
             if error is None:
                 os.replace(self._hidden, self.path)
         finally:
-            with contextlib.suppress(OSError):
-                self._hidden.unlink()
+            self._hidden.unlink(missing_ok=True)
 
     def add(self, event: Mapping[str, Any]) -> None:
         self._file.write(("\n" if self._first else ",\n") + json.dumps(event, separators=(",", ":")))

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from deepspeed.comm.channel import GONE, Channel
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
+from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
 
 
 def _alone() -> AxisGroup:
@@ -33,7 +33,7 @@ class Mesh:
     ranks that share each layer; ``pp``: those that hold the stages one batch passes. ``host``: a gloo group over the
     job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``reducing``: a
     second group over the first axis, for the sums of gradients, as a communicator runs one collective at a time.
-    ``made``: all groups that are the mesh's to destroy.
+    ``experts``: the groups that divide experts and exchange tokens. ``made``: all groups that are to be destroyed.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -47,6 +47,7 @@ class Mesh:
     host: AxisGroup | None = None
     topology: Topology | None = None
     reducing: AxisGroup | None = None
+    experts: tuple[AxisGroup, ...] = ()
     made: tuple[AxisGroup, ...] = ()
 
     @property
@@ -197,6 +198,31 @@ def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, Ax
     axis = Axis(label, len(ranks), ranks.index(dist.get_rank()), ranks)
     group = _new_group(f"{mesh.name}/{label}", axis, mesh.job.backend)
     return replace(mesh, made=(*mesh.made, group)), group
+
+
+def with_experts(mesh: Mesh, ep: int) -> tuple[Mesh, Mesh]:
+    """Return ``mesh`` with more groups to destroy, and the mesh of parameters of experts that ``ep`` ranks divide.
+
+    In the second the ranks that hold parts of one tensor (``tp``) are the expert-parallel ones, and those that hold the
+    same values (``zero``, ``groups``) the expert-data-parallel ones. Collective over each group. Raises
+    DeepSpeedConfigError when ``ep`` does not divide the ranks.
+    """
+    rank = mesh.job.ranks[mesh.job.index]
+    grid = expert_topology(mesh.topology or dense_topology(mesh.job.ranks), ep)
+    known = {group.ranks: group for group in (mesh.job, mesh.zero, *mesh.groups, mesh.tp)}
+
+    def over(*names: str) -> AxisGroup:
+        nonlocal mesh
+        axis = grid.axis(rank, *names)
+        if axis.size > 1 and axis.ranks not in known:
+            mesh, known[axis.ranks] = with_group(mesh, f"experts{ep}/{axis.name}", axis.ranks)
+        return known[axis.ranks] if axis.size > 1 else _alone()
+
+    parts, zero, first = over("ep"), over("dp_outer", "edp"), over("edp")
+    groups = (first,) if len(mesh.groups) == 1 else (first, over("dp_outer"))
+    topology = replace(grid, names=("pp", "dp_outer", "dp", "tp"))
+    theirs = replace(mesh, groups=groups, zero=zero, tp=parts, topology=topology, control=None, reducing=None, made=())
+    return replace(mesh, experts=(*mesh.experts, parts)), theirs
 
 
 def _channel(mesh: Mesh, name: str) -> Channel:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
+from deepspeed.accelerator.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.client.comm import comms_log
 from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
 from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
@@ -24,15 +25,15 @@ from deepspeed.client.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
+from deepspeed.comm.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
-from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
-from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
-from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.observe.process_settings import hold_settings
+from deepspeed.moe.spread import facts_with_experts, spread_experts
+from deepspeed.monitor.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.process_settings import hold_settings
 from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
@@ -165,7 +166,10 @@ def _log_notes(cfg: DeepSpeedConfig) -> None:
     if notes := inert_notes(cfg):
         asked = cfg.zero.offload_param is not None and cfg.zero_stage != 3
         level = logging.WARNING if asked else logging.INFO
-        log_dist(f"configuration keys without effect here: {'; '.join(notes)}", level=level)
+        listed = "; ".join(notes)
+        if len(notes) > 2:
+            listed = f"{', '.join(note.partition(' (')[0] for note in notes)} (ds_config check says why)"
+        log_dist(f"configuration keys without effect here: {listed}", level=level)
     if (size := cfg.vocabulary_size) is not None and size % 8:
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
@@ -195,6 +199,8 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
+    mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
+    _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     _mark_leaves(model, cfg)
@@ -206,6 +212,7 @@ def _assemble(
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
+    facts_of = facts_with_experts(facts, facts_of, of_experts)
     parts = build(model, plan, facts, rules=rules, optimizer=base, facts_of=facts_of)
     if isinstance(base, GroupStep):
         base.load_kernels()
@@ -238,13 +245,15 @@ def _optimizer(
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+    return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+
+
+def _log_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
     comms_log.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
-        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums)
+        groups = (mesh.job, mesh.zero, mesh.data, *mesh.groups, *mesh.sums, *mesh.experts)
         for axis in {id(group): group for group in groups}.values():
             axis.ledger.append(comms_log.begin)
-    return mesh
 
 
 def _shared_update(plan: ZeroPlan, base: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> ZeroPlan:
@@ -326,6 +335,7 @@ def choose_optimizer(
     given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
     parameters = _trained(given)
     base: torch.optim.Optimizer | None = None
+    _tell_of_two("optimizer", client, cfg.optimizer)
     if isinstance(client, torch.optim.Optimizer):
         base = client
     elif callable(client):
@@ -355,6 +365,13 @@ def choose_optimizer(
                     "optimizer from this model's parameters()"
                 )
     return base
+
+
+def _tell_of_two(name: str, client: Any, block: Any) -> None:
+    """Warn where the client's ``name`` takes the place of the configuration's."""
+    if client is not None and block is not None:
+        text = f"the configuration's block {name!r} ({block.type}) is ignored, as deepspeed.initialize got another"
+        log_dist(f"{text}; delete one of the two", level=logging.WARNING)
 
 
 def _trained(given: Iterable[Any]) -> list[Any]:
@@ -429,6 +446,7 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
     if base is None:
         return None
+    _tell_of_two("scheduler", client, cfg.scheduler)
     if client is not None:
         makes = callable(client) and (isinstance(client, type) or not hasattr(client, "step"))
         return client(base) if makes else client

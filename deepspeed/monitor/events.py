@@ -17,6 +17,7 @@ ISSUE = "issue"  # a unit: what is issued until the end is for it
 WAIT = "wait"  # a text: the program waits for this
 FLUSH = "flush"  # the end of a backward: what is left is reduced
 GRADIENTS = "gradients"  # units: their gradients are at rest, before an update. On every rank, which may communicate
+ACTION = "action"  # an action of a pipeline's program begins; None: the program is over
 UPDATE = "update"  # the rule of the optimizer, and the publication of weights
 
 Listener = Callable[[str, Any], Callable[[], object] | None]  # takes kind and subject; returns a call for the end

@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from deepspeed.accelerator.native import cache, compiler as tools
+from deepspeed.accelerator.native.compiler import Compiler
+from deepspeed.accelerator.native.spec import Kind, OpSpec, short_hash
 from deepspeed.errors import BuildError, CUDAMismatchException
-from deepspeed.native import cache, compiler as tools
-from deepspeed.native.compiler import Compiler
-from deepspeed.native.spec import Kind, OpSpec, short_hash
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 
 @functools.cache

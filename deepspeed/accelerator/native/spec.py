@@ -20,7 +20,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 def source_root() -> Path:
     """Return the folder of the native sources: beside this file if installed, else at the top of the checkout."""
     inside = Path(__file__).resolve().parent / "csrc"
-    return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "csrc"
+    return inside if inside.is_dir() else Path(__file__).resolve().parents[3] / "csrc"
 
 
 @dataclass(frozen=True)

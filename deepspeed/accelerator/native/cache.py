@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import BuildError
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 SHIPPED = Path(__file__).resolve().parent / "prebuilt"
 LOCK_LIMIT_S = 600.0

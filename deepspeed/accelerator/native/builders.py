@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from deepspeed.attrs import answers
+from deepspeed.accelerator.native import build, compiler, spec as ops
+from deepspeed.accelerator.native.compiler import Compiler
+from deepspeed.accelerator.native.spec import Kind, OpSpec
+from deepspeed.client.attrs import answers
 from deepspeed.errors import BuildError
-from deepspeed.native import build, compiler, spec as ops
-from deepspeed.native.compiler import Compiler
-from deepspeed.native.spec import Kind, OpSpec
-from deepspeed.observe.log import logger
+from deepspeed.monitor.log import logger
 
 _SOURCE_FOLDER = "csrc/"
 

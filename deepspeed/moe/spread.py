@@ -1,0 +1,196 @@
+"""Spreading the experts of a model over ranks: which modules are experts, and what replaces their forward."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
+from deepspeed.config.model.expert_parallel import ExpertParallelConfig
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.moe.exchange import through_experts
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import GROUP_NAME, is_moe_param
+from deepspeed.monitor.log import log_dist
+from deepspeed.zero.layout import Place
+from deepspeed.zero.partition import UnitFacts
+
+FactsOf = Callable[[str, nn.Parameter], UnitFacts]
+_DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where tokens go to other ranks
+
+
+def spread_experts(
+    model: nn.Module, block: ExpertParallelConfig, mesh: Mesh, back: ExitStack
+) -> tuple[Mesh, dict[str, Mesh]]:
+    """Divide the experts of ``model`` over ranks; return ``mesh`` with their groups, and the mesh of each group name.
+
+    Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by ``block``.
+    ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Raises
+    DeepSpeedConfigError where numbers do not divide, or a pattern matches nothing; nothing has changed then.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
+    stacked = dict(_stacked(model, block)) if block.ways > 1 else {}
+    meshes: dict[str, Mesh] = {}
+    for ways in dict.fromkeys([*(layer.ep_size for layer in layers), *([block.ways] if stacked else [])]):
+        mesh, meshes[GROUP_NAME.format(ways)] = with_experts(mesh, ways)
+    for layer in layers:
+        layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
+    for module in stacked.values():
+        group = meshes[GROUP_NAME.format(block.ways)].tp
+        _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)
+    if stacked:
+        number = next(iter(stacked.values())).num_experts
+        log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
+    return mesh, meshes
+
+
+def facts_with_experts(facts: UnitFacts, facts_of: FactsOf | None, meshes: dict[str, Mesh]) -> FactsOf | None:
+    """Return the function of a parameter's facts: ``facts`` in the mesh of experts for these, else by ``facts_of``."""
+    if not meshes:
+        return facts_of
+    alone = plain_mesh("none", group=None).tp
+    cut = {name: replace(facts, mesh=mesh) for name, mesh in meshes.items()}
+    single = {name: replace(facts, mesh=replace(mesh, tp=alone)) for name, mesh in meshes.items()}
+
+    def choose(name: str, param: nn.Parameter) -> UnitFacts:
+        if is_moe_param(param) and (group := getattr(param, "group_name", "")) in cut:
+            return cut[group] if hasattr(param, "tp_place") else single[group]
+        return facts if facts_of is None else facts_of(name, param)
+
+    return choose
+
+
+def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of the stacked experts of ``model``. DeepSpeedConfigError where there are none."""
+    if block.moe_layer_pattern is None:
+        plans = [getattr(m.config, "base_model_ep_plan", None) or {} for m in model.modules() if hasattr(m, "config")]
+        paths = {path for plan in plans for path, what in plan.items() if what == _DISPATCHES}
+        patterns = [re.escape(path).replace(r"\*", r"\d+") for path in paths]
+        source = f"the plan of the model's configuration (base_model_ep_plan: {sorted(paths) or 'there is none'})"
+    else:
+        try:
+            patterns = [f"(?:{re.compile(block.moe_layer_pattern).pattern})\\.{block.expert_pattern or 'experts'}"]
+        except re.error as error:
+            raise DeepSpeedConfigError(
+                f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r} is no regular expression: {error}"
+            ) from None
+        source = f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r}"
+    matching = {
+        path: module
+        for path, module in model.named_modules()
+        if any(re.search(rf"(?:^|\.){pattern}$", path) for pattern in patterns)
+    }
+    if not matching:
+        raise DeepSpeedConfigError(
+            f"expert_parallel.autoep_size is {block.ways}, but {source} matches no module of {type(model).__name__}. "
+            "Set moe_layer_pattern to the paths of its mixture-of-experts layers, or enabled to false"
+        )
+    for path, module in matching.items():
+        number = _number(module)
+        if not number:
+            raise DeepSpeedConfigError(
+                f"expert_parallel: {path} is a {type(module).__name__}, whose experts are no stacked tensors (experts "
+                "first, num_experts of them) as those of Transformers 5; use deepspeed.moe.layer.MoE for it"
+            )
+        if number % block.autoep_size:
+            raise DeepSpeedConfigError(
+                f"expert_parallel.autoep_size {block.autoep_size} does not divide the {number} experts of {path}; use "
+                f"a divisor of {number}"
+            )
+        for name, param in module.named_parameters(recurse=False):
+            inner_cut(module, name, param, block.expert_tensor_parallel_size, at=path)
+        yield path, module
+
+
+def _number(module: nn.Module) -> int:
+    """Return how many experts ``module`` stacks in each of its own parameters; 0 where it does not."""
+    number = getattr(module, "num_experts", 0)
+    shapes = [tuple(param.shape) for param in module.parameters(recurse=False)]
+    return number if isinstance(number, int) and shapes and all(s and s[0] == number for s in shapes) else 0
+
+
+def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at: str) -> tuple[int, int]:
+    """Return the dimension along which ``etp`` ranks cut parameter ``name`` of stacked experts, and the number of equal
+    parts packed there: 2 for gate and up projection in halves. Raises DeepSpeedConfigError where they cannot.
+    """
+    transposed, halves = getattr(module, "is_transposed", False), getattr(module, "is_concatenated", True)
+    down = name.startswith("down_proj")
+    dim = 1 if param.dim() == 2 or transposed is down else 2
+    packed = 2 if name.startswith("gate_up") and halves else 1
+    fault = ""
+    if param.dim() == 2 and down:
+        fault = "is a bias that each of them would add"
+    elif transposed and packed > 1:
+        fault = "has its halves in the last dimension"
+    elif not name.startswith(("gate_up_proj", "up_proj", "gate_proj", "down_proj")):
+        fault = "is not known"
+    elif param.shape[dim] % (packed * etp):
+        fault = f"has an inner width of {param.shape[dim] // packed}"
+    if fault and etp > 1:
+        raise DeepSpeedConfigError(
+            f"expert_parallel.expert_tensor_parallel_size {etp}: {at}.{name} {fault}; choose a divisor of the inner "
+            "width, or 1"
+        )
+    return dim, packed
+
+
+def _place(shape: tuple[int, ...], experts: range, *, dim: int, packed: int, part: int, etp: int) -> Place:
+    """Return the place of these ``experts``, and of the ``part`` among ``etp`` of what is packed along ``dim``."""
+    first, count, width = experts.start, len(experts), shape[dim] // (packed * etp)
+    boxes = []
+    # Halves of one expert follow each other in memory, so that each of them is a box.
+    for start, number in ((e, 1) for e in experts) if packed > 1 and etp > 1 else ((first, count),):
+        for half in range(packed if etp > 1 else 1):
+            corner, size = [start, *(0 for _ in shape[1:])], [number, *shape[1:]]
+            if etp > 1:
+                corner[dim], size[dim] = half * shape[dim] // packed + part * width, width
+            boxes.append((tuple(corner), tuple(size)))
+    whole = [count, *shape[1:]]
+    whole[dim] //= etp
+    return Place(tuple(boxes), tuple(whole), shape)
+
+
+def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack) -> None:
+    """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``: ``etp`` ranks
+    share each expert. Those of ``sharers`` have the same tokens.
+    """
+    number: int = module.num_experts  # type: ignore[assignment]
+    local = number * etp // group.size
+    first = group.index // etp * local
+    for name, param in module.named_parameters(recurse=False):
+        dim, packed = inner_cut(module, name, param, etp, at="")
+        shape, experts = tuple(param.shape), range(first, first + local)
+        place = _place(shape, experts, dim=dim, packed=packed, part=group.index % etp, etp=etp)
+        marks = {"tp_place": place, "allreduce": False, "group_name": GROUP_NAME.format(group.size)}
+        for mark, value in marks.items():
+            setattr(param, mark, value)
+        back.callback(_unmark, param, marks)
+    compute = module.forward
+
+    def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        where = {"group": group, "sharers": sharers, "experts": local, "etp": etp}
+        out: torch.Tensor = through_experts(flat, index, weights, compute=compute, **where)  # type: ignore[arg-type]
+        return out.view(hidden_states.shape)
+
+    back.callback(setattr, module, "num_experts", number)
+    back.callback(_put_back, module, vars(module).get("forward"))
+    module.num_experts, module.forward = local, forward  # type: ignore[assignment]
+
+
+def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:
+    for name, mark in marks.items():
+        cut = name == "tp_place" and tuple(param.shape) != mark.shape  # who makes it whole needs its place
+        if not cut and getattr(param, name, None) is mark:
+            delattr(param, name)
+
+
+def _put_back(module: nn.Module, forward: Any) -> None:
+    del module.forward
+    if forward is not None:
+        module.forward = forward

@@ -1,0 +1,207 @@
+"""Mixture-of-experts models of Transformers, unmodified, with experts over ranks: equal to one process, or to DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.compat.common import apart, forget_clients, need, sentences, weights_apart, whole, zero_block
+from tests.compat.test_hf_trainer import arguments, auto_config, history, trainer
+from tests.harness.pool import RankPool
+
+need("accelerate", "transformers")
+pytestmark = pytest.mark.timeout(240)
+COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8, "n_shared_experts": 1,
+}  # fmt: skip
+QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+}
+MANY = {**QWEN, "num_experts": 128, "num_experts_per_tok": 8}
+
+
+def model_of(family: str, experts: str = "eager", **changes: Any) -> Any:
+    """A random model, the same on every call; ``experts``: how it multiplies its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
+    return AutoModelForCausalLM.from_config(config, experts_implementation=experts).train()
+
+
+def parity(
+    family: str,
+    ep: int,
+    stage: int,
+    tp: int,
+    experts: str,
+    skewed: bool,
+    changes: dict[str, Any],  # noqa: FBT001
+) -> dict[str, float]:
+    """Three steps beside one process that sees the batches of all ranks; the largest errors."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    rank, world = dist.get_rank() // tp, dist.get_world_size() // tp
+    adam = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+    plain, model = model_of(family, experts, **changes), model_of(family, experts, **changes)
+    for made in (plain, model) if skewed else ():
+        with torch.no_grad():
+            for name, param in made.named_parameters():
+                if name.endswith("mlp.gate.weight"):
+                    param[8:] *= 0.1  # most choices are experts of the first rank
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": zero_block(stage),
+        "expert_parallel": {"enabled": True, "autoep_size": ep},
+        "tensor_parallel": {"autotp_size": tp},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    optimizer = torch.optim.AdamW(plain.parameters(), **adam)
+    wanted, worst = dict(plain.named_parameters()), {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    rows = torch.stack([row["input_ids"] for row in sentences(2 * world * 3)]).view(3, world, 2, -1)
+    for tokens in rows:
+        losses = [plain(input_ids=some, labels=some).loss for some in tokens]
+        optimizer.zero_grad()
+        (sum(losses) / world).backward()
+        loss = engine(input_ids=tokens[rank], labels=tokens[rank]).loss
+        engine.backward(loss)
+        worst["loss"] = max(worst["loss"], abs(float(loss.detach() - losses[rank].detach())))
+        for name, param in engine.module.named_parameters():
+            grad = wanted[name].grad
+            error = (safe_get_full_grad(param) - (0 if grad is None else grad)).abs().max()
+            worst["gradient"] = max(worst["gradient"], float(error))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        engine.step()
+    for name, param in engine.module.named_parameters():
+        worst["parameter"] = max(
+            worst["parameter"], float((safe_get_full_fp32_param(param) - wanted[name].detach()).abs().max())
+        )
+    engine.destroy()
+    return worst
+
+
+CELLS: dict[str, tuple[Any, ...]] = {
+    "qwen3_moe, stage 0": ("qwen3_moe", 2, 0, 1, "eager", False, {}),
+    "qwen3_moe, stage 3, folded over tensor-parallel ranks": ("qwen3_moe", 4, 3, 2, "grouped_mm", False, {}),
+    "qwen3_moe, 128 experts, skewed": ("qwen3_moe", 4, 3, 1, "grouped_mm", True, MANY),
+    "mixtral, stage 2": ("mixtral", 4, 2, 1, "grouped_mm", False, {}),
+    "mixtral, experts beside tensor parallelism": ("mixtral", 2, 3, 2, "eager", False, {}),
+    "deepseek_v3, stage 3, shared experts": ("deepseek_v3", 2, 3, 1, "batched_mm", False, {}),
+    "gpt_oss, stage 1, biases": ("gpt_oss", 2, 1, 1, "eager", False, {}),
+    "gpt_oss, stage 3": ("gpt_oss", 4, 3, 1, "grouped_mm", False, {}),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_family_trains_as_one_process(cell: str, pool4: RankPool) -> None:
+    for found in pool4.run(parity, *CELLS[cell], time_limit=120):
+        assert max(found.values()) < 2e-6, found
+
+
+def against_ddp(folder: str, stage: int, ep: int) -> dict[str, Any]:
+    """The Trainer with and without the package, on the same rows."""
+    args = arguments(folder, None)
+    plain = trainer(args, model_of("qwen3_moe"))
+    plain.train()
+    expected, want = whole(plain.model), {key: history(plain, key) for key in ("loss", "grad_norm")}
+    config = auto_config(stage, own_optimizer=True) | {"expert_parallel": {"enabled": True, "autoep_size": ep}}
+    made = trainer(arguments(folder, config), model_of("qwen3_moe"))
+    made.train()
+    found = {key: apart(history(made, key), want[key]) for key in want}
+    found["weights"] = weights_apart(made.model, expected)
+    made.accelerator.free_memory(made.model_wrapped)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_trainer_equals_its_own_plain_run(
+    world: int, stage: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    for found in pool.run(against_ddp, str(tmp_path), stage, 2, time_limit=180):
+        assert max(found.values()) < 2e-4, found
+
+
+def adapted(ep: int) -> list[float]:
+    """Losses of a LoRA on the attention of a model whose experts are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    import deepspeed
+
+    torch.manual_seed(4)
+    model = get_peft_model(model_of("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero_block(3),
+        "expert_parallel": {"enabled": ep > 1, "autoep_size": ep},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    rows = torch.stack([row["input_ids"] for row in sentences(2 * dist.get_world_size() * 3)])
+    losses = []
+    for tokens in rows.view(3, dist.get_world_size(), 2, -1)[:, dist.get_rank()]:
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.destroy()
+    return losses
+
+
+def test_a_lora_of_peft_trains_alike_over_any_ranks(pool2: RankPool) -> None:
+    pytest.importorskip("peft")
+    for one, two in zip(pool2.run(adapted, 1), pool2.run(adapted, 2), strict=True):
+        assert apart(one, two) < 1e-5
+
+
+def from_files(folder: str) -> tuple[float, int]:
+    """Load a saved model under stage 3: loss apart from the model that was saved, elements that rank 0 keeps."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import deepspeed
+
+    forget_clients()
+    saved = model_of("mixtral")
+    if dist.get_rank() == 0:
+        saved.save_pretrained(folder)
+    dist.barrier()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero_block(3),
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
+    living = HfDeepSpeedConfig(config)
+    engine = deepspeed.initialize(model=AutoModelForCausalLM.from_pretrained(folder).train(), config=config)[0]
+    tokens = torch.stack([row["input_ids"] for row in sentences(2)])
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    error = float((loss - saved(input_ids=tokens, labels=tokens).loss).abs().detach())
+    kept = sum(unit.shard.numel() for unit in engine.runtime.units if unit.movable)
+    engine.destroy()
+    del living
+    forget_clients()
+    return error, kept
+
+
+def test_a_model_from_files_has_its_experts_over_ranks(pool4: RankPool, tmp_path: Path) -> None:
+    total = sum(p.numel() for p in model_of("mixtral").parameters())
+    for error, kept in pool4.run(from_files, str(tmp_path), time_limit=120):
+        assert error < 1e-6 and kept < 0.3 * total
