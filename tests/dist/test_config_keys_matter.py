@@ -135,7 +135,12 @@ def _differences(a: list[Fingerprint], b: list[Fingerprint]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("path", HONOURED)
+def _in_make_test(path: str) -> Any:
+    """The key as a parameter; settings of schedules are left to test-all: test_lr_schedules.py has what each does."""
+    return pytest.param(path, marks=[pytest.mark.exhaustive] * path.startswith("scheduler.params."))
+
+
+@pytest.mark.parametrize("path", [_in_make_test(path) for path in HONOURED])
 def test_an_honoured_key_has_an_effect(prints: dict[Run, list[Fingerprint]], path: str) -> None:
     assert path in PROBES, (
         f"{path} is called honoured, but nothing shows that it is: add a probe to tests/dist/config_probes.py"

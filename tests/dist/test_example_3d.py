@@ -34,7 +34,7 @@ def alone(pool1: RankPool) -> list[float]:
     return [float(loss) for loss in pool1.run(_call, "one process")[0]]
 
 
-@pytest.mark.in_make_test("pp2 x dp2")
+@pytest.mark.exhaustive  # such layouts train as one process in test_three_axes.py
 @pytest.mark.parametrize("layout", ["pp2 x dp2", "tp2 x dp2"])
 def test_four_ranks_in_stages_or_in_parts_have_the_curve_of_one_process(
     pool4: RankPool, alone: list[float], layout: str

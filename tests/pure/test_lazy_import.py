@@ -67,10 +67,8 @@ def words(text: str) -> list[str]:
 
 
 PATHS = words("""
-zero.Init zero.GatheredParameters comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage utils.logging.logger
-moe dist.barrier
-pipe.PipelineModule checkpointing.configure checkpoint.utils.clone_tensors_for_torch_save engine.DeepSpeedEngine
-config.load_config launcher
+zero.Init comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage moe pipe.PipelineModule
+checkpointing.configure checkpoint.utils.clone_tensors_for_torch_save launcher
 """)
 ORDERS = (
     *(f"import deepspeed; assert deepspeed.{path} is not None" for path in PATHS),
