@@ -328,7 +328,8 @@ def header(bench: Bench) -> str:
     return (
         f"Measured {when:%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores, load average {args.load:.2f} at the "
         f"start; model {args.model}, "
-        f"{args.ranks} ranks, gloo, ZeRO-3, bf16 + AdamW; {reference}; medians of {args.rounds} alternating rounds."
+        f"{args.ranks} ranks, gloo, ZeRO-3, bf16 + AdamW; {reference}; medians of "
+        f"{args.rounds} alternating round{'s' * (args.rounds > 1)}."
     )
 
 

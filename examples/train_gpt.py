@@ -14,6 +14,7 @@ import json
 import math
 import re
 import resource
+import sys
 import sysconfig
 import time
 from dataclasses import asdict, dataclass, field
@@ -191,7 +192,8 @@ def resume(engine: deepspeed.DeepSpeedEngine, history: History, save: str) -> No
     path, client = engine.load_checkpoint(save) if save and Path(save).is_dir() else (None, None)
     if path is not None and client is not None:
         history.train, history.validation = client["train"], client["validation"]
-        tqdm.write(f"going on from {path}, step {len(history.train)}")
+        if dist.get_rank() == 0:
+            tqdm.write(f"going on from {path}, step {len(history.train)}")
 
 
 def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, history: History, args: argparse.Namespace) -> None:
@@ -202,7 +204,10 @@ def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, history: History, a
     if not first:
         history.validation.append((0, evaluate(engine, corpus)))
     trained_seconds = 0.0
-    with tqdm(total=args.steps, initial=first, unit="step", disable=dist.get_rank() != 0, dynamic_ncols=True) as bar:
+    bar_options = {"disable": dist.get_rank() != 0, "dynamic_ncols": True}
+    if not sys.stderr.isatty():  # a file keeps each picture of the bar
+        bar_options["mininterval"] = 10.0
+    with tqdm(total=args.steps, initial=first, unit="step", **bar_options) as bar:
         for step in range(first, args.steps):
             start = time.perf_counter()
             history.train.append(train_step(engine, corpus, step))
@@ -216,7 +221,7 @@ def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, history: History, a
                     )
             measured, held_out = history.validation[-1]
             losses = f"loss {history.train[-1]:.3f} held-out {held_out:.3f} (step {measured})"
-            bar.set_postfix_str(f"{losses} {speed:,.0f} tok/s {process.memory_info().rss >> 20} MiB")
+            bar.set_postfix_str(f"{losses} {speed:,.0f} tok/s {process.memory_info().rss >> 20} MiB", refresh=False)
             bar.update()
     done = max(0, args.steps - first)
     history.seconds, history.tokens_per_second = (
@@ -235,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
         "--steps", type=int, default=1600, help="optimizer steps; keep the scheduler's total_num_steps equal to it"
     )
     parser.add_argument(
-        "--eval-interval", type=int, default=400, help="steps between two measurements on held-out files"
+        "--eval-interval", type=int, default=100, help="steps between two measurements on held-out files"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the curve, its plot and the sample")

@@ -23,6 +23,7 @@ class StepCalls:
     outside: int = 0  # of those outside no_sync
     length: int = 1  # of the window
     stepped: bool = False  # ever
+    schedule_at: int | None = None  # the last update by the optimizer's own ``step``
     alike: int = 0  # calls in a row that came only after a whole window
     _forward: bool = False
     _warned: bool = False
@@ -57,9 +58,17 @@ class StepCalls:
             )
         self.restart(stepped=True)
 
-    def _warn(self, text: str) -> None:
+    def optimizer_step(self, schedule: Any) -> None:
+        """Note an update by ``engine.optimizer.step()``; warn where the learning-rate schedule stands still."""
+        place = getattr(schedule, "last_batch_iteration", getattr(schedule, "last_epoch", None))
+        if place is not None and place == self.schedule_at:
+            text = "engine.optimizer.step() does not move the learning-rate schedule, which stands still"
+            self._warn(text, "call engine.step(), or step the schedule yourself")
+        self.schedule_at = place
+
+    def _warn(self, text: str, advice: str = _ADVICE) -> None:
         if not self._warned:
-            log_dist(f"{text}; {_ADVICE}", level=WARNING)
+            log_dist(f"{text}; {advice}", level=WARNING)
         self._warned = self.stepped = True
 
 

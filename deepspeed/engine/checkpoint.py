@@ -221,8 +221,7 @@ class EngineCheckpoint:
         pickled = self._config.checkpoint.allow_pickle
         source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
         if source is None:
-            level = logging.INFO if self._may_begin else logging.WARNING
-            log_dist(f"{load_dir} has no file 'latest' and no checkpoint; nothing was loaded", level=level)
+            self._say_nothing_loaded(Path(load_dir))
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         schedule = load_lr_scheduler_states and not load_module_only
@@ -248,6 +247,12 @@ class EngineCheckpoint:
             return str(source.path), restore.client_state(loaded)
         finally:
             source.close()
+
+    def _say_nothing_loaded(self, folder: Path) -> None:
+        text = f"{folder} has no file 'latest' and no checkpoint"
+        if not folder.is_dir():
+            text = f"there is no folder {folder.absolute()}"
+        log_dist(f"{text}; nothing was loaded", level=logging.INFO if self._may_begin else logging.WARNING)
 
     def _begin_load(self, path: Path, *, optimizer: bool) -> None:
         """Mark the engine as torn: from here on it changes, and is of no use until all is loaded."""

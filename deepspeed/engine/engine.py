@@ -203,7 +203,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
                 self._outcomes.step_schedule(self.lr_scheduler, self.basic_optimizer, lr_kwargs or {})
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
                 self.timers.log(PHASES)
-                rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
+                rates = f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}, mom={self.get_mom()}"
                 log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
             self.update_metrics.report(self, self._clock.take_spent_ms())
             if self._clock.events:

@@ -166,7 +166,10 @@ def _log_notes(cfg: DeepSpeedConfig) -> None:
     if notes := inert_notes(cfg):
         asked = cfg.zero.offload_param is not None and cfg.zero_stage != 3
         level = logging.WARNING if asked else logging.INFO
-        log_dist(f"configuration keys without effect here: {'; '.join(notes)}", level=level)
+        listed = "; ".join(notes)
+        if len(notes) > 2:
+            listed = f"{', '.join(note.partition(' (')[0] for note in notes)} (ds_config check says why)"
+        log_dist(f"configuration keys without effect here: {listed}", level=level)
     if (size := cfg.vocabulary_size) is not None and size % 8:
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
@@ -332,6 +335,7 @@ def choose_optimizer(
     given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
     parameters = _trained(given)
     base: torch.optim.Optimizer | None = None
+    _tell_of_two("optimizer", client, cfg.optimizer)
     if isinstance(client, torch.optim.Optimizer):
         base = client
     elif callable(client):
@@ -361,6 +365,13 @@ def choose_optimizer(
                     "optimizer from this model's parameters()"
                 )
     return base
+
+
+def _tell_of_two(name: str, client: Any, block: Any) -> None:
+    """Warn where the client's ``name`` takes the place of the configuration's."""
+    if client is not None and block is not None:
+        text = f"the configuration's block {name!r} ({block.type}) is ignored, as deepspeed.initialize got another"
+        log_dist(f"{text}; delete one of the two", level=logging.WARNING)
 
 
 def _trained(given: Iterable[Any]) -> list[Any]:
@@ -435,6 +446,7 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
     if base is None:
         return None
+    _tell_of_two("scheduler", client, cfg.scheduler)
     if client is not None:
         makes = callable(client) and (isinstance(client, type) or not hasattr(client, "step"))
         return client(base) if makes else client

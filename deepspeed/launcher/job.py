@@ -117,7 +117,7 @@ def add_flags(group: argparse._ActionsContainer, flags: Flags) -> None:
 
 def parse_line(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``args`` (default: the command line); a malformed line ends the process with status 2, as argparse does."""
-    parser.add_argument("user_script", metavar="script", help="path of the script (or a module or program, see above)")
+    parser.add_argument("user_script", metavar="script", help="path of the script (or a module with --module)")
     remainder = parser.add_argument(
         "user_args", metavar="arguments", nargs=argparse.REMAINDER, help="passed on to it as is"
     )

@@ -63,6 +63,7 @@ _BY_HAND = (
     "--num_gpus, --master_addr"
 )
 _PORT_THERE = f"port there (default: a free one; {BY_HAND_PORT} when nodes are started by hand)"
+_SELDOM_OF_SCRIPTS = {"--num_gpus", "--num_accelerators", "--hostfile", "--include", "--exclude", "--hang_timeout"}
 _MORE = "more arguments for it, one quoted text after an equals sign (--launcher_args='-a -b')"
 _FLAGS: Mapping[str, Flags] = {
     "which hosts and devices": {
@@ -87,7 +88,7 @@ _FLAGS: Mapping[str, Flags] = {
         "--ssh_port": (None, "P", "ssh port of the hosts"),
         "--venv_script": (None, "FILE", "file that bash reads on every host first (ssh, pdsh)"),
     },
-    "what is shown and kept": {
+    "a dry run, and process ids": {
         "--dry_run --dry-run": "show hosts, ranks, variables and commands; start nothing",
         "--save_pid": "keep process ids of launchers in /tmp/PID.deepspeed (PID: this command's)",
     },
@@ -254,6 +255,9 @@ def _launch(options: argparse.Namespace) -> int:
     refuse_absent(options)
     check_target(options)
     prepare(options)
+    late = [word for word in options.user_args if word.partition("=")[0] in _SELDOM_OF_SCRIPTS]
+    if late:
+        logger.warning("%s comes after the script, which gets it; flags of deepspeed go before the script", late[0])
     place = _find_place(options)
     job = make_job(options, place)
     if job.elastic is None:

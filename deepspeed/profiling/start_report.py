@@ -38,15 +38,19 @@ def state_dump(engine: EngineFacts) -> str:
 
 def report_start(engine: EngineFacts) -> None:
     """Log one line about ``engine``, and the reports of ``dump_state`` and ``memory_breakdown``."""
-    units, offload = engine.runtime.units, engine.runtime.plan.offload
+    units, plan, parts = engine.runtime.units, engine.runtime.plan, ""
+    if plan.regular.param.sharded and engine.mesh.zero.size > 1:
+        whole = sum(not unit.movable for unit in units)
+        threshold = f"; stage3_param_persistence_threshold {plan.persistence_numel:,} keeps {whole} whole"
+        parts = f" ({len(units) - whole} sharded{threshold if whole else ''})"
     log_dist(
-        f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')} "
-        f"({sum(u.movable for u in units)} sharded), ZeRO stage {engine.zero_optimization_stage()}, "
+        f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')}{parts}, "
+        f"ZeRO stage {engine.zero_optimization_stage()}, "
         f"{counted(engine.mesh.job.size, 'rank')}, {engine._config.compute_dtype}, batch {engine.train_batch_size()} = "
         f"micro-batch {engine._micro} x accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )
     offloaded = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
-    if offloaded or offload.host_limit or offload.device_limit:
+    if offloaded or plan.offload.host_limit or plan.offload.device_limit:
         log_dist(f"{'; '.join(engine.places())}\n{engine.memory_plan().table()}")
     if engine.dump_state():
         log_dist(f"dump_state\n{state_dump(engine)}")

@@ -1,4 +1,5 @@
 from deepspeed.accelerator.device import OnDevice
+from deepspeed.client import zero_to_fp32
 from deepspeed.client.attrs import recursive_getattr, recursive_setattr
 from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.client.legacy import get_numactl_cmd
@@ -30,6 +31,6 @@ from deepspeed.client.zero.safe_state import (
 from deepspeed.comm import is_initialized
 from deepspeed.monitor.log import log_dist, log_dist_once, logger, set_log_level_from_string
 from deepspeed.monitor.timers import instrument_w_nvtx, see_memory_usage
-from deepspeed.utils import groups, logging, timer, zero_to_fp32
+from deepspeed.utils import groups, logging, timer
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -1,3 +1,5 @@
+import sys
+
 from deepspeed.client.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
@@ -9,3 +11,6 @@ from deepspeed.client.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
     main,
 )
+
+if __name__ == "__main__":
+    sys.exit(main())

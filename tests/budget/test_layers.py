@@ -180,6 +180,8 @@ def test_torch_distributed_has_its_homes() -> None:
 def _is_reexport(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)] == ["__all__"]
+    if isinstance(node, ast.If):  # a program that its users start with python -m
+        return ast.unparse(node) == "if __name__ == '__main__':\n    sys.exit(main())"
     is_docstring = (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     )

@@ -112,7 +112,8 @@ def tags(folder: str) -> list[Any]:
     case, place = case_named("plain"), Path(folder)
     engine = start(case.build(), make_config(2))
     nothing = engine.load_checkpoint(folder)
-    absent = engine.load_checkpoint(folder + "/absent")
+    with logged() as said:
+        absent = engine.load_checkpoint(folder + "/absent")
     for step in range(2):
         train_step(engine, case, step)
     engine.save_checkpoint(folder)
@@ -121,16 +122,20 @@ def tags(folder: str) -> list[Any]:
     path = engine.load_checkpoint(folder)[0]
     named = engine.load_checkpoint(folder, tag="kept")[0]
     wrong = outcome(lambda: engine.load_checkpoint(folder, tag="global_step7"))
+    inside = outcome(lambda: engine.load_checkpoint(folder + "/kept"))
     bad = [outcome(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)) for tag in ("a/b", ".hidden", "latest")]
     empty = outcome(lambda: engine.save_checkpoint(""))
     not_a_dict = outcome(lambda: engine.save_checkpoint(folder, client_state=[1]))
     engine.destroy()
-    return [nothing, absent, latest, path, named, wrong, bad, empty, not_a_dict]
+    return [nothing, (absent, said), latest, path, named, wrong, inside, bad, empty, not_a_dict]
 
 
 def test_tags_and_folders(pool2: RankPool, tmp_path: Path) -> None:
-    for nothing, absent, latest, path, named, wrong, bad, empty, not_a_dict in pool2.run(tags, str(tmp_path)):
+    found = pool2.run(tags, str(tmp_path))
+    assert f"there is no folder {tmp_path}/absent; nothing was loaded" in found[0][1][1][0]
+    for nothing, (absent, _), latest, path, named, wrong, inside, bad, empty, not_a_dict in found:
         assert nothing == absent == (None, None)
+        assert f"the folder around it, {tmp_path}, with tag='kept'" in inside
         assert latest == "global_step2" and path == str(tmp_path / "global_step2") and named == str(tmp_path / "kept")
         assert "CheckpointError" in wrong and "global_step7" in wrong and "kept" in wrong
         assert all("cannot be a folder name" in text for text in bad)

@@ -46,6 +46,18 @@ def test_dump_state_shows_the_resolved_configuration_and_the_units(pool2: RankPo
     assert not any("dump_state" in line for line in second) and "not for the log" not in dump
 
 
+def test_the_first_line_says_what_is_sharded_and_what_keeps_the_rest_whole(pool1: RankPool, pool2: RankPool) -> None:
+    def parts(stage: int, pool: RankPool = pool2, **keys: Any) -> str:
+        first = pool.run(said, make_config(stage, **keys))[0]
+        return next(line for line in first if "parameters in" in line).partition(" unit")[2].partition(", ZeRO")[0]
+
+    assert parts(2) in ("", "s") and parts(3, pool1) in ("", "s")
+    keeps = "; stage3_param_persistence_threshold 100,000 keeps "
+    whole = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+    assert parts(3, zero_optimization=whole).endswith(" whole)") and keeps in parts(3, zero_optimization=whole)
+    assert "keeps" not in parts(3, zero_optimization={**whole, "stage3_param_persistence_threshold": 0})
+
+
 def test_memory_breakdown_reports_after_every_phase(pool1: RankPool) -> None:
     (lines,) = pool1.run(said, make_config(0, memory_breakdown=True))
     reports = [line for line in lines if "memory after" in line]
@@ -62,8 +74,11 @@ def test_memory_breakdown_reports_after_every_phase(pool1: RankPool) -> None:
 
 
 def test_throughput_is_reported_with_the_progress(pool1: RankPool) -> None:
-    (lines,) = pool1.run(said, make_config(0, steps_per_print=1))
+    (lines,) = pool1.run(
+        said, make_config(0, steps_per_print=1, optimizer={"type": "SGD", "params": {"lr": 0.1 + 0.2}})
+    )
     assert sum("samples/s" in line for line in lines) == 2  # two updates warm up
+    assert sum("lr=[0.3], mom=" in line for line in lines) == 4
     (lines,) = pool1.run(said, make_config(0, steps_per_print=1, timers={"throughput": {"enabled": False}}))
     assert not any("samples/s" in line for line in lines)
 

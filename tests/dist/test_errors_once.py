@@ -30,6 +30,8 @@ def main(fault):
         config["zero_optimisation"] = {"stage": 2}
     if fault == "package":
         config["comet"] = {"enabled": True}
+    if fault == "told":
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     model = torch.nn.Linear(4, 4)
     if fault == "nothing":
         deepspeed.initialize(model=model)
@@ -45,8 +47,11 @@ def main(fault):
     for step in range(5 if fault == "ends" else 1):
         if step == 3 and engine.global_rank == 1:
             sys.exit()
-        engine.backward(engine(torch.ones(1, 4)).sum())
+        width = 5 if fault == "told" and engine.global_rank == 1 else 4
+        engine.backward(engine(torch.ones(1, width)).sum())
         engine.step()
+    if fault == "saves alone" and engine.global_rank == 0:
+        engine.save_checkpoint("ck")
 
 main(sys.argv[-1])
 """
@@ -111,6 +116,14 @@ def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path, wa
     assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err
 
 
+def test_a_rank_that_is_told_of_anothers_error_shows_the_users_lines_alone(tmp_path: Path, warm: Warm) -> None:
+    err = _ended(tmp_path, warm.python, "told")
+    told = [line for line in err.splitlines() if line.startswith("[rank0]:")]
+    assert "RankFailedError: rank 1 failed (step 0, forward): RuntimeError: mat1" in told[-1], err
+    assert not any("deepspeed/" in line for line in told[:-1]), err
+    assert "deepspeed: rank 1 " in err and err.rstrip().splitlines()[-1].startswith("RuntimeError: mat1"), err
+
+
 @pytest.mark.exhaustive  # test_interrupts.py has it without a job
 def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path, warm: Warm) -> None:
     err = _ended(tmp_path, warm.python, "ctrl-c", status=130)
@@ -121,6 +134,12 @@ def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path,
     err = _ended(tmp_path, warm.python, "ends")
     assert "rank 1 has ended after 3 updates: its script has ended" in err, err
     assert "peer" not in err and "engine.py" not in err, err
+
+
+def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path) -> None:
+    err = _ended(tmp_path, "saves alone")
+    assert "rank 1 has ended after 1 update: its script has ended. This rank waits for it in save_checkpoint()" in err
+    assert "Every rank has to call save_checkpoint(), not one alone" in err and "batches" not in err, err
 
 
 def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches() -> None:

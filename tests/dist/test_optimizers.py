@@ -4,13 +4,18 @@ That every optimizer gives the result that it gives without sharding, with its g
 (test_verify_training.py) and the fuzzer show.
 """
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.tools.verify.models import Case, case_named
+from deepspeed.tools.verify.models import (
+    Case,
+    case_named,
+)
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, plain_train, start, train_step
 
@@ -53,6 +58,27 @@ def test_refusals_are_sentences(pool2: RankPool) -> None:
     for told in pool2.run(refusals):
         assert all(told.values()), told
         assert "AdamW" in told["unknown"] and "gradient_clipping" in told["max_grad_norm"], told
+
+
+def two_of_each() -> list[str]:
+    """The warnings of an engine whose optimizer and schedule stand in the script and in the configuration."""
+    model = case_named("plain").build()
+    blocks = {"optimizer": {"type": "AdamW", "params": {}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    with logged(logging.WARNING) as said:
+        start(
+            model,
+            plain_config(2, **blocks),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2),
+        ).destroy()
+    return said
+
+
+def test_blocks_that_objects_of_the_script_replace_are_told_once(pool2: RankPool) -> None:
+    first, second = pool2.run(two_of_each)
+    text = "the configuration's block {!r} ({}) is ignored, as deepspeed.initialize got another; delete one of the two"
+    assert first == ["[rank 0] " + text.format(*block) for block in (("optimizer", "AdamW"), ("scheduler", "WarmupLR"))]
+    assert not second
 
 
 # The parameters of each group of an optimizer that fills its state at construction, by what they begin with.

@@ -65,6 +65,11 @@ def optimizer_steps(engine: Any) -> None:
     engine.optimizer.zero_grad()
 
 
+def optimizer_and_schedule_steps(engine: Any) -> None:
+    optimizer_steps(engine)
+    engine.lr_scheduler.step()
+
+
 def sum_by_hand(engine: Any) -> None:
     for _ in range(40):
         (loss_of(engine, 0) / 40).backward()
@@ -137,6 +142,15 @@ def test_a_legal_loop_is_told_nothing(pool2: RankPool, loop: Loop, accumulation:
 def test_a_client_that_counts_itself_is_told_nothing(pool2: RankPool) -> None:
     options = {"managed_gradient_accumulation": False}
     assert pool2.run(said, sum_by_hand, 2, STEPS, options) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
+def test_a_schedule_that_the_optimizers_step_leaves_standing_is_told_once(pool2: RankPool, kind: str) -> None:
+    settings = {"WarmupLR": {"warmup_num_steps": 9}, "StepLR": {"step_size": 2}}
+    options = {"scheduler": {"type": kind, "params": settings[kind]}}
+    first, second = pool2.run(said, optimizer_steps, 1, STEPS, options)
+    assert not second and len(first) == 1 and "does not move the learning-rate schedule" in first[0], first
+    assert pool2.run(said, optimizer_and_schedule_steps, 1, STEPS, options) == [[], []]
 
 
 def at_boundaries(engine: Any) -> None:

@@ -200,6 +200,11 @@ def test_nothing_is_found_in_an_empty_or_missing_folder(tmp_path: Path) -> None:
     assert folders.find_checkpoint(tmp_path / "missing") is None
 
 
+def test_a_tags_own_folder_is_refused_with_the_folder_and_tag_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"the folder around it, {tmp_path}, with tag='t'"):
+        folders.find_checkpoint(whole(tmp_path, "t"))
+
+
 def test_a_named_checkpoint_that_is_not_there_lists_the_others(tmp_path: Path) -> None:
     whole(tmp_path, "good")
     (tmp_path / "half").mkdir()

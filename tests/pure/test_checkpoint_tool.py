@@ -22,7 +22,7 @@ from deepspeed.config.model.values import byte_count
 from deepspeed.tools.checkpoint.cli import main
 from deepspeed.tools.checkpoint.info import scan, unsafe
 from deepspeed.tools.checkpoint.verify import verify
-from tests.pure.checkpoint_samples import checkpoint, sample
+from tests.pure.checkpoint_samples import CONFIG, checkpoint, sample
 
 DATA = "rank_00000.bin"
 
@@ -166,6 +166,14 @@ def test_info_tells_totals_counters_and_tensors(tmp_path: Path, capsys: pytest.C
         "B",
     ]
     assert any(line.split() == ["master", "float32", "13x6", "emb.weight"] for line in out.splitlines())
+
+
+def test_info_says_where_the_scripts_optimizer_took_the_place_of_the_configured_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for configured, said in (("Adam", "Adam (AdamW), "), ("SGD", "AdamW of the script, not the configuration's SGD, ")):
+        checkpoint(tmp_path / configured, config={**CONFIG, "optimizer": {"type": configured, "params": {}}})
+        assert said in run(capsys, "info", tmp_path / configured)[1]
 
 
 # --- diff ---

@@ -8,6 +8,7 @@ from deepspeed.config import BatchConfigError, DeepSpeedConfig, DeepSpeedConfigE
 from deepspeed.config.explain.check import explained
 from deepspeed.config.explain.rules import inert_under
 from deepspeed.config.model.settings import settings
+from deepspeed.errors import ConflictingKeysError
 from tests.harness.rows import for_each
 
 CPU = {"device": "cpu"}
@@ -21,6 +22,15 @@ def load(world_size: int = 4, *, lenient: bool = False, **keys: object) -> DeepS
 
 def z(**keys: object) -> dict[str, object]:
     return {"zero_optimization": keys}
+
+
+@for_each("wrong", [{"stgae": 3}, {"stage": "3"}])
+def test_only_contradicting_keys_raise_the_error_for_contradictions(wrong: dict[str, object]) -> None:
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load(**z(offload_optimizer=CPU, **wrong))
+    assert not isinstance(caught.value, ConflictingKeysError)
+    with pytest.raises(ConflictingKeysError):
+        load(**z(offload_optimizer=CPU))
 
 
 BROKEN = [

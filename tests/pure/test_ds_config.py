@@ -111,9 +111,9 @@ def test_ok_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     first, *notes = out.splitlines()
     assert first == f"{path}: ok (6 keys, ZeRO stage 2, fp32, batch 8 = 2 x 1 x 4)"
     assert any(
-        "max_live_parameters has no effect, off: stage 2 does not shard parameters (line 5)" in note for note in notes
+        "max_live_parameters has no effect: stage 2 does not shard parameters (line 5)" in note for note in notes
     )
-    assert any("fp16.loss_scale has no effect, off: fp16.enabled is false" in note for note in notes)
+    assert any("fp16.loss_scale has no effect: fp16.enabled is false" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_block_inside_one_that_is_off_is_one_note_per_key(tmp_path: Path, caps
     content = {"train_batch_size": 1, "autotuning": {"enabled": False, "model_info": {"num_layers": 2}}}
     _, out, _ = run(capsys, "check", written(tmp_path, content))
     (note,) = [line for line in out.splitlines() if "note:" in line]
-    assert "autotuning.model_info.num_layers has no effect, off: autotuning.enabled is false" in note
+    assert "autotuning.model_info.num_layers has no effect: autotuning.enabled is false" in note
 
 
 def test_check_says_which_keys_of_a_pipeline_block_are_not_read(
@@ -303,6 +303,9 @@ def test_modules_that_autocast_lists_are_in_the_table(tmp_path: Path, capsys: py
     block = {"enabled": True, "dtype": "fp16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
     _, out, _ = run(capsys, "show", written(tmp_path, {"train_batch_size": 1, "torch_autocast": block}), "--dtypes")
     assert "fp16, gradients and wire too: torch.nn.Linear" in out and "autocast to fp16" in out
+    _, out, _ = run(capsys, "show", written(tmp_path, {"train_batch_size": 1, "bf16": {"enabled": True}}), "--dtypes")
+    row = next(line for line in out.splitlines() if line.startswith("forward arithmetic"))
+    assert row.split() == ["forward", "arithmetic", "bf16", "follow", "the", "parameters"]
 
 
 def test_the_policy_is_what_the_table_says() -> None:
@@ -328,7 +331,8 @@ def test_every_goal_is_tried() -> None:
 @pytest.mark.parametrize("goal", GOALS)
 def test_starting_files(goal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "ds.json")
-    assert run(capsys, "init", "--goal", goal, "-o", path)[:2] == (0, "")
+    status, out, _ = run(capsys, "init", "--goal", goal, "-o", path)
+    assert (status, out) == (0, f"wrote {path}; next: ds_config check {path} --world RANKS\n")
     assert Path(path).read_text() == starter(goal) == run(capsys, "init", "--goal", goal)[1]
     for world in ("1", "8"):
         status, out, err = run(capsys, "check", path, "--world", world, "--resolved")

@@ -23,7 +23,7 @@ def test_an_example_says_how_long_it_takes(script: Path) -> None:
 def test_the_extra_has_what_the_examples_need() -> None:
     written = re.search(r"^examples = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     assert written, "pyproject.toml has no extra named examples"
-    extra = re.findall(r'"([^"]+)"', written[1])
+    extra = dict(re.findall(r'"([\w-]+)([^"]*)"', written[1]))
     calls = [
         node
         for script in SCRIPTS
@@ -32,6 +32,10 @@ def test_the_extra_has_what_the_examples_need() -> None:
     ]
     needed = {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
     assert needed and needed <= set(extra)
+    text = (ROOT / "tests" / "compat" / "README.md").read_text()
+    run_with = re.sub(r"\s+", " ", text).partition("Read in or run with")[2]
+    pinned = {name: pin.strip("=*") for name, pin in extra.items() if pin.startswith("==")}
+    assert pinned and all(f" {name} {version}" in run_with for name, version in pinned.items())
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -1,9 +1,11 @@
 """What a newcomer meets first is said in plain words: counts, the command line, a killed rank, a file as a folder."""
 
+import io
 import json
 import logging
 import os
 import signal
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,17 +19,28 @@ from deepspeed.launcher import runner
 from deepspeed.launcher.node.verdict import RankEnd
 from deepspeed.tools.checkpoint.info import _shown
 from deepspeed.tools.config.cli import main as ds_config
+from deepspeed.tools.verify.driver import Driver
 from tests.harness.logs import logged
 
 
 def test_one_of_a_thing_is_no_plural() -> None:
     assert [counted(n, "unit") for n in (0, 1, 2, 12345)] == ["0 units", "1 unit", "2 units", "12,345 units"]
+    assert Driver(Namespace(ranks=1, steps=1), io.StringIO()).conditions() == "1 rank, 1 step each"
 
 
 def test_without_a_script_the_script_alone_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         runner.parse_args([])
     assert capsys.readouterr().err.rstrip().endswith("the following arguments are required: script")
+
+
+def test_a_flag_behind_the_script_is_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with logged(logging.WARNING) as lines:
+        runner.main(["--dry_run", "t.py", "--num_gpus=1", "--steps", "3"])
+    assert lines == ["--num_gpus=1 comes after the script, which gets it; flags of deepspeed go before the script"]
 
 
 def test_more_ranks_than_cores_are_mentioned(
@@ -79,6 +92,15 @@ def test_offload_param_without_effect_is_a_warning(
         logger.removeHandler(caplog.handler)
     levels = [record.levelno for record in caplog.records if "offload_param" in record.getMessage()]
     assert levels == ([] if level is None else [level])
+
+
+def test_many_keys_without_effect_are_one_short_line() -> None:
+    zero = dict.fromkeys(("contiguous_gradients", "elastic_checkpoint", "round_robin_gradients"), True)
+    config = load_config({"train_batch_size": 1, "zero_optimization": {"stage": 2, **zero}}, world_size=1)
+    with logged(logging.INFO, set_level=logging.INFO) as lines:
+        _log_notes(config)
+    names = ", ".join(f"zero_optimization.{name}" for name in zero)
+    assert lines == [f"[rank 0] configuration keys without effect here: {names} (ds_config check says why)"]
 
 
 def test_the_table_of_dtypes_comes_with_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

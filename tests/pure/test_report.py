@@ -277,7 +277,8 @@ def test_identity_and_threads() -> None:
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
     assert probes.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
     assert probes.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith("The environment variable RANK='x'")
-    assert "cores / ranks" in probes.variable_rows({})[0].doubt
+    assert "cores / ranks" in probes.variable_rows({"RANK": "0"})[0].doubt
+    assert not probes.variable_rows({})[0].doubt, "the launcher sets it"
     assert probes.variable_rows({"OMP_NUM_THREADS": "1"}) == [Row("OMP_NUM_THREADS", "1")]
 
 
@@ -290,6 +291,8 @@ def test_text_is_aligned_and_narrow() -> None:
         and lines[2].startswith("a       word")
         and lines[3].startswith("        word")
     )
+    path = "/cache/" + "x" * 120
+    assert path in cli.as_text({"operators": [Row("a", f"built: {path}")]})
     assert "missing or doubtful" in text and "  longer: It matters." in text
     assert "missing or doubtful" not in cli.as_text(report, verdict=False)
     assert cli.as_text({"t": [Row("a", "b")]}).endswith("  nothing\n")

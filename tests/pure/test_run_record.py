@@ -325,7 +325,9 @@ def test_the_page_stands_alone_and_shows_what_the_record_holds(
     run = read_run(_run(tmp_path))
     assert main(["run", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert str(tmp_path / "report.html") in lines[-1], "after the run in a few lines"
+    assert [line.split()[0] for line in lines[:2]] == ["model", "ranks"]
     parser = _Strict()
     parser.feed(text)
     parser.close()

@@ -192,6 +192,12 @@ def test_wrong_input_is_one_sentence(
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a", "global_step9")
 
 
+def test_it_is_a_program_under_the_name_that_clients_import(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(own(tmp_path / "a")), str(tmp_path / "o")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert (tmp_path / "o" / "pytorch_model.bin").exists() and "RuntimeWarning" not in done.stderr
+
+
 def test_damage_is_refused(tmp_path: Path) -> None:
     folder = own(tmp_path)
     data = folder / "global_step3" / "rank_00000.bin"

@@ -258,6 +258,11 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
     named = tag if tag is not None else read_latest(load_dir)
     if named is None:
         newest, lost = next(iter(complete_tags(load_dir)), None), (load_dir / LATEST).exists()
+        if newest is None and is_any(load_dir):
+            place = load_dir.absolute()
+            raise CheckpointError(
+                f"{load_dir} is itself a checkpoint; pass the folder around it, {place.parent}, with tag={place.name!r}"
+            )
         if newest is not None:
             text = "%s has %s file 'latest'; loading its newest complete checkpoint, %s"
             logger.warning(text, load_dir, "nothing in its" if lost else "no", newest.name)

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+import traceback
 import zlib
 from types import TracebackType
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.channel import GONE, job_channel
 from deepspeed.comm.collectives import is_of_backend
-from deepspeed.comm.hang.explain import RankReport
+from deepspeed.comm.hang.explain import CALLS_OF_ALL, RankReport
 from deepspeed.comm.hang.stacks import origin
 from deepspeed.comm.hang.watch import ended_ranks
 from deepspeed.errors import (
@@ -23,6 +24,7 @@ from deepspeed.errors import (
     RankFailedError,
     ReleasedParameterError,
     UsageError,
+    counted,
 )
 from deepspeed.monitor.log import logger
 
@@ -40,20 +42,28 @@ def _of_users(trace: TracebackType | None) -> TracebackType | None:
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def _of_ended(reports: list[RankReport]) -> RankFailedError:
-    """Make the error of a rank that has waited for others, which have ended."""
+def _call_of_all(trace: TracebackType | None) -> str:
+    """Return the call inside which ``trace`` ends, if it is one of this package that all ranks have to make."""
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(trace))
+    ours = (code.co_name for code in codes if origin(code.co_filename) == "deepspeed")
+    return next((name for name in ours if name in CALLS_OF_ALL and not name.endswith("_batch")), "")
+
+
+def _of_ended(reports: list[RankReport], call: str = "") -> RankFailedError:
+    """Make the error of a rank that has waited for others, which have ended, inside ``call``."""
     texts = []
     for report in reports:
-        step = "" if report.step is None else f" after {report.step} updates"
+        step = "" if report.step is None else f" after {counted(report.step, 'update')}"
         texts.append(f"rank {report.rank} has ended{step}: {report.error or report.what}")
     text = f"{'; '.join(texts)}. This rank waits for it"
-    if not any(report.error for report in reports):
-        text += ". Every rank has to take part in each forward, backward and step: give all of them as many batches"
-    return RankFailedError(text)
+    advice = ". Every rank has to take part in each forward, backward and step: give all of them as many batches"
+    if call:
+        advice = f" in {call}(). Every rank has to call {call}(), not one alone"
+    return RankFailedError(text if any(report.error for report in reports) else text + advice)
 
 
 def _speaks(error: BaseException) -> bool:
-    """Tell whether this rank reports ``error``: the first does, others where the first does not end with the same."""
+    """Tell whether this rank reports ``error``: the first does, or one that finds the first not to end with it."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return True
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
@@ -64,7 +74,8 @@ def _speaks(error: BaseException) -> bool:
         if dist.get_rank() == 0:
             channel.put(key)
             return True
-        return not channel.wait(key, seconds=_FIRST_S)
+        if not channel.wait(key, seconds=_FIRST_S):
+            return channel.claim(f"{key}/by", dist.get_rank()) == dist.get_rank()
     return False
 
 
@@ -74,16 +85,17 @@ def show_plainly() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        plain = isinstance(error, (*_PLAIN, KeyboardInterrupt))
+        second = isinstance(error, RankFailedError)  # the launcher has to see that another rank's error says more
+        plain = second or isinstance(error, (*_PLAIN, KeyboardInterrupt))
         if not plain and is_of_backend(error) and (ended := ended_ranks()):
-            error, plain = _of_ended(ended), True
+            error, plain = _of_ended(ended, _call_of_all(trace)), True
         if not plain or logger.isEnabledFor(logging.DEBUG):
             previous(kind, error, trace)
             return
         error.__cause__, error.__suppress_context__ = None, True
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
-        error.is_shown = "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
+        error.is_shown = not second and "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
         with contextlib.nullcontext() if _speaks(error) else contextlib.redirect_stderr(io.StringIO()):
             previous(type(error), error, error.__traceback__)
 

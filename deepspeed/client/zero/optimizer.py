@@ -44,6 +44,7 @@ class DeepSpeedOptimizer:
         """Update once with the gradients at hand (clients without the engine's ``step`` call this). Collective."""
         loss = closure() if closure is not None else None
         self._engine._update()
+        self._engine._step_calls.optimizer_step(self._engine.lr_scheduler)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:

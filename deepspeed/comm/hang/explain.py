@@ -14,8 +14,8 @@ _NAMED = 8  # ranks that a line lists one by one
 _CALLS = 3
 _LINES = 40
 # Calls of the user that all ranks make together.
-_OF_ALL = {"save_checkpoint", "load_checkpoint", "save_16bit_model", "save_pretrained", "initialize", "destroy"}
-_OF_ALL |= {"stream_weights", "load_module_state_dict", "wait_for_checkpoint", "train_batch", "eval_batch"}
+CALLS_OF_ALL = {"save_checkpoint", "load_checkpoint", "save_16bit_model", "save_pretrained", "initialize", "destroy"}
+CALLS_OF_ALL |= {"stream_weights", "load_module_state_dict", "wait_for_checkpoint", "train_batch", "eval_batch"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _different(reports: Sequence[RankReport]) -> str:
 
 def _alone(reports: Sequence[RankReport]) -> Iterator[str]:
     """Yield a sentence for each call of this package that all ranks have to make and only some have made."""
-    for call in sorted({r.call for r in reports if r.state == COLLECTIVE} & _OF_ALL):
+    for call in sorted({r.call for r in reports if r.state == COLLECTIVE} & CALLS_OF_ALL):
         inside = [r.rank for r in reports if r.call == call]
         outside = [r.rank for r in reports if r.call != call and r.state in (COLLECTIVE, LEFT, RUNS)]
         if outside:

@@ -31,7 +31,7 @@ from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, 
 from deepspeed.comm.hang.ledger import Ledger, torch_numbers
 from deepspeed.comm.hang.stacks import DEVICE_WAITS, LOADER, WATCHERS, Failure, Spot, failure_of, process_state, spots
 from deepspeed.errors import DeepSpeedConfigError, JobHungError
-from deepspeed.monitor.log import logger
+from deepspeed.monitor.log import log_dist, logger
 from deepspeed.tier.aio import AioEngine
 
 VARIABLE, NOTICE = "DS_HANG_TIMEOUT", "DS_HANG_NOTICE"
@@ -442,7 +442,7 @@ def watch(configured: float | None = None) -> HangWatch | None:
     begun.start()
     atexit.register(begun.stop)
     if limit_s is not None:
-        logger.info("the job ends when no rank makes progress for %g s (hang_timeout)", limit_s)
+        log_dist(f"the job ends when no rank makes progress for {limit_s:g} s (hang_timeout)")
     return begun
 
 

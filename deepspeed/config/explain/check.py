@@ -107,7 +107,8 @@ def examine(source: ConfigSource, *, world_size: int | None = None, resolved: bo
         asks = plain(item.value) != plain(item.default) or not item.idle.startswith("not yet")
         if item.origin == "file" and item.idle and asks:
             line = f" (line {item.line})" if item.line is not None else ""
-            notes[f"{item.path} has no effect, {item.idle}{line}"] = None
+            why = item.idle.removeprefix("inert here: ").removeprefix("off: ")
+            notes[f"{item.path} has no effect: {why}{line}"] = None
     for path in autos:
         if ".params." in path:
             shown[path] = Setting(path, path, None, AUTO, None, "auto", source.lines.get(path, [None])[-1])
@@ -171,11 +172,13 @@ def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
     kept = kept if policy.compute else "no matter: nothing is cast"
     master = policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are"
     norms = "as the running statistics, which are buffers"
+    forward = f"autocast to {autocast.dtype}" if autocast.enabled else same
+    decides = "torch_autocast" if autocast.enabled else "follow the parameters"
     rows = [
         ("parameters", policy.compute or built, switch),
         ("modules kept in fp32", kept, "data_types.keep_in_fp32_modules"),
         ("parameters of batch norms", norms, "fixed: torch computes with both in one"),
-        ("forward arithmetic", f"autocast to {autocast.dtype}" if autocast.enabled else same, "torch_autocast"),
+        ("forward arithmetic", forward, decides),
         ("gradients (autograd)", same, "follow the parameters"),
         ("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
         ("reduction (wire)", policy.reduction or same, "communication_data_type, else the parameters"),

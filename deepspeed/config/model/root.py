@@ -123,10 +123,10 @@ def judge(
         if not report.follows(str(error)):
             report.batch = report.at_line(values.TRAIN, str(error)) if isinstance(error, ValueError) else ""
             report.fault(values.TRAIN, str(error))
-    wrong = rule_violations(config, lenient=lenient)
+    wrong = [fault for fault in rule_violations(config, lenient=lenient) if not report.follows(fault[1])]
     report.conflict = bool(wrong)
-    wrong += support_faults(config) if check_support else []
-    for path, sentence in [(path, sentence) for path, sentence in wrong if not report.follows(sentence)]:
+    unsupported = support_faults(config) if check_support else []
+    for path, sentence in wrong + [fault for fault in unsupported if not report.follows(fault[1])]:
         report.fault(path, sentence, unread=False)
     return config, report
 

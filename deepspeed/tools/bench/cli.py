@@ -19,6 +19,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from deepspeed.errors import nearest_hint
 from deepspeed.monitor.program import BAD_INPUT, CommandLine, docstring_of, guarded
 from deepspeed.tools.bench import options
 
@@ -32,6 +33,9 @@ def _measured(prog: str, name: str, words: Sequence[str] | None = None) -> int:
     parser = CommandLine(prog=prog, description=docstring_of(f"deepspeed.tools.bench.{name}"), allow_abbrev=False)
     getattr(options, name)(parser)
     parser.switches(json="one JSON object instead of a table")
+    words = sys.argv[1:] if words is None else words
+    if name in ("io", "ckpt") and words and not words[0].startswith("-"):
+        words = ["--folder", *words]
     plan = parser.parse_args(words)
 
     def run() -> str | dict[str, Any]:
@@ -53,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _measured(f"ds_bench {command}", _MODULES[command], words[1:])
     if command in ("-h", "--help"):
         return guarded("ds_bench", lambda: str(__doc__))
-    fault = f"{command!r} is not in this release" if command else "nothing to measure was named"
+    fault = "nothing to measure was named"
+    if command:
+        fault = f"there is no measurement {command!r}{nearest_hint(command, _MODULES)}"
     sys.stderr.write(f"ds_bench: {fault}\n{__doc__}")
     return BAD_INPUT
 

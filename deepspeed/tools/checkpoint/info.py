@@ -14,6 +14,7 @@ import torch
 
 from deepspeed.checkpoint.foreign.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.load.compare import optimizer_kind
 from deepspeed.checkpoint.load.reader import find_and_open, located, read_manifest
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.errors import CheckpointError, counted
@@ -40,8 +41,10 @@ def _facts(source: Source) -> list[str]:
         f"{counted(len(g['names']), 'parameter')} with lr {_shown(g['options'].get('lr'))}"
         for g in optimizer.get("groups") or []
     ]
-    configured, kind = block_of(facts.get("config"), "optimizer").get("type"), optimizer.get("type") or "not named"
-    name = kind if configured in (None, kind) else f"{configured} ({kind})"
+    configured, kind = block_of(facts.get("config"), "optimizer").get("type"), optimizer.get("type")
+    name = kind or "not named" if configured in (None, kind) else f"{configured} ({kind or 'not named'})"
+    if configured and kind and optimizer_kind(configured) != optimizer_kind(kind):
+        name = f"{kind} of the script, not the configuration's {configured}"
     world, zero = (facts.get("world") or {}).get("size", "?"), block_of(facts.get("config"), "zero_optimization")
     dtype = str(compute_dtype(facts)).removeprefix("torch.")
     rows = {

@@ -106,6 +106,7 @@ def _init(args: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         raise UsageError(f"{args.output} is there already; --force replaces it") from None
+    say(f"wrote {args.output}; next: ds_config check {args.output} --world RANKS")
     return 0
 
 

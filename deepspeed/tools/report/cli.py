@@ -91,12 +91,13 @@ def doubts(report: Report) -> dict[str, str]:
 
 def _wrapped(head: str, text: str) -> list[str]:
     clean = text.encode("ascii", "backslashreplace").decode()
-    lines = textwrap.wrap(clean, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(WIDTH, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
+    lines = wrapper.wrap(clean)  # paths stay whole, to be copied
     return lines or [head.rstrip()]
 
 
 def as_text(report: Report, *, verdict: bool = True) -> str:
-    """Return the report in lines of at most 110 columns: a title and aligned rows per section; last the doubts."""
+    """Return the report in lines of 110 columns, or a path: a title and aligned rows per section; last the doubts."""
     column = min(34, max((len(row.name) for rows in report.values() for row in rows), default=0))
     parts = {
         title: [line for row in rows for line in _wrapped(f"{row.name:<{column}}  ", row.value)]
@@ -113,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:
         return run_command(argv[1:])
-    parser = CommandLine(prog="ds_report", description=__doc__)
+    usage = "ds_report [options]\n       ds_report run DIR [--out FILE] [--follow]"
+    parser = CommandLine(prog="ds_report", usage=usage, description=__doc__)
     parser.option("--job", str, None, "DIR", "how fast each rank of a run is; DIR is what observe.run names")
     parser.switches(
         hide_operator_status="leave the operators out",

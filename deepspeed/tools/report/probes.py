@@ -48,6 +48,9 @@ REQUIRED = {
 OPTIONAL = {
     "transformers": "its models and Trainer run on this package",
     "accelerate": "its Accelerator runs on this package",
+    "peft": "its adapters train under every stage",
+    "lightning": "its DeepSpeedStrategy runs on this package",
+    "trl": "its trainers run on this package",
     "tensorboard": "writes metrics as TensorBoard event files",
     "wandb": "sends metrics to Weights & Biases",
     "comet_ml": "sends metrics to Comet",
@@ -73,6 +76,7 @@ _NAMES = (
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _LOGIN = re.compile(r"(\w://)[^/@\s]+@")
+_OF_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}  # a process that has one is one of several
 _THREADS = (
     "Without it every rank starts as many threads as there are cores, and ranks on one machine slow each other down; "
     "the deepspeed launcher and torchrun set it, but with srun, mpirun or plain python set it to cores / ranks."
@@ -206,7 +210,8 @@ def operator_rows() -> list[Row]:
 def variable_rows(env: Mapping[str, str]) -> list[Row]:
     """Report variables of ``env`` that change behaviour, without what looks like a secret or a login in an address."""
     threads = env.get("OMP_NUM_THREADS")
-    return [Row("OMP_NUM_THREADS", threads or "not set", "" if threads else _THREADS)] + [
+    doubt = "" if threads or not env.keys() & _OF_RANKS else _THREADS
+    return [Row("OMP_NUM_THREADS", threads or "not set", doubt)] + [
         Row(name, "(hidden)" if _SECRET.search(name) else _LOGIN.sub(r"\1(hidden)@", env[name]))
         for name in sorted(env)
         if (name in _NAMES.split() or name.startswith(tuple(_PREFIXES.split()))) and name != "OMP_NUM_THREADS"

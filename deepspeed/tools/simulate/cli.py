@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, counted
 from deepspeed.monitor.program import CommandLine, count_of, guarded, say, whole_of
 from deepspeed.tools.bench.common import size_of
 from deepspeed.tools.simulate.costs import load_machine, machines
@@ -79,7 +79,7 @@ def _failures(outcome: "Outcome", options: argparse.Namespace, who: str = "") ->
     if options.max_exposed is not None and share > options.max_exposed:
         texts.append(f"--max-exposed: {share:.1%} of the step are exposed transfers, not {options.max_exposed:.1%}")
     if options.no_sync and waits:
-        texts.append(f"--no-sync: the program waits for the device {waits} times in a step")
+        texts.append(f"--no-sync: the program waits for the device {counted(waits, 'time')} in a step")
     return [who + text for text in texts]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.errors import counted
 from deepspeed.monitor.program import columns, size
 from deepspeed.profiling.timeline.tracefile import TraceFile
 from deepspeed.tools.simulate.costs import MESSAGES, Machine
@@ -63,16 +64,20 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     lines = [title, "", *columns([(name, size(nbytes)) for name, nbytes in memory]), ""]
     lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
     lines += [f"exposed transfers are {share:.1%} of the step, agreement of the ranks is at most {agreement:.2%}"]
-    lines += [f"the ranks agree by message {outcome.messages} times a step, for {_ms(outcome.agreement_seconds)}"]
+    lines += [
+        f"the ranks agree by message {counted(outcome.messages, 'time')} a step, for {_ms(outcome.agreement_seconds)}"
+    ]
     waits = outcome.waits.most_common()
-    lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
+    lines += [f"the program waits for the device {counted(sum(outcome.waits.values()), 'time')} in the step"]
     lines += [
         f"  {times} x {reason}, {_ms(outcome.waited.get((reason, where), 0.0))}: {where}"
         for (reason, where), times in waits[:_MOST]
     ]
     lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
     if outcome.retries:
-        lines += [f"the allocator gives memory back to the device {outcome.retries} times a step, waiting for it"]
+        lines += [
+            f"the allocator gives memory back to the device {counted(outcome.retries, 'time')} a step, waiting for it"
+        ]
     if fault := _too_large(outcome, machine):
         lines += [f"{fault} of {machine.name}"]
     lines += [f"UNORDERED {problem}" for problem in outcome.unordered]

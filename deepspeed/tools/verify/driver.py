@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, TextIO
 
 from deepspeed.config.parse import read_config_source
+from deepspeed.errors import counted
 from deepspeed.tools.verify.ranks import RankFailure, RankPool
 from deepspeed.tools.verify.user_model import load_user_case
 
@@ -76,6 +77,10 @@ class Driver(contextlib.ExitStack):
     def on_ranks(self, text: str, ranks: int, judge: Callable[[Any], RowResult], function: Any, *args: Any) -> None:
         """Print a row about ``function(*args)`` on so many ranks, whose answers ``judge`` gets."""
         self.row(text, lambda: judge(self.pools(ranks)[0].run(function, *args)))
+
+    def conditions(self) -> str:
+        """Format the options ``ranks`` and ``steps``, for the last line."""
+        return f"{counted(self.options.ranks, 'rank')}, {counted(self.options.steps, 'step')} each"
 
     def end(self, text: str, fine: str) -> int:
         """Print the last line; return the exit code."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.accelerator.device import DTYPES
-from deepspeed.errors import InvalidStateError
+from deepspeed.errors import InvalidStateError, counted
 from deepspeed.tools.verify import STEPS
 from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of
 from deepspeed.tools.verify.models import SAMPLES, Case, MicroBatch
@@ -259,8 +259,8 @@ def check_gradients(driver: Driver) -> int:
     judged = partial(judge, tolerance=options.tolerance, columns=True)
     for cell in cells:
         driver.on_ranks(aligned(cell.label(), WIDTHS), options.ranks, judged, run_cell, cell, options.steps)
-    conditions = f"on {options.ranks} ranks, {options.steps} steps each, tolerance {options.tolerance:g}"
-    return driver.end(f"{len(cells)} cells {conditions}", "all pass")
+    conditions = f"on {driver.conditions()}, tolerance {options.tolerance:g}"
+    return driver.end(f"{counted(len(cells), 'cell')} {conditions}", "all pass")
 
 
 # -- compiled blocks --------------------------------------------------------------------------------------------------
@@ -325,5 +325,5 @@ def check_compiled(driver: Driver) -> int:
         model, stage, _, _, accumulation = cell.label()
         text = aligned((model, f"stage {stage}", f"accumulation {accumulation}"), (24, 7, 14))
         driver.on_ranks(text, options.ranks, judged, train_compiled, cell, options.steps, options.backend)
-    ending = f"{len(cells)} cells on {options.ranks} ranks, {options.steps} steps each, {options.backend}"
+    ending = f"{counted(len(cells), 'cell')} on {driver.conditions()}, {options.backend}"
     return driver.end(ending, "all pass")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.config import load_config
+from deepspeed.errors import counted
 from deepspeed.tools.verify import runs
 from deepspeed.tools.verify.driver import Driver, RowResult, config_of
 from deepspeed.tools.verify.ranks import scratch
@@ -190,8 +191,8 @@ def check_resume(driver: Driver) -> int:
     for cell in cells:
         with scratch() as folder:
             driver.row(f"{cell.model:<22}  {cell.label:<{width}}", partial(check, cell, folder))
-    where = f"{ranks} ranks" + (f", loaded on {load_ranks}" if load_ranks != ranks else "")
-    return driver.end(f"{len(cells)} cells on {where}, saved after {at} steps", "all identical")
+    where = counted(ranks, "rank") + (f", loaded on {load_ranks}" if load_ranks != ranks else "")
+    return driver.end(f"{counted(len(cells), 'cell')} on {where}, saved after {counted(at, 'step')}", "all identical")
 
 
 # -- states elsewhere -------------------------------------------------------------------------------------------------
@@ -245,4 +246,4 @@ def check_offload(driver: Driver) -> int:
             base = states(setup, "none")
             for tier in ("cpu", "nvme"):
                 driver.row(f"{setup.model:<24}  {setup.label:<14}  {tier:<4}", partial(check, base, setup, tier))
-    return driver.end(f"{len(setups)} configurations on {options.ranks} ranks, {options.steps} steps each", "all equal")
+    return driver.end(f"{counted(len(setups), 'configuration')} on {driver.conditions()}", "all equal")

@@ -30,7 +30,7 @@ def _check_named(driver: Driver, train: Callable[..., Errors], names: Iterable[t
     for name, stage in names:
         text = f"{name:<32}  stage {stage}"
         driver.on_ranks(text, options.ranks, judged, train, name, stage, options.steps)
-    return driver.end(f"{options.ranks} ranks, {options.steps} steps each", "all equal to plain PyTorch")
+    return driver.end(driver.conditions(), "all equal to plain PyTorch")
 
 
 # -- shapes of the loop -----------------------------------------------------------------------------------------------

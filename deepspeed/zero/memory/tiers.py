@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, counted
 from deepspeed.tier.arena import ALIGN, Arena
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
@@ -90,8 +90,8 @@ class Tiers:
             param, optim = (plan.param_buffers, plan.param_piece_numel), (plan.optim_buffers, plan.tile_numel)
             buffers, window = param if state == "param" else optim
             way = "O_DIRECT" if drive.direct else "page cache"
-            how = f"{drive.backend}, {way}, {plan.block_bytes} bytes x {plan.queue_depth}, {plan.threads} threads"
-            how += f"; {buffers} buffers of at most {window:,} elements"
+            how = f"{drive.backend}, {way}, {plan.block_bytes} bytes x {plan.queue_depth}"
+            how += f", {counted(plan.threads, 'thread')}; {buffers} buffers of at most {window:,} elements"
             clauses.append(f"offload_{state} on {drive.folder} ({how})")
         effect = "" if self.device.type != "cpu" else " (no effect: the device is the host)"
         for kind, nbytes, note in (("host", plan.host_limit, ""), ("device", plan.device_limit, effect)):

@@ -9,7 +9,7 @@ from deepspeed.errors import UsageError
 from deepspeed.monitor.program import CommandLine, guarded, size
 from deepspeed.monitor.runfile import RECORDS, Run, read_run
 from deepspeed.tools.report.run.live import follow, job_text
-from deepspeed.tools.report.run.page import page
+from deepspeed.tools.report.run.page import facts, page
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -31,7 +31,8 @@ def run_command(argv: Sequence[str]) -> int:
             raise UsageError(
                 f"the page cannot be written: {error}. Name a file in a folder of yours: --out FILE"
             ) from error
-        return f"{path} ({size(len(content))})"
+        rows = [*facts(run), ("page", f"{path} ({size(len(content))})")]
+        return "\n".join(f"{name:<24}{value}" for name, value in rows)
 
     return guarded("ds_report run", lambda: _shown(options.folder, act))
 

@@ -72,12 +72,16 @@ def thinned(points: Points, most: int = _MOST) -> list[tuple[float, float]]:
     return kept
 
 
-def short(value: float) -> str:
-    """Format a number for an axis."""
+def short(value: float, _position: object = None) -> str:
+    """Format a number for an axis, whose library gives its position too."""
     if value and not 1e-4 <= abs(value) < 1e5:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.6g}"
+
+
+def _whole(value: float, _position: object) -> str:
+    return f"{value:.0f}" if value == round(value) else ""
 
 
 def draw(figure: Figure, number: int = 0) -> str:
@@ -85,11 +89,13 @@ def draw(figure: Figure, number: int = 0) -> str:
     lines = [line for line in (_stacked(figure.lines) if figure.stacked else figure.lines) if line.points]
     lines = [Curve(line.name, thinned(line.points), line.dashed) for line in lines]
     areas_first = sorted(reversed([*enumerate(lines)]), key=lambda pair: not figure.stacked or pair[1].dashed)
+    # a dashed line is to be seen on any area
+    colors = [_INK if figure.stacked and line.dashed else COLORS[i % len(COLORS)] for i, line in enumerate(lines)]
     marks = [(f"mark{number}-{i}", at, word) for i, (at, word) in enumerate(figure.marks)]
 
     def paint(axes: Any) -> None:
         for order, (position, line) in enumerate(areas_first):
-            color, (x, y) = _color(figure, position, line), zip(*line.points, strict=True)
+            color, (x, y) = colors[position], zip(*line.points, strict=True)
             if figure.stacked and not line.dashed:
                 axes.fill([x[0], *x, x[-1]], [0, *y, 0], color=color, zorder=2 + order)  # covers what is above it
             else:
@@ -102,13 +108,15 @@ def draw(figure: Figure, number: int = 0) -> str:
                 axes.axvline(at, color=_INK, linestyle=":", linewidth=1, gid=name, zorder=99)
         axes.grid(axis="y", color="#e5e7eb")
         axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_formatter(_whole)
+        axes.yaxis.set_major_formatter(short)
         axes.set_xlabel(figure.across, loc="right")
         axes.set_ylabel(figure.unit)
 
     svg = _drawn(HEIGHT, number, paint)
     for name, _, word in marks:
         svg = svg.replace(f'<g id="{name}">', f"<g><title>{escape(word)}</title>")
-    return _framed(figure.title, svg, [(line, _color(figure, i, line)) for i, line in enumerate(lines)], number)
+    return _framed(figure.title, svg, [*zip(lines, colors, strict=True)], number)
 
 
 def draw_bars(bars: Bars, number: int = 0) -> str:
@@ -144,9 +152,6 @@ def _drawn(height: int, number: int, paint: Callable[[Any], None]) -> str:
         axes = canvas.subplots()
         axes.spines[["left", "top", "right"]].set_visible(False)
         axes.tick_params(left=False, bottom=False)
-        axes.tick_params(which="minor", left=False, labelleft=False)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}" if value == round(value) else "")
-        axes.yaxis.set_major_formatter(lambda value, _: short(value))
         paint(axes)
         file = io.StringIO()
         canvas.savefig(file, format="svg", transparent=True)
@@ -164,13 +169,8 @@ def _limit(figure: Figure, axes: Any, values: Sequence[float]) -> None:
         factors = (1, 2, 3, 5, 7) if high < 10 * low else (1, 3) if high < 100 * low else (1,)
         axes.set_yscale("log", subs=[])
         axes.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(subs=factors, numticks=8))
-        axes.yaxis.set_major_formatter(lambda value, _: short(value))
     elif (figure.stacked or low >= 0) and low <= high / 2:
         axes.set_ylim(0, 1.05 * high or 1.0)
-
-
-def _color(figure: Figure, position: int, line: Curve) -> str:
-    return _INK if figure.stacked and line.dashed else COLORS[position % len(COLORS)]  # to be seen on any area
 
 
 def _framed(title: str, svg: str, lines: Sequence[tuple[Curve, str]], number: int) -> str:

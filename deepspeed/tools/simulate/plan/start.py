@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.accelerator.device import DTYPES
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, counted
 from deepspeed.monitor.program import say, size
 from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.models import subject_of
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, source: dict[str, Any], machine: Machine) -
     subject = subject if lora is None else adapted(subject, lora)
     job = RankJob(config.source, machine, options.gpus)
     facts, memory = look_at_start(job, subject, functools.partial(_look, lora=lora))
-    title = f"{subject.name}, one of {options.gpus} ranks"
+    title = f"{subject.name}, one of {counted(options.gpus, 'rank')}"
     say(json.dumps(facts, indent=1) if options.json else _text(facts, memory, title))
     if options.gpu is None or memory.device <= options.gpu:
         return 0
