@@ -103,7 +103,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 PARTS = ("kernels", "checks", "train", "largest")
 # Seconds: a process that imports torch and makes a context, a model and its engine; a compiler; kernels that came
-# prebuilt (docs/benchmarks.md; else their compiler takes a minute more); the checks; the series of models.
+# prebuilt (benchmarks/gpu.md; else their compiler takes a minute more); the checks; the series of models.
 START_S, COMPILER_S, KERNELS_S, CHECKS_S, LARGEST_S = 25.0, 60.0, 50.0, 60.0, 500.0
 
 

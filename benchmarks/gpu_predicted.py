@@ -1,7 +1,7 @@
 """Predicted beside measured: what the simulator says of the cases of benchmarks/gpu.py, and what that has measured.
 
     python benchmarks/gpu_predicted.py simulate [CASE ...]   each case on one H100 and one H200; some minutes
-    python benchmarks/gpu_predicted.py report --write-docs   the table, into docs/benchmarks.md
+    python benchmarks/gpu_predicted.py report --write-docs   the table, into benchmarks/gpu.md
 
 Predictions go to benchmarks/data/gpu_predicted.json, the figures of a device come from gpu_measured.json beside it,
 which `benchmarks/gpu.py --out` writes. What was not simulated or not measured is an empty cell.
@@ -19,7 +19,7 @@ from typing import Any
 import gpu_cases as table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs" / "benchmarks.md"
+DOCS = ROOT / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- gpu:begin -->\n", "<!-- gpu:end -->\n"
 MACHINES = ("h100", "h200")
 # One device with its share of a host: the rates of a machine's file are shares of a rank already.
