@@ -213,7 +213,7 @@ def _assemble(
     kind = PipelineEngine if isinstance(model, PipelineModule) else kind
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, monitor=monitor, lasting=lasting)
-    engine._group_names = order
+    engine._checkpoints.group_names = order
     return engine
 
 

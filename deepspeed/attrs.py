@@ -1,10 +1,14 @@
-"""Dotted attribute paths, as in ``model.encoder.layers.0.weight``, methods that only read one, and lazy modules."""
+"""Dotted attribute paths, as in ``model.encoder.layers.0.weight``, methods that read one or call a part, lazy names."""
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def recursive_getattr(obj: Any, path: str) -> Any:
@@ -32,6 +36,16 @@ class _Answer(NamedTuple):
 def answers(getter: str | Callable[[Any], Any], text: str | None = None) -> Any:
     """A method, with the docstring ``text``, that answers with what its object has at the path, or ``getter(self)``."""
     return _Answer(operator.attrgetter(getter) if isinstance(getter, str) else getter, text)
+
+
+def of_part(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that calls ``method`` of the object's ``part``, with its signature and docstring."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return call
 
 
 def loads_names(package: str, places: Callable[[], Mapping[str, Any]]) -> Callable[[str], Any]:

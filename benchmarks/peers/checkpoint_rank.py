@@ -123,7 +123,7 @@ class Rank:
         """
         from deepspeed.checkpoint.save.collect import weight_parts
 
-        parts = weight_parts(self.engine._states(), without=set())
+        parts = weight_parts(self.engine._checkpoints.states(), without=set())
         return {f"{p.state}/{p.name}@{self.rank}+{p.lo}": p.values for p in parts}
 
     def _torch(self, folder: Path, state: dict[str, Tensor]) -> None:

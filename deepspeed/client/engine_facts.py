@@ -138,14 +138,12 @@ class EngineFacts:
     def _heard_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups when the outcome of every update is known, and the schedule stands right."""
         self._outcomes.hear()
-        groups: list[dict[str, Any]] = self._groups()
-        return groups
+        return [*self._groups()]
 
     @property
     def skipped_steps(self) -> int:
         """Return how many updates were left out, as a gradient was not finite."""
-        skipped: int = self._outcomes.hear().skipped
-        return skipped
+        return int(self._outcomes.hear().skipped)
 
     @skipped_steps.setter
     def skipped_steps(self, value: int) -> None:
@@ -155,8 +153,7 @@ class EngineFacts:
     @property
     def overflowed(self) -> bool:
         """Return whether the last update was left out."""
-        overflowed: bool = self._outcomes.hear().overflowed
-        return overflowed
+        return bool(self._outcomes.hear().overflowed)
 
     @overflowed.setter
     def overflowed(self, value: bool) -> None:

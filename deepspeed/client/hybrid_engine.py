@@ -74,7 +74,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def __init__(self, module: nn.Module, config: DeepSpeedConfig, **parts: Any) -> None:
         super().__init__(module, config, **parts)
         options = config.hybrid_engine
-        self._options, self._units_at_once = options, options.tp_gather_partition_size
+        self._options = options
+        self._weights.units_at_once = options.tp_gather_partition_size
         self._gathers_layers = not options.pin_parameters and any(unit.movable for unit in self.runtime.units)
         self._speaking = False  # inside the module's own generate
         self._in_parts: PartsForGeneration | None = None
@@ -95,14 +96,14 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         An error on one rank is raised on all: RankFailedError names it. Raises UsageError on all ranks for more tokens
         than ``hybrid_engine.max_out_tokens``, and inside a forward or backward.
         """
-        self._check_alive(alone=False)
+        self._checks.alive(alone=False)
         fault = self._too_long(args, kwargs)
-        if self._generating or self._speaking:  # in unsharded(), or by generate() itself: each rank as it likes
+        if self._checks.generating or self._speaking:  # in unsharded(), or by generate() itself: each rank as it likes
             if fault is not None:
                 raise fault
             return self._speak(args, kwargs)
-        self._check_between_passes("generate")
-        self._wait_together()
+        self._checks.between_passes("generate")
+        self._checks.begin_collective()
         if self._in_parts is not None:
             call = GenerateCall(args, kwargs)
             try:
@@ -157,7 +158,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         compiled = torch.compiler.set_stance("force_eager") if self.is_compiled else contextlib.nullcontext()
         parts.open()
         with self._parts.hooks.away():
-            self._generating = True
+            self._checks.generating = True
             turn = -1
             try:
                 settings = settings_of(self.module, self._own_generate)
@@ -176,7 +177,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 local = turn in (-1, parts.group.index)
                 fault, depth = error, 2 if is_of_backend(error) else int(not local)
             finally:
-                self._generating = False
+                self._checks.generating = False
                 random.set()
         try:
             self._agree(fault, depth=depth)
@@ -275,7 +276,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     ) -> None:
         """Offload as every engine does; with parameters, drop the parts of ranks that share layers, too."""
         super().offload_states(include, device, pin_memory, non_blocking)
-        if self._params_lent and self._in_parts is not None:
+        if self._checks.params_lent and self._in_parts is not None:
             self._in_parts.drop()
 
     def destroy(self) -> None:
@@ -283,7 +284,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         try:
             super().destroy()
         finally:
-            if self._in_parts is not None and self._destroyed:
+            if self._in_parts is not None and self._checks.destroyed:
                 self._in_parts.drop()
                 self._in_parts.close_group()
                 self._in_parts = None
@@ -301,7 +302,7 @@ class _Routed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
-        if engine is None or engine._destroyed:  # and a client has kept this, around which it has put its own
+        if engine is None or engine._checks.destroyed:  # and a client has kept this, around which it has put its own
             return self._generate(*args, **kwargs)
         return engine.generate(*args, **kwargs)
 

@@ -24,7 +24,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PARTS = "engine/ comm/ zero/ tier/ optim/ ops/ precision/ pipe/ tensor/ moe/ reallocate/"
 _RUNTIME = tuple(_PACKAGE + part for part in _PARTS.split())
 # Not so: a checkpoint has its name when it is whole, and an engine that has loaded half of one says so.
-_SAVES = (_PACKAGE + "engine/checkpoint.py", _KEEPER := _PACKAGE + "engine/elastic.py")
+_SAVES = (_PACKAGE + "engine/checkpoint.py", _KEEPER := _PACKAGE + "client/elastic.py")
 _ENGINE = _PACKAGE + "engine/engine.py"
 _UPDATES = tuple(_PACKAGE + part for part in ("zero/step.py", "zero/update/", "optim/"))
 _LOADERS = f"torch{os.sep}utils{os.sep}data{os.sep}"

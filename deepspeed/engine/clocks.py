@@ -77,18 +77,22 @@ class PhaseClock:
 class HostMemoryWatch:
     """Warn once when this rank holds more than ``memory.host_limit``, which model states do not explain."""
 
-    def __init__(self, limit: int | None, plan: Callable[[], MemoryPlan]) -> None:
+    def __init__(self, limit: int | None, plan: Callable[[], MemoryPlan], rank: int) -> None:
         self._limit, self._plan = limit, plan
+        self._rank = rank
 
-    def look(self, rank: int) -> None:
+    def look(self) -> None:
         """Compare the resident bytes of this process with the limit."""
         limit = self._limit
-        if limit is None or (resident := hostmem.rss_bytes()) <= limit:
+        if limit is None:
+            return
+        resident = hostmem.rss_bytes()
+        if resident <= limit:
             return
         self._limit = None
         logger.warning(
             "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at "
             "%d MiB, so the rest is activations, data or other objects: use smaller batches, activation checkpointing "
             "or fewer loader workers",
-            *(rank, resident >> 20, limit >> 20, self._plan().host >> 20),
+            *(self._rank, resident >> 20, limit >> 20, self._plan().host >> 20),
         )

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import importlib
 import math
 import weakref
@@ -14,17 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.attrs import of_part
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.client.step_calls import StepCalls
 from deepspeed.client.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.comm import interrupts
-from deepspeed.comm.collectives import is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.device import get_accelerator, map_tensors
-from deepspeed.engine.checkpoint import EngineCheckpoint
+from deepspeed.engine.checkpoint import Checkpoints
+from deepspeed.engine.checks import Checks
 from deepspeed.engine.clocks import PHASES, HostMemoryWatch, PhaseClock
 from deepspeed.engine.outcomes import Outcomes
-from deepspeed.engine.weights import EngineWeights
+from deepspeed.engine.weights import Weights
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe.events import METRICS
@@ -41,13 +43,32 @@ from deepspeed.zero.step import StepOptions, take_step
 from deepspeed.zero.sync.failures import serving
 
 
-class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
+class DeepSpeedEngine(EngineFacts, nn.Module):
     """Wrap ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     # set by ``initialize``
     local_rank: int
     lr_scheduler: Any = None
     training_dataloader: Any = None
+    # of the checkpoint that was loaded
+    loaded_checkpoint_dp_world_size: int | None = None
+    loaded_checkpoint_mp_world_size: int | None = None
+
+    load_universal_checkpoint = of_part("_checkpoints", Checkpoints.load_universal_checkpoint)
+    save_checkpoint = of_part("_checkpoints", Checkpoints.save_checkpoint)
+    wait_for_checkpoint = of_part("_checkpoints", Checkpoints.wait_for_checkpoint)
+    load_checkpoint = of_part("_checkpoints", Checkpoints.load_checkpoint)
+    stream_weights = of_part("_weights", Weights.stream_weights)
+    unsharded = of_part("_weights", Weights.unsharded)
+    offload_states = of_part("_weights", Weights.offload_states)
+    reload_states = of_part("_weights", Weights.reload_states)
+    empty_partition_cache = of_part("_weights", Weights.empty_partition_cache)
+    save_pretrained = of_part("_weights", Weights.save_pretrained)
+    save_16bit_model = save_fp16_model = of_part("_weights", Weights.save_16bit_model)
+    _zero3_consolidated_16bit_state_dict = of_part("_weights", Weights.consolidated_16bit_state_dict)
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    module_state_dict = of_part("_weights", Weights.module_state_dict)
+    load_module_state_dict = of_part("_weights", Weights.load_module_state_dict)
 
     def __init__(
         self,
@@ -62,8 +83,10 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
     ) -> None:
         """Put the parts together; ``lasting`` is closed when the engine ends."""
         super().__init__()
-        self.module, self.mesh, self.basic_optimizer, self.monitor = module, mesh, optimizer, monitor
-        self._config, self._parts, self._views, self._lasting = config, parts, parts.views, lasting
+        self.module, self.mesh = module, mesh
+        self.basic_optimizer, self.monitor = optimizer, monitor
+        self._config, self._lasting = config, lasting
+        self._parts, self._views = parts, parts.views
         self._scaler = build_loss_scaler(config)
         self.runtime, self.device = parts.runtime, get_accelerator().torch_device()
         self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device)
@@ -81,12 +104,13 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         self.global_steps = self.global_samples = self.micro_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
-        self._destroyed = self.is_compiled = False
+        self.is_compiled = False
         self._forced_boundary: bool | None = None
-        self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
         self._start_measuring(config)
-        self._start_checkpoints()
+        self._after_update: list[Callable[[], object]] = []
+        self._checks = Checks(self)
+        self._checkpoints, self._weights = Checkpoints(self), Weights(self)
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
@@ -94,7 +118,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
     def _start_measuring(self, config: DeepSpeedConfig) -> None:
         self._clock = PhaseClock(config, self.runtime.events)
         self.timers = self._clock.timers
-        self._memory_watch = HostMemoryWatch(config.memory.host_limit, self.memory_plan)
+        self._memory_watch = HostMemoryWatch(config.memory.host_limit, self.memory_plan, self.global_rank)
         throughput, every = config.timers.throughput, config.steps_per_print
         # A report that is never due needs no measurement.
         reports = throughput.enabled and every is not None and math.isfinite(every)
@@ -130,17 +154,18 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
 
         A DivergenceError, or an error that other ranks hear of in their backward, starts the accumulation window anew.
         """
-        self._make_ready()
+        self._checks.ready()
         if self._config.fp16.auto_cast and self.fp16_enabled():
             inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.half() if t.is_floating_point() else t)
         if self.module.training:
             self.tput_timer.start()
-            self.update_metrics.note_inputs(inputs, kwargs)
+            if self.update_metrics.wanted:
+                self.update_metrics.note_inputs(inputs, kwargs)
             self._step_calls.forward()
         tokens = self._tokens if self.module.training and torch.is_grad_enabled() and not inside_backward() else None
         noted = 0 if tokens is None else tokens.noted
         cast: Any = contextlib.nullcontext()
-        if self.torch_autocast_enabled():
+        if self._config.torch_autocast.enabled:
             cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
         try:
             with cast, self._clock("forward"):
@@ -161,7 +186,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
             retain_graph: As in ``torch.Tensor.backward``.
             scale_wrt_gas: Divide the loss by the accumulation steps.
         """
-        self._make_ready("backward()")
+        self._checks.ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             actual = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(
@@ -190,22 +215,25 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update parameters and schedule, which is collective."""
-        self._make_ready("step()")
+        self._checks.ready("step()")
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
         self._updated = False
         if self._managed and self._forced_boundary is None:
             self._step_calls.step(self._gas)
-        if boundary := self.is_gradient_accumulation_boundary():
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
             with self._clock("step"):
                 self._update()
             if self.lr_scheduler is not None:
                 self._outcomes.step_schedule(self.lr_scheduler, self.basic_optimizer, lr_kwargs or {})
-            if (every := self._config.steps_per_print) and self.global_steps % every == 0:
+            every = self._config.steps_per_print
+            if every and self.global_steps % every == 0:
                 self.timers.log(PHASES)
                 rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
                 log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
-            self.update_metrics.report(self, self._clock.take_spent_ms())
+            if self.update_metrics.wanted:
+                self.update_metrics.report(self, self._clock.take_spent_ms())
             if self._clock.events:
                 self._clock.events.begin(METRICS)
         if self.step_profile is not None:
@@ -214,11 +242,12 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         self.micro_steps += 1
         if boundary:
             self._window_begin = self.micro_steps  # first, as what follows an update may save
-            self._after_update()
+            for call in self._after_update:
+                call()
 
     def _update(self) -> None:
         """Run one optimizer update from the gradients at hand, or none on overflow. Collective."""
-        self._check_here()
+        self._checks.states_here()
         if self._backwards == 0 and not self.runtime.gradients.collect():
             raise UsageError("step() was called before backward(): there are no gradients. Call that first")
         assert self.basic_optimizer is not None
@@ -255,11 +284,11 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         limit = 0 if self._scaler.dynamic else config.anomalies.nonfinite_updates
         self._outcomes.end_after(limit, self.mesh.job, self.global_steps)
         self._scaler.update(self._scaler.dynamic and result.overflow)
-        self._memory_watch.look(self.global_rank)
+        self._memory_watch.look()
 
     def _before_backward(self) -> None:
         """Note that a backward has begun, through the engine or not; the latter is scaled here."""
-        self._check_here()
+        self._checks.states_here()
         self._backwards += 1
         if self._managed and self._forced_boundary is None:
             self._step_calls.backward(self._gas, local=self._syncing_off)
@@ -392,7 +421,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
             backend: Of ``torch.compile``; ``compile_kwargs`` are its other keywords.
             schedule: Has to be None, and ``compiled_autograd_enabled`` False: they are not in this release.
         """
-        self._check_alive()
+        self._checks.alive()
         options = dict(compile_kwargs or {})
         if schedule is not None or compiled_autograd_enabled:
             raise UsageError("engine.compile: schedule and compiled_autograd_enabled are not in this release")
@@ -411,19 +440,16 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         self._compiled.callback(self._parts.hooks.compile(torch.compile(backend=backend, **options)))
         self.is_compiled = True
 
-    def _whole_state(self) -> contextlib.AbstractContextManager[None]:
-        """Let the client's optimizer save and load its state inside, drive or not."""
-        return self.runtime.update.whole_state()
-
     def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
         """Drop what an error has left, on all ranks, and start the accumulation window anew if one was further."""
-        if (worker := self.runtime.worker) is not None:
+        worker = self.runtime.worker
+        if worker is not None:
             worker.announced = worker.failure is not None
         self._parts.hooks.disarm()
         with serving(worker):
             after = self.runtime.failures.handle(error, in_forward=in_forward)
         if after.torn:
-            self._torn = f"a step failed on some ranks and not on others ({after.torn})"
+            self._checks.torn = f"a step failed on some ranks and not on others ({after.torn})"
         if not after.window:
             self._forget_window()
             if self._managed:
@@ -440,54 +466,15 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         if self.runtime.in_backward and not inside_backward():
             self._recover(UsageError("an earlier loss.backward() has raised"))
 
-    def _make_ready(self, training: str = "") -> None:
-        """Raise UsageError if a client's call cannot be followed; ``training`` names one that needs an optimizer."""
-        self._check_destroyed()
-        worker = self.runtime.worker
-        if worker is not None and worker.failure is not None and not worker.announced:
-            self._recover(worker.failure)  # the others wait for this rank
-        self._check_alive()
-        self._forget_failed_backward()
-        if training:
-            self._check_here()
-        if training and self._must_load:
-            self._refuse_to_begin_anew()
-        if training and self._generating:
-            raise UsageError(
-                f"{training} was called inside unsharded(), where nothing is trained; leave the context first"
-            )
-        if training and self.basic_optimizer is None:
-            raise UsageError(
-                f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "
-                "config"
-            )
+    def collect_python_gc(self) -> int:
+        """Run a cyclic garbage collection now, for loops under ``disable_python_gc``; return the objects' number."""
+        return gc.collect()
 
-    def _check_destroyed(self) -> None:
-        if self._destroyed:
-            raise UsageError("this engine was destroyed; call deepspeed.initialize again")
-
-    def _check_alive(self, *, alone: bool = True, params: bool = True) -> None:
-        """Raise UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks
-        hear of (``_wait_together``). Without ``params`` parameters may be away.
-        """
-        self._check_destroyed()
-        interrupts.at_door()
-        self._end_flow()
-        self.runtime.failures.check()
-        if self._torn:
-            raise UsageError(f"{self._torn}, so the engine holds parts of two states; load a checkpoint that is whole")
-        if params and self._params_lent:
-            self._check_here()
-        self.runtime.update.check(alone=alone)
-
-    def _wait_together(self) -> None:
-        """Begin a collective call of the client: all ranks raise if an update on any of them has failed."""
-        try:
-            self.runtime.update.wait_together()
-        except RuntimeError as error:  # a rank that is gone, or in another call, may have said why
-            if not self.runtime.failures.broken and is_of_backend(error):
-                self._recover(error)
-            raise
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an engine cannot be pickled or copied: engine.save_checkpoint() keeps all of it, "
+            "engine.save_16bit_model() its weights, and torch.save(engine.module) its module where parameters are whole"
+        )
 
     def _end_update(self) -> Exception | None:
         """Wait for an update under way where all states are given up, bring back what is away; return its failure."""
@@ -506,25 +493,26 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoint, EngineWeights, nn.Module):
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready
         for another ``initialize``. So does every model when some rank does not come within a minute.
         """
-        if self._destroyed:
+        if self._checks.destroyed:
             return
-        if self._generating:
+        if self._checks.generating:
             raise UsageError("destroy() was called inside unsharded(); leave the context first")
-        self._end_flow()
+        self._checks.end_flow()
         whole = not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
-        collective = self._saver.running or self.mesh.tp.size > 1 or whole or self.runtime.update.collective()
+        saving = self._checkpoints.saver.running
+        collective = saving or self.mesh.tp.size > 1 or whole or self.runtime.update.collective()
         together = not collective or meet_at_end(self.mesh, comes=not self.runtime.failures.broken)
         announced = self.runtime.worker is not None and self.runtime.worker.announced
         torn: Exception | None = None
         try:
-            if together and not self._torn:
+            if together and not self._checks.torn:
                 self.runtime.update.publish()
         except UsageError as error:
             torn = error
         torn = self._end_update() or torn
-        failed = self._end_save(together=together) or (None if announced else torn)
+        failed = self._checkpoints.end(together=together) or (None if announced else torn)
         self._outcomes.hear()  # the log is told what was left out
-        self._destroyed = True
+        self._checks.destroyed = True
         self._lasting.close()
         self._clock.events.clear()
         self.runtime.events.clear()

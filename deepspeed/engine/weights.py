@@ -1,11 +1,10 @@
 """The engine's whole weights: for a file, for an inference server, for generation; and states that leave the device."""
 
 import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.comm.collectives import failures
 from deepspeed.config.model.values import byte_count
 from deepspeed.device import get_accelerator
+from deepspeed.engine.checks import Checks
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, log_dist_once, logger
@@ -28,27 +28,18 @@ from deepspeed.zero.unit import UnitState
 _BUCKET = "512MB"
 
 
-class EngineWeights:
-    """Mixin; the other attributes come from the engine."""
+class Weights:
+    """Weights and other states of ``engine``, a DeepSpeedEngine, for callers that want them elsewhere."""
 
-    module: nn.Module
-    mesh: Mesh
-    runtime: Runtime
-    _generating = False  # inside unsharded()
-    _lent = _params_lent = False  # states are away, parameters among them
-    _way_back: contextlib.ExitStack
-    _units_at_once = 1  # that it asks for by one message
-    _open_flow: Callable[[], WeightFlow | None] = staticmethod(lambda: None)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(
-            "an engine cannot be pickled or copied: engine.save_checkpoint() keeps all of it, "
-            "engine.save_16bit_model() its weights, and torch.save(engine.module) its module where parameters are whole"
-        )
+    def __init__(self, engine: Any) -> None:
+        self.module: nn.Module = engine.module
+        self.mesh: Mesh = engine.mesh
+        self.runtime: Runtime = engine.runtime
+        self.units_at_once = 1  # that ``unsharded`` asks for by one message
+        self._checks: Checks = engine._checks
+        self._config, self._parts = engine._config, engine._parts
+        self._optimizer, self._device = engine.basic_optimizer, engine.device
+        self._way_back = contextlib.ExitStack()  # of states that have left the device
 
     def stream_weights(
         self,
@@ -70,8 +61,8 @@ class EngineWeights:
             merge_adapters: Stream the model without adapters: PEFT merges these in, on copies, a layer at a time.
             exclude_frozen_parameters: Leave out what requires no gradient. Names are those of ``module.state_dict()``.
         """
-        self._check_alive(alone=False)
-        self._check_between_passes("stream_weights")
+        self._checks.alive(alone=False)
+        self._checks.between_passes("stream_weights")
         try:
             limit = byte_count(max_bytes)
         except ValueError as error:
@@ -85,35 +76,29 @@ class EngineWeights:
         target = None if dst is None else self.mesh.job.ranks.index(dst)
         return self._flow(tensors, limit, target=target, parcels=parcels)
 
-    def _settle_weights(self, call: str) -> None:
+    def settle(self, call: str) -> None:
         """Wait until the weights at rest are those of the last step and nobody writes them; on this rank alone.
 
         ``call`` names the caller. Raises UsageError inside a forward or backward, and where an update has failed.
         """
-        self._check_alive()
-        self._check_between_passes(call)
+        self._checks.alive()
+        self._checks.between_passes(call)
         self.runtime.update.wait()
         self.runtime.update.publish()
 
     def _flow(
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:
-        self._check_alive(alone=False)
-        self._wait_together()
+        self._checks.alive(alone=False)
+        self._checks.begin_collective()
         self.runtime.update.publish()
-        options: Any = {"max_bytes": limit, "device": self.device, "target": target, "parcels": parcels}
-        flow = WeightFlow(self.mesh, tensors, **options)
-        self._open_flow = weakref.ref(flow)
+        flow = WeightFlow(self.mesh, tensors, max_bytes=limit, device=self._device, target=target, parcels=parcels)
+        self._checks.open_flow = weakref.ref(flow)
         return flow
 
     def _to_first(self, tensors: dict[str, torch.Tensor], parcels: list[Parcel] | None = None) -> WeightFlow:
         """Send ``tensors``, whole, to the first rank."""
         return self._flow(tensors, byte_count(_BUCKET), target=0, parcels=parcels)
-
-    def _end_flow(self) -> None:
-        """End a stream of weights that was left open."""
-        if (flow := self._open_flow()) is not None:
-            flow.close("it has left the loop and called the engine", cut=True)
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -123,14 +108,14 @@ class EngineWeights:
         number). Edits are refused at the end, on all ranks. The log says once how much memory the weights take. Raises
         UsageError on all ranks where one lacks that memory, inside a forward or backward, and for pipelines.
         """
-        self._check_alive(alone=False)
-        self._check_between_passes("unsharded")
+        self._checks.alive(alone=False)
+        self._checks.between_passes("unsharded")
         if self.mesh.pp.size > 1:
             raise UsageError("unsharded(): each rank of a pipeline has its stage only; stream_weights() gives all")
-        if self._generating:  # the outer one has gathered, and gives the hooks back
+        if self._checks.generating:  # the outer one has gathered, and gives the hooks back
             yield self.module
             return
-        self._wait_together()
+        self._checks.begin_collective()
         self.runtime.update.publish()
         missing = [u for u in self.runtime.units if u.movable and u.state is UnitState.ABSENT]
         nbytes = sum(u.layout.numel * u.buffer.full.element_size() for u in missing)
@@ -148,14 +133,14 @@ class EngineWeights:
             raise short or UsageError(f"{self.mesh.title(rank)}: {text}")
         if nbytes:
             log_dist_once(f"unsharded(): {nbytes / 1e9:.2f} GB of weights are whole on every rank inside the context")
-        for start in range(0, len(missing), self._units_at_once):
-            self.runtime.need(missing[start : start + self._units_at_once])
+        for start in range(0, len(missing), self.units_at_once):
+            self.runtime.need(missing[start : start + self.units_at_once])
         with GatheredParameters(list(self.module.parameters()), layers_whole=False), self._parts.hooks.away():
-            self._generating = True
+            self._checks.generating = True
             try:
                 yield self.module
             finally:
-                self._generating = False
+                self._checks.generating = False
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -170,7 +155,7 @@ class EngineWeights:
             device: "cpu", or "none", which moves nothing.
             pin_memory: Page-lock the memory, for faster copies; ``non_blocking`` has no effect.
         """
-        self._check_alive(params=False)
+        self._checks.alive(params=False)
         place = getattr(device, "value", device)
         if place == "none":
             logger.warning("offload_states(device='none') moves nothing")
@@ -184,29 +169,22 @@ class EngineWeights:
         units, arena = self.runtime.units, self._parts.tiers.arena
         with contextlib.ExitStack() as undone:  # where host memory ends half way, all of them come back
             undone.callback(self._way_back.close)
-            params = leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
+            params = leave_device(self._way_back, units, self._optimizer, include, arena=arena, pin=pin_memory)
             undone.pop_all()
-        self._lent, self._params_lent = True, self._params_lent or params
-        if self.device.type != "cpu":
+        self._checks.lent = True
+        self._checks.params_lent |= params
+        if self._device.type != "cpu":
             get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring the states back that ``offload_states`` moved."""
         self._way_back.close()
-        self._lent = self._params_lent = False
+        self._checks.lent = self._checks.params_lent = False
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use."""
         for unit in self.runtime.units:
             self.runtime.backward_done(unit)
-
-    def collect_python_gc(self) -> int:
-        """Run a cyclic garbage collection now, for loops under ``disable_python_gc``; return the objects' number."""
-        return gc.collect()
-
-    def _check_here(self) -> None:
-        if self._lent:
-            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
     def save_pretrained(self, save_directory: Path | str, max_shard_size: int | str = "5GB", **options: Any) -> None:
         """Write ``model.safetensors``, in the module's dtype, and the files of its own ``save_pretrained``. Collective.
@@ -223,8 +201,8 @@ class EngineWeights:
         if saver is not None and options:
             saver(save_directory, max_shard_size=max_shard_size, **options)
             return
-        self._check_alive(alone=False)
-        self._check_between_passes("save_pretrained")
+        self._checks.alive(alone=False)
+        self._checks.between_passes("save_pretrained")
         tensors, aliases = state_names(self.module, exclude_frozen=False)
         folder = Path(save_directory)
         with together(self.mesh, f"writing {folder}"):
@@ -250,7 +228,7 @@ class EngineWeights:
         ``stage3_gather_16bit_weights_on_model_save`` is off. Raises CheckpointError on every rank when the file
         cannot be written; an older one is intact then. ``exclude_frozen_parameters``: without what needs no gradient.
         """
-        self._check_alive(alone=False)
+        self._checks.alive(alone=False)
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
             log_dist(f"save_16bit_model wrote nothing: set {key} to true")
@@ -268,23 +246,17 @@ class EngineWeights:
                 pass
         return True
 
-    save_fp16_model = save_16bit_model
-
     def _collected(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str]) -> dict[str, torch.Tensor] | None:
         """Return ``tensors``, whole, on the host of the first rank, tied names sharing one; None elsewhere."""
         with self._to_first(tensors) as flow:
             kept = {name: values.to("cpu") for bucket in flow for name, values in bucket}
         return with_aliases(kept, aliases) if self.mesh.first else None
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Return all weights by name on the first rank, else None. Collective. ValueError if parameters are whole."""
         if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
             raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
         return self._collected(*state_names(self.module, exclude_frozen=exclude_frozen_parameters))
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def module_state_dict(
         self,
@@ -303,7 +275,7 @@ class EngineWeights:
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
         if self.runtime.worker is not None:
-            self._wait_together()
+            self._checks.begin_collective()
         self.runtime.update.publish()
         with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
             if custom_load_fn is not None:

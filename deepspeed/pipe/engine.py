@@ -111,7 +111,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch() was called under torch.no_grad(); use eval_batch() there")
-        self._make_ready("train_batch()")
+        self._checks.ready("train_batch()")
         self.train()
         self.tput_timer.start()
         batch, kinds = self._read(data_iter, self._gas)
@@ -142,7 +142,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None):
             raise NotYetError(f"eval_batch(reduce_output={reduce_output!r}); use 'avg' or None")
-        self._make_ready()
+        self._checks.ready()
         self.runtime.update.publish()
         training = self.module.training
         self.module.eval()

@@ -68,8 +68,6 @@ class UpdateMetrics:
     def report(self, engine: Any, spent_ms: Mapping[str, float]) -> None:
         """Write the figures of an update of ``engine``, log what is unusual; waits for losses and norm."""
         losses, self._losses = self._losses, []
-        if not self.wanted:
-            return
         loss = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else None
         norm = engine.get_global_grad_norm()
         if self._watch is not None:

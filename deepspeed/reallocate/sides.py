@@ -50,7 +50,7 @@ class Side:
         if model is None:
             raise UsageError(f"the {self.role} of this reallocation is gone; plan another one")
         if self._engine:
-            model._settle_weights("reallocation")
+            model._weights.settle("reallocation")
         tensors, aliases = state_names(model.module if self._engine else model, exclude_frozen=False)
         units = units_of(tensors)
         if not self._engine and any(runtime_of(unit) is not None for unit in units):

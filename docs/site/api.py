@@ -51,7 +51,10 @@ def answers() -> str:
 def method(name: str) -> str:
     """One method of the engine, inherited or not, with its signature and docstring."""
     options = f'heading: "{name}"\n      heading_level: 4'
-    return f"::: {ENGINE}.{name}\n    options:\n      {options}\n"
+    call = inspect.unwrap(public_names()[name])  # of a part of the engine, for what it has from there
+    in_part = call.__module__.startswith("deepspeed.engine.") and not call.__qualname__.startswith("DeepSpeedEngine.")
+    path = f"{call.__module__}.{call.__qualname__}" if in_part else f"{ENGINE}.{name}"
+    return f"::: {path}\n    options:\n      {options}\n"
 
 
 def _signature(call: Any) -> str:

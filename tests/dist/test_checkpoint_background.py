@@ -384,7 +384,7 @@ config = {{"train_batch_size": 2, "optimizer": adamw, "checkpoint": {{"async": T
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
 with mock.patch.object(folders, "publish", side_effect=OSError(28, "No space left on device")):
     engine.save_checkpoint({str(tmp_path)!r})
-    engine._saver._running.wait(None)
+    engine._checkpoints.saver._running.wait(None)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False, env=plain_env()

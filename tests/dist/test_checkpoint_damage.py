@@ -122,9 +122,9 @@ def load_every_damage(folder: str) -> tuple[list[str], int]:
         said = outcome(lambda: engine.load_checkpoint(folder))
         if "CheckpointError" not in said or name not in said or path.name not in said:
             bad.append(f"byte {at} of {path.name} in {name}: {said!r}")
-        if not same(before, state(engine)) and not engine._torn:
+        if not same(before, state(engine)) and not engine._checks.torn:
             bad.append(f"byte {at} of {path.name} in {name}: the engine has changed and would train on")
-        if engine._torn and "half way" not in outcome(lambda: train(engine, 2)):
+        if engine._checks.torn and "half way" not in outcome(lambda: train(engine, 2)):
             bad.append(f"byte {at} of {path.name} in {name}: it is torn and trains on")
         dist.barrier()
         if first:

@@ -153,7 +153,7 @@ def background_failure(folder: str, where: str, ranks: tuple[int, ...], told: st
             # The ranks' meeting place, to which destroy() writes, is a file in these tests: the limit is for the save
             # alone.
             deadline = time.monotonic() + 30
-            while not engine._saver._running.finished and time.monotonic() < deadline:
+            while not engine._checkpoints.saver._running.finished and time.monotonic() < deadline:
                 time.sleep(0.01)
             limit.close()
         ways = {"step": lambda: steps_until_it_is_told(engine)[1], "wait": lambda: outcome(engine.wait_for_checkpoint)}

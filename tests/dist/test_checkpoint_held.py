@@ -117,7 +117,7 @@ def checkpoints(folder: str, drive: str, optimizer: str, *, steps: int = 1) -> l
 
     with slow_reader(told) as gate:
         engine.save_checkpoint(folder, tag="behind", save_latest=False)
-        if engine._saver._copies._slab.numel() > 24 << 10:  # random generators take about 18 KiB
+        if engine._checkpoints.saver._copies._slab.numel() > 24 << 10:  # random generators take about 18 KiB
             bad.append("states of the drive were copied into memory")
         for seed in after:
             train(engine, seed)

@@ -19,8 +19,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.format.folders import MANIFEST
+from deepspeed.client.elastic import SIGNALS, Alarm
 from deepspeed.elasticity import take_part
-from deepspeed.engine.elastic import SIGNALS, Alarm
 from deepspeed.observe.log import logger
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records, settings

@@ -227,7 +227,7 @@ def _asked(question: str) -> tuple[object, int]:
             "applied": engine.was_step_applied,
             "overflow": lambda: engine.optimizer.overflow,
             "skipped": lambda: engine.skipped_steps,
-            "saved": lambda: engine._facts({}, "")["engine"]["skipped_steps"],
+            "saved": lambda: engine._checkpoints.facts({}, "")["engine"]["skipped_steps"],
         }
         answer, count = answers[question](), len(reads)
         engine.destroy()

@@ -28,8 +28,8 @@ from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.client import activation
 from deepspeed.client.comm import comms_log
 from deepspeed.client.data_loader import RepeatingLoader
+from deepspeed.client.elastic import SaveKeeper
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
-from deepspeed.engine.elastic import SaveKeeper
 from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -296,7 +296,7 @@ def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:
             engine.save_checkpoint(
                 place[0], f"t{index}" if odd else f"t{index}-{dist.get_rank()}", {"odd": {1}.union} if odd else {}
             )
-    out: Fingerprint = {"limits": limits, "busy": engine._saver.running}
+    out: Fingerprint = {"limits": limits, "busy": engine._checkpoints.saver.running}
     torch.manual_seed(77)
     list(engine.training_dataloader)
     _, client = engine.load_checkpoint(place[0])

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "comm.collectives", "zero.runtime", "zero.sync.order", "zero.unit", "zero.gradients", "zero.optim_view",
     "zero.step", "client.zero.safe_state", "checkpoint.save.content", "tier.arena", "tier.drive", "tier.staging",
-    "tier.store", "tier.transfer", "tier.behind", "tier.aio", "engine.engine", "engine.weights",
+    "tier.store", "tier.transfer", "tier.behind", "tier.aio", "engine.engine", "engine.checks", "engine.weights",
     "zero.update.publish", "zero.update.result", "zero.update.policy", "zero.update.inline", "zero.update.tiled",
     "zero.update.staged", "zero.update.speculative", "zero.update.late", "zero.update.selective.policy",
 )  # fmt: skip

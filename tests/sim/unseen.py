@@ -135,10 +135,10 @@ UNSEEN: dict[str, str] = {
     "client.zero.safe_state:_opened: runtime.update.wait_together(groups=grou...": (
         f"not reached: states that several ranks answer for. Else {_DOOR}"
     ),
-    "engine.engine:_wait_together: self.runtime.update.wait_together()": _DOOR,
+    "engine.checks:begin_collective: self._runtime.update.wait_together()": _DOOR,
     "engine.engine:_end_update: self.runtime.update.end_updates()": "no wait: forgets what the line before waited for",
     "engine.weights:offload_states: self.runtime.update.wait()": _DOOR,
-    "engine.weights:_settle_weights: self.runtime.update.wait()": f"not reached: whole weights. Else {_DOOR}",
+    "engine.weights:settle: self.runtime.update.wait()": f"not reached: whole weights. Else {_DOOR}",
     "zero.update.policy:wait_together: unit.wait(StateKind.PARAM)": _DOOR,
     "zero.update.policy:wait_together: self.wait()": _DOOR,
     "zero.runtime:begin_backward: unit.wait(StateKind.PARAM)": (
@@ -232,7 +232,7 @@ UNSEEN: dict[str, str] = {
 # Modules whose waits are no matter of streams: how their names begin -> what they wait for.
 OUTSIDE: dict[str, str] = {
     "profiling.timeline": "what is recorded of a run, whose events nobody's memory depends on",
-    "engine.elastic": "decides what is saved; saves order themselves",
+    "client.elastic": "decides what is saved; saves order themselves",
     "profiling.flops_profiler": "waits for the device to tell times",
     "client.zero.optimizer": "what each call waits for by itself; tests/dist/test_update_behind.py",
     "device": "the events of a host that is its own device",

@@ -66,7 +66,7 @@ class DeepSpeedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
-        with self._engine._whole_state():
+        with self._engine.runtime.update.whole_state():
             base = self.optimizer.state_dict()
         places = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         weights = []
@@ -92,7 +92,7 @@ class DeepSpeedOptimizer:
         engine.reload_states()
         engine.runtime.update.wait_together()
         engine.runtime.update.restart()
-        with engine._whole_state():
+        with engine.runtime.update.whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
         engine.runtime.update.adopt_state()
         missed = state.get("missed_updates") or [{}] * len(self._views)
@@ -112,7 +112,7 @@ class DeepSpeedOptimizer:
         its bits. Call it after the edit, before ``step``; does nothing where parameters are sharded or fp32.
         Raises UsageError inside a forward or backward, and under ``delayed_update``.
         """
-        self._engine._follow_data()
+        self._engine._checkpoints.follow_data()
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False

@@ -229,7 +229,7 @@ class Observer:
 
     def _pass_saving(self, *, last: bool = False) -> None:
         """Write a line for each checkpoint that has its name, and a warning for each whose save has failed."""
-        board, running = self._board, self._engine._saver.running and not last
+        board, running = self._board, self._engine._checkpoints.saver.running and not last
         while board is not None and len(self._saving) > running:  # one at a time: an earlier one is over
             saved = self._saving.pop(0)
             begun, before, path = saved.pop("begun"), saved.pop("before"), Path(saved["path"])

@@ -34,10 +34,9 @@ class SavedEngine(Protocol):
 
     global_steps: int
     mesh: Mesh
-    _may_begin: bool
+    _checkpoints: Any
     _config: DeepSpeedConfig
 
-    def _keep_with(self, keeper: "SaveKeeper") -> None: ...
     def load_checkpoint(self, load_dir: Any) -> tuple[str | None, Any]: ...
     def save_checkpoint(self, save_dir: Any, *, client_state: Any) -> Any: ...
     def wait_for_checkpoint(self) -> Any: ...
@@ -55,10 +54,10 @@ def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
     if every < 0:
         raise UsageError(f"take_part(every={every}): the number of updates between two checkpoints cannot be negative")
-    engine._may_begin = True
+    engine._checkpoints.may_begin = True
     loaded = engine.load_checkpoint(folder)[1] or {}
     state: dict[str, Any] = loaded.get(_STATE, {})
-    engine._keep_with(SaveKeeper(engine, folder, every=every, state=state))
+    engine._checkpoints.keep_with(SaveKeeper(engine, folder, every=every, state=state))
     return state
 
 

@@ -1,0 +1,97 @@
+"""What keeps an engine from what a client asks for: looked at when a call begins, before anything changes."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.comm import interrupts
+from deepspeed.comm.collectives import is_of_backend
+from deepspeed.errors import UsageError
+from deepspeed.reallocate.flow import WeightFlow
+from deepspeed.zero.hooks import inside_backward
+
+
+class Checks:
+    """States of ``engine``, a DeepSpeedEngine, in which it refuses calls."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._runtime = engine, engine.runtime
+        self.destroyed = False
+        self.torn = ""  # why parameters are of two states
+        self.lent = self.params_lent = False  # states are away (``offload_states``), parameters among them
+        self.generating = False  # inside unsharded()
+        self.open_flow: Callable[[], WeightFlow | None] = lambda: None  # a stream of weights
+        # A launcher that has started the script anew after it had saved says so.
+        self.must_load = os.environ.get("DS_ELASTIC_SAVED", "")
+
+    def lives(self) -> None:
+        """Raise UsageError where the engine was destroyed."""
+        if self.destroyed:
+            raise UsageError("this engine was destroyed; call deepspeed.initialize again")
+
+    def alive(self, *, alone: bool = True, params: bool = True) -> None:
+        """Raise UsageError where the engine cannot go on. Without ``alone``: not for what the caller lets all ranks
+        hear of (``begin_collective``). Without ``params`` parameters may be away.
+        """
+        self.lives()
+        interrupts.at_door()
+        self.end_flow()
+        self._runtime.failures.check()
+        if self.torn:
+            raise UsageError(f"{self.torn}, so the engine holds parts of two states; load a checkpoint that is whole")
+        if params and self.params_lent:
+            self.states_here()
+        self._runtime.update.check(alone=alone)
+
+    def states_here(self) -> None:
+        """Raise UsageError where states are away."""
+        if self.lent:
+            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
+
+    def between_passes(self, call: str) -> None:
+        """Raise UsageError, which names ``call``, inside a forward or backward; take in the outcome of updates."""
+        if self._runtime.depth or self._runtime.in_backward or inside_backward():
+            raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
+        self._engine._outcomes.hear()  # so that what an update came to is known, and a schedule stands where it belongs
+
+    def ready(self, training: str = "") -> None:
+        """Raise UsageError if a client's call cannot be followed; ``training`` names one that needs an optimizer."""
+        self.lives()
+        worker = self._runtime.worker
+        if worker is not None and worker.failure is not None and not worker.announced:
+            self._engine._recover(worker.failure)  # the others wait for this rank
+        self.alive()
+        self._engine._forget_failed_backward()
+        if not training:
+            return
+        self.states_here()
+        if self.must_load:
+            raise UsageError(
+                f"this job has saved {self.must_load} and was started again, and the script trains without having "
+                "loaded a checkpoint: it would repeat samples. Call deepspeed.elasticity.take_part(engine, folder), or "
+                "engine.load_checkpoint(folder), before the first step"
+            )
+        if self.generating:
+            raise UsageError(
+                f"{training} was called inside unsharded(), where nothing is trained; leave the context first"
+            )
+        if self._engine.basic_optimizer is None:
+            raise UsageError(
+                f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "
+                "config"
+            )
+
+    def begin_collective(self) -> None:
+        """Begin a collective call of the client: all ranks raise if an update on any of them has failed."""
+        try:
+            self._runtime.update.wait_together()
+        except RuntimeError as error:  # a rank that is gone, or in another call, may have said why
+            if not self._runtime.failures.broken and is_of_backend(error):
+                self._engine._recover(error)
+            raise
+
+    def end_flow(self) -> None:
+        """End a stream of weights that was left open."""
+        flow = self.open_flow()
+        if flow is not None:
+            flow.close("it has left the loop and called the engine", cut=True)
