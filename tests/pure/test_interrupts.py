@@ -78,7 +78,8 @@ def _patiently(call: Callable[[], Any], interrupted: list[int]) -> Any:
 
 def _trained(moment: int) -> tuple[list[torch.Tensor], int, list[tuple[str, str]]]:
     """Parameters after steps of which every call that raises Ctrl-C is made again; interrupts; calls of the package."""
-    engine, interrupted = _engine(changes={"gradient_accumulation_steps": 2, "steps_per_print": 1}), list[int]()
+    changes = {"gradient_accumulation_steps": 2, "steps_per_print": 1, "checkpoint": {"async": True}}
+    engine, interrupted = _engine(changes=changes), list[int]()
     calls = list[tuple[str, str]]()
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"calls": calls, "moment": moment, "package": PACKAGE, "own": interrupts.__file__}
