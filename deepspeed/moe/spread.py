@@ -33,6 +33,11 @@ def spread_experts(
     ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Raises
     DeepSpeedConfigError where numbers do not divide, or a pattern matches nothing; nothing has changed then.
     """
+    if block.ways > 1 and mesh.pp.size > 1:
+        raise DeepSpeedConfigError(
+            "expert_parallel is for models of Transformers, not for pipeline stages: delete the block, and build the "
+            "layers with deepspeed.moe.layer.MoE"
+        )
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
     stacked = dict(_stacked(model, block)) if block.ways > 1 else {}
     meshes: dict[str, Mesh] = {}

@@ -102,6 +102,10 @@ class Worker:
         """Queue ``call``, whose transfer ``stream`` waits for, and return its turn: see [Note: behind]."""
         turn = Turn(self, call, place, after)
         self._last = turn
+        self._pass(turn)
+        return turn
+
+    def _pass(self, turn: Turn) -> None:
         if self._ident is None:
             given = (self._turns, self.device.index)
             thread = Thread(target=_take_turns, args=given, name="deepspeed-update", daemon=True)
@@ -109,7 +113,6 @@ class Worker:
             self._ident = thread.ident
             self._close = weakref.finalize(self, _end, self._turns, thread)
         self._turns.put(turn)
-        return turn
 
     def check(self) -> None:
         """Raise UsageError where a call has failed, unless the worker still ``serves`` other ranks."""
