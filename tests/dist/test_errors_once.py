@@ -136,8 +136,8 @@ def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path,
     assert "peer" not in err and "engine.py" not in err, err
 
 
-def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path) -> None:
-    err = _ended(tmp_path, "saves alone")
+def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path, warm: Warm) -> None:
+    err = _ended(tmp_path, warm.python, "saves alone")
     assert "rank 1 has ended after 1 update: its script has ended. This rank waits for it in save_checkpoint()" in err
     assert "Every rank has to call save_checkpoint(), not one alone" in err and "batches" not in err, err
 
