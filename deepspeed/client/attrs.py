@@ -45,6 +45,7 @@ def of_part(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Con
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(getattr(self, part), *args, **kwargs)
 
+    call.__code__ = call.__code__.replace(co_name=method.__name__)  # which stacks and the hang watch show
     return call
 
 
