@@ -45,7 +45,8 @@ def of_part(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Con
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(getattr(self, part), *args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=method.__name__)  # which stacks and the hang watch show
+    code = call.__code__  # type: ignore[attr-defined]
+    call.__code__ = code.replace(co_name=method.__name__)  # type: ignore[attr-defined]  # as stacks show it
     return call
 
 
