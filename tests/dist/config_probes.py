@@ -180,6 +180,19 @@ def _tensor_probes() -> dict[str, Probe]:
     }
 
 
+def _expert_probes() -> dict[str, Probe]:
+    def of(value: Any, **block: Any) -> Probe:
+        return Probe(base(expert_parallel={"enabled": True, **block}), value, scenario="experts")
+
+    return {
+        "enabled": of(True, enabled=False, autoep_size=2),
+        "autoep_size": of(2),
+        "expert_tensor_parallel_size": of(2),
+        "moe_layer_pattern": of(r"layers\.2", autoep_size=2),
+        "expert_pattern": of("others", autoep_size=2, moe_layer_pattern=r"layers\.[23]"),
+    }
+
+
 def _reduction_probes() -> dict[str, Probe]:
     return {
         "communication_data_type": Probe(base(), "bf16"),
@@ -464,6 +477,7 @@ PROBES: dict[str, Probe] = {
     "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),
     **_under("zero_optimization", _zero_probes()),
     **_under("tensor_parallel", _tensor_probes()),
+    **_under("expert_parallel", _expert_probes()),
     **_under("activation_checkpointing", _activation_probes()),
     **_under("checkpoint", _checkpoint_probes()),
     **_under("pipeline", _pipeline_probes()),

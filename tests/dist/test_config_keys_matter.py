@@ -24,7 +24,15 @@ KEYS = all_keys(DeepSpeedConfig)
 HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
 # What these honoured keys do takes two ranks to show; one shows what all others do.
-_OF_TWO = ("tensor_parallel.", "pipeline.", "comms_logger.", "elasticity.", "observe.slow_", "gradient_allreduce_op")
+_OF_TWO = (
+    "tensor_parallel.",
+    "expert_parallel.",
+    "pipeline.",
+    "comms_logger.",
+    "elasticity.",
+    "observe.slow_",
+    "gradient_allreduce_op",
+)
 _OF_TWO += ("anomalies.per_layer", "checkpoint.tag_validation", "hybrid_engine.pin_", "hybrid_engine.tp_gather_")
 _OF_TWO += tuple(
     f"zero_optimization.{name}"

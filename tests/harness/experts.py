@@ -16,11 +16,11 @@ HIDDEN, INNER, VOCABULARY, LENGTH = 16, 24, 32, 6
 class StackedExperts(nn.Module):
     """Experts first in each tensor, called with (hidden, index, weights), as ``transformers`` calls its own."""
 
-    def __init__(self, experts: int, inner: int = INNER) -> None:
+    def __init__(self, experts: int, inner: int = INNER, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, HIDDEN) / 4)
-        self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, inner) / 5)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden) / 4)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) / 5)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -30,6 +30,19 @@ class StackedExperts(nn.Module):
             value = F.linear(F.silu(gate) * up, self.down_proj[expert])
             out.index_add_(0, token, value * weights[token, choice, None])
         return out
+
+
+class TwoStacks(nn.Module):
+    """Layer with two kinds of experts, of which a configuration names one."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, 4)
+        self.experts, self.others = StackedExperts(4, 6, hidden), StackedExperts(4, 6, hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, index = torch.topk(self.gate(hidden).softmax(-1), 2)
+        return hidden + self.experts(hidden, index, weights) + self.others(hidden, index, weights)
 
 
 class StackedBlock(nn.Module):

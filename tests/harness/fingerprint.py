@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.unit import UnitState
 from tests.harness import pipes
+from tests.harness.experts import TwoStacks
 from tests.harness.faults import modules_replaced
 
 STEPS, FEW = 4, 2  # updates of a run, and of a plain one
@@ -191,6 +193,7 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "checkpoint": (),  # checkpoints are saved under tags that differ between ranks, and one is loaded
     "odd client": (),  # a checkpoint with client state that needs pickle
     "generate": (),  # and generates
+    "experts": (),  # two layers of experts are added
     "pipeline": (),  # a PipelineModule of two stages
 }
 
@@ -239,6 +242,9 @@ def _train(config: dict[str, Any], scenario: str, watch: _Watch, folder: Path) -
     if scenario == "pipeline":
         return _pipeline(config)
     model = _build()
+    if scenario == "experts":
+        model.layers.extend([TwoStacks(HIDDEN), TwoStacks(HIDDEN)])
+        model.config = SimpleNamespace(base_model_ep_plan={"layers.*.experts": "ep_dispatch_experts"})  # type: ignore[assignment]
     engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=_dataset())
     out: Fingerprint = {}
     try:
