@@ -92,16 +92,12 @@ def through_experts(
     row, choice = torch.nonzero_static(local >= 0, size=routes.pairs).unbind(1)
     outputs = compute(rows[row], local[row, choice, None], scales[row, choice, None])
     if not routes.pairs:  # the weights have a gradient all the same: ranks reduce in one order
-        outputs = outputs + _of_nothing(rows, local, scales, compute).sum()
+        nothing = rows.new_zeros(1, rows.shape[1]), local.new_zeros(1, 1), scales.new_zeros(1, 1)
+        outputs = outputs + compute(*nothing).sum()
     summed = _sum_rows(outputs, row, len(rows)).to(hidden.dtype)
     back = {"sent": routes.received, "received": routes.sent}
     returned = exchange_rows(anchored(summed, rows, scales), group, **back)
     return _sum_rows(returned, routes.tokens, len(hidden)).to(hidden.dtype)
-
-
-def _of_nothing(rows: torch.Tensor, local: torch.Tensor, scales: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """Return the first expert's output for a token of zeros, with weight 0."""
-    return compute(rows.new_zeros(1, rows.shape[1]), local.new_zeros(1, 1), scales.new_zeros(1, 1))
 
 
 def _sum_rows(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:

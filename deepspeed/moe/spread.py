@@ -107,8 +107,9 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
                 f"expert_parallel.autoep_size {block.autoep_size} does not divide the {number} experts of {path}; use "
                 f"a divisor of {number}"
             )
-        for name, param in module.named_parameters(recurse=False):
-            inner_cut(module, name, param, block.expert_tensor_parallel_size, at=path)
+        etp = block.expert_tensor_parallel_size
+        for name, param in module.named_parameters(recurse=False) if etp > 1 else ():
+            inner_cut(module, name, param, etp, at=path)
         yield path, module
 
 
@@ -128,15 +129,15 @@ def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at
     dim = 1 if param.dim() == 2 or transposed is down else 2
     packed = 2 if name.startswith("gate_up") and halves else 1
     fault = ""
-    if param.dim() == 2 and down:
+    if param.dim() < 2 or not name.startswith(("gate_up_proj", "up_proj", "gate_proj", "down_proj")):
+        fault = "is not known"
+    elif param.dim() == 2 and down:
         fault = "is a bias that each of them would add"
     elif transposed and packed > 1:
         fault = "has its halves in the last dimension"
-    elif not name.startswith(("gate_up_proj", "up_proj", "gate_proj", "down_proj")):
-        fault = "is not known"
     elif param.shape[dim] % (packed * etp):
         fault = f"has an inner width of {param.shape[dim] // packed}"
-    if fault and etp > 1:
+    if fault:
         raise DeepSpeedConfigError(
             f"expert_parallel.expert_tensor_parallel_size {etp}: {at}.{name} {fault}; choose a divisor of the inner "
             "width, or 1"
@@ -149,11 +150,10 @@ def _place(shape: tuple[int, ...], experts: range, *, dim: int, packed: int, par
     first, count, width = experts.start, len(experts), shape[dim] // (packed * etp)
     boxes = []
     # Halves of one expert follow each other in memory, so that each of them is a box.
-    for start, number in ((e, 1) for e in experts) if packed > 1 and etp > 1 else ((first, count),):
-        for half in range(packed if etp > 1 else 1):
+    for start, number in ((e, 1) for e in experts) if packed > 1 else ((first, count),):
+        for half in range(packed):
             corner, size = [start, *(0 for _ in shape[1:])], [number, *shape[1:]]
-            if etp > 1:
-                corner[dim], size[dim] = half * shape[dim] // packed + part * width, width
+            corner[dim], size[dim] = half * shape[dim] // packed + part * width, width
             boxes.append((tuple(corner), tuple(size)))
     whole = [count, *shape[1:]]
     whole[dim] //= etp
@@ -168,9 +168,12 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
     local = number * etp // group.size
     first = group.index // etp * local
     for name, param in module.named_parameters(recurse=False):
-        dim, packed = inner_cut(module, name, param, etp, at="")
-        shape, experts = tuple(param.shape), range(first, first + local)
-        place = _place(shape, experts, dim=dim, packed=packed, part=group.index % etp, etp=etp)
+        shape, size = tuple(param.shape), (local, *param.shape[1:])
+        place = Place((((first, *(0 for _ in shape[1:])), size),), size, shape)
+        if etp > 1:
+            dim, packed = inner_cut(module, name, param, etp, at="")
+            experts = range(first, first + local)
+            place = _place(shape, experts, dim=dim, packed=packed, part=group.index % etp, etp=etp)
         marks = {"tp_place": place, "allreduce": False, "group_name": GROUP_NAME.format(group.size)}
         for mark, value in marks.items():
             setattr(param, mark, value)

@@ -55,6 +55,12 @@ def _skewed_layers(model: Any) -> None:
             layer.deepspeed_moe.gate.wg.weight.zero_()
 
 
+def _scaled(model: Any) -> None:
+    torch.manual_seed(9)
+    for layer in model.layers:
+        layer.experts.scaled()
+
+
 def _frozen(model: Any) -> None:
     """As under an adapter: experts and routers are fixed."""
     for name, param in model.named_parameters():
@@ -66,6 +72,7 @@ PREPARED = {
     "recomputed": _recomputed,
     "skewed": _skewed,
     "skewed layers": _skewed_layers,
+    "scaled": _scaled,
     "frozen": _frozen,
 }
 
@@ -122,6 +129,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "stage 3, recomputed": ("stacked", 2, 3, {}, {}, "recomputed"),
     "ranks without tokens": ("stacked", 4, 3, {"k": 1}, {}, "skewed"),
     "ranks without tokens, stage 1": ("stacked", 4, 1, {}, {}, "skewed"),
+    "a number for each expert": ("stacked", 2, 1, {}, {}, "scaled"),
     "frozen experts": ("stacked", 2, 3, {}, {}, "frozen"),
     "shard groups": ("stacked", 2, 3, {}, {"zero": {"mics_shard_size": 2}}, ""),
     "secondary shards": ("stacked", 2, 3, {}, {"zero": {"zero_hpz_partition_size": 2}}, ""),

@@ -21,6 +21,12 @@ class StackedExperts(nn.Module):
         self.num_experts = experts
         self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden) / 4)
         self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) / 5)
+        self.scale: nn.Parameter | None = None  # a number for each expert
+
+    def scaled(self) -> "StackedExperts":
+        """Give each expert a factor of its own."""
+        self.scale = nn.Parameter(torch.rand(self.num_experts) + 0.5)
+        return self
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -28,6 +34,7 @@ class StackedExperts(nn.Module):
             token, choice = torch.where(index == expert)
             gate, up = F.linear(hidden[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
             value = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            value = value if self.scale is None else value * self.scale[expert]
             out.index_add_(0, token, value * weights[token, choice, None])
         return out
 
