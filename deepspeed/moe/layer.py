@@ -1,13 +1,14 @@
 """``MoE``: a layer of experts, each a copy of a module of the client's, on one rank or spread over several."""
 
 import copy
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.client.comm.groups import GETTERS
+from deepspeed.client.comm.groups import GETTERS, create_expert_groups
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
@@ -110,6 +111,7 @@ class MoE(nn.Module):
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:  # noqa: FBT001, FBT002
         """Make the group of the experts, as ``deepspeed.initialize`` does. Collective."""
+        create_expert_groups(self.ep_size, None, use_data_before_expert_parallel_)
         pg = GETTERS["get_expert_parallel_group"](self.expert_group_name)
         self.set_group(plain_mesh("", group=pg).job)
 
@@ -117,8 +119,15 @@ class MoE(nn.Module):
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (output in the shape of ``hidden_states`` [..., H], auxiliary loss, choices of each expert [E])."""
-        output = self.deepspeed_moe(hidden_states, used_token)
-        if self.use_residual:
-            mixed = F.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * mixed[..., :1] + _output(self.mlp(hidden_states)) * mixed[..., 1:]
-        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        if not self.use_residual:
+            output = self.deepspeed_moe(hidden_states, used_token)
+            return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        dense = functools.cache(lambda: self._dense_branch(hidden_states))
+        output = self.deepspeed_moe(hidden_states, used_token, meanwhile=dense)
+        share, beside = dense()  # computed while tokens travelled, if they did
+        return output * share + beside, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+    def _dense_branch(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the share of the experts, and the weighted output of the expert that sees every token."""
+        mixed = F.softmax(self.coefficient(hidden), dim=-1)
+        return mixed[..., :1], _output(self.mlp(hidden)) * mixed[..., 1:]

@@ -15,6 +15,7 @@ from deepspeed.config.model.expert_parallel import ExpertParallelConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.loads import ExpertLoads
 from deepspeed.moe.utils import GROUP_NAME, is_moe_param
 from deepspeed.monitor.log import log_dist
 from deepspeed.zero.layout import Place
@@ -25,33 +26,55 @@ _DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where t
 
 
 def spread_experts(
-    model: nn.Module, block: ExpertParallelConfig, mesh: Mesh, back: ExitStack
-) -> tuple[Mesh, dict[str, Mesh]]:
+    model: nn.Module, block: ExpertParallelConfig, mesh: Mesh, back: ExitStack, *, counted: bool
+) -> tuple[Mesh, dict[str, Mesh], ExpertLoads | None]:
     """Divide the experts of ``model`` over ranks; return ``mesh`` with their groups, and the mesh of each group name.
 
     Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by ``block``.
-    ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Raises
-    DeepSpeedConfigError where numbers do not divide, or a pattern matches nothing; nothing has changed then.
+    ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Loads
+    are counted if they are to be ``counted``, or balanced. Raises DeepSpeedConfigError where numbers do not divide, or
+    a pattern matches nothing; nothing has changed then.
     """
+    balance = block.load_balance_coeff if block.enabled else None
     if block.ways > 1 and mesh.pp.size > 1:
         raise DeepSpeedConfigError(
             "expert_parallel is for models of Transformers, not for pipeline stages: delete the block, and build the "
             "layers with deepspeed.moe.layer.MoE"
         )
-    layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
-    stacked = dict(_stacked(model, block)) if block.ways > 1 else {}
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    stacked = dict(_stacked(model, block)) if block.ways > 1 or balance is not None else {}
+    loads = _watched(model, layers, stacked, block, back) if counted or balance is not None else None
+    sizes = [*(layer.ep_size for layer in layers.values()), *([block.ways] if stacked else [])]
     meshes: dict[str, Mesh] = {}
-    for ways in dict.fromkeys([*(layer.ep_size for layer in layers), *([block.ways] if stacked else [])]):
+    for ways in dict.fromkeys(size for size in sizes if size > 1):
         mesh, meshes[GROUP_NAME.format(ways)] = with_experts(mesh, ways)
-    for layer in layers:
-        layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
-    for module in stacked.values():
+    for path, layer in layers.items():
+        layer.deepspeed_moe.path = path
+        if layer.ep_size > 1:
+            layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
+    for path, module in stacked.items() if block.ways > 1 else ():
         group = meshes[GROUP_NAME.format(block.ways)].tp
-        _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)
+        _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back, layer=path)
     if stacked:
         number = next(iter(stacked.values())).num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
-    return mesh, meshes
+    return mesh, meshes, loads
+
+
+def _watched(
+    model: nn.Module,
+    layers: dict[str, MoE],
+    stacked: dict[str, nn.Module],
+    block: ExpertParallelConfig,
+    back: ExitStack,
+) -> ExpertLoads | None:
+    """Return the loads of the experts, which are counted until ``back`` is closed; None where there are no experts."""
+    loads = ExpertLoads(block.load_balance_coeff if block.enabled else None)
+    for path, module in stacked.items():
+        loads.watch(model, path, module, block.autoep_size, back)
+    for path, layer in layers.items():
+        loads.watch(model, path, layer.deepspeed_moe, layer.ep_size, back)
+    return loads if layers or stacked else None
 
 
 def facts_with_experts(facts: UnitFacts, facts_of: FactsOf | None, meshes: dict[str, Mesh]) -> FactsOf | None:
@@ -92,7 +115,7 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
     }
     if not matching:
         raise DeepSpeedConfigError(
-            f"expert_parallel.autoep_size is {block.ways}, but {source} matches no module of {type(model).__name__}. "
+            f"expert_parallel is enabled, but {source} matches no module of {type(model).__name__}. "
             "Set moe_layer_pattern to the paths of its mixture-of-experts layers, or enabled to false"
         )
     for path, module in matching.items():
@@ -160,9 +183,9 @@ def _place(shape: tuple[int, ...], experts: range, *, dim: int, packed: int, par
     return Place(tuple(boxes), tuple(whole), shape)
 
 
-def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack) -> None:
+def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack, *, layer: str) -> None:
     """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``: ``etp`` ranks
-    share each expert. Those of ``sharers`` have the same tokens.
+    share each expert. Those of ``sharers`` have the same tokens. Errors name it ``layer``.
     """
     number: int = module.num_experts  # type: ignore[assignment]
     local = number * etp // group.size
@@ -182,7 +205,7 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
 
     def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        where = {"group": group, "sharers": sharers, "experts": local, "etp": etp}
+        where = {"group": group, "sharers": sharers, "experts": local, "etp": etp, "layer": layer}
         out: torch.Tensor = through_experts(flat, index, weights, compute=compute, **where)  # type: ignore[arg-type]
         return out.view(hidden_states.shape)
 

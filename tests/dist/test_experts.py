@@ -287,7 +287,7 @@ def _bytes_sent() -> tuple[int, int, bool]:
 
     out = through_experts(hidden, index, weights, group=group, experts=experts, compute=compute)
     scale = torch.where(index >= 0, (1 + index) * weights, 0.0).sum(-1, keepdim=True)
-    counts = 2 * group.size
+    counts = 3 * group.size  # rows, pairs of a row and an expert, and whether scores are finite
     formula = counts + sum(routes.sent) * (HIDDEN + 2 * k) + sum(routes.received) * HIDDEN
     distinct = sum(len({int(e) // experts for e in row if e >= 0}) for row in index)
     return sum(counted), formula, bool(sum(routes.sent) == distinct and torch.allclose(out, hidden * scale, atol=1e-4))

@@ -53,9 +53,12 @@ class TwoStacks(nn.Module):
 
 
 class StackedBlock(nn.Module):
+    """Layer of experts. ``e_score_correction_bias`` is added to the scores that choose, as DeepSeek-V3 does."""
+
     def __init__(self, experts: int, k: int, inner: int = INNER) -> None:
         super().__init__()
         self.k = k
+        self.e_score_correction_bias: Tensor | None = None
         self.norm = nn.LayerNorm(HIDDEN)
         self.gate = nn.Linear(HIDDEN, experts, bias=False)
         self.experts = StackedExperts(experts, inner)
@@ -63,13 +66,23 @@ class StackedBlock(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         flat = self.norm(hidden).view(-1, HIDDEN)
-        weights, index = torch.topk(self.gate(flat).softmax(-1), self.k)
+        scores = self.gate(flat).softmax(-1)
+        bias = 0.0 if self.e_score_correction_bias is None else self.e_score_correction_bias
+        index = torch.topk(scores + bias, self.k)[1]
+        weights = scores.gather(1, index)
         out = self.experts(flat, index, weights / weights.sum(-1, keepdim=True))
         return hidden + (out + self.shared(flat)).view(hidden.shape)
 
 
 class Stacked(nn.Module):
     """Decoder whose configuration names its experts as those of Transformers do."""
+
+    def biased(self) -> "Stacked":
+        """Give each router a bias of zeros."""
+        for layer in self.layers:
+            del layer.e_score_correction_bias
+            layer.register_buffer("e_score_correction_bias", torch.zeros(layer.experts.num_experts))
+        return self
 
     def __init__(self, experts: int = 8, k: int = 2, blocks: int = 2, seed: int = 3, inner: int = INNER) -> None:
         super().__init__()
