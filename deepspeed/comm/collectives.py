@@ -297,20 +297,24 @@ def is_of_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
 
 
-def break_off(group: AxisGroup) -> None:
+def break_off(group: AxisGroup) -> set[int]:
     """End all waits for this rank over ``group``, and this rank's for others: for good, from any thread. A wait on gloo
     that runs out of time closes its connections. Of nccl the communicator is aborted: the kernel in which this rank's
-    device waits ends, and other machines see the connections go.
+    device waits ends, and other machines see the connections go. Return the ranks whose connections were gone already.
     """
+    gone = set()
     if group.backend != "gloo" and group.pg is not None and group.size > 1:
         with contextlib.suppress(RuntimeError):  # not every backend can
             group.pg.abort()
     peers = [peer for peer in range(group.size) if peer != group.index and group.backend == "gloo"]
     for peer in peers:  # one that has ended leaves the others' connections open
-        with contextlib.suppress(RuntimeError, ValueError):  # ended already
+        try:
             work = dist.irecv(torch.empty(1, device="cpu"), group=group.pg, group_src=peer, tag=_NOBODYS_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
+        except (RuntimeError, ValueError) as error:  # ended already, or now
+            gone |= set() if "Timed out" in str(error) else {group.ranks[peer]}
+    return gone
 
 
 _NOBODYS_TAG = 1 << 20

@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.hang.watch import ended_ranks
 from deepspeed.comm.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.errors import CheckpointError, DivergenceError, RankFailedError, UsageError
 from deepspeed.monitor.log import logger
@@ -133,19 +134,28 @@ class Failures:
         self._known = None  # it keeps alive what its frames hold
         if lost and host.mesh.job.size > 1:
             self.break_off(collectives.describe(error))
-            break_off_all(host.mesh)
+            leave_note(host.mesh, "broken off", about="here")  # before connections say that this rank is gone
+            gone = break_off_all(host.mesh)
             if ended and not reported:
-                self._raise_cause(error)
+                self._raise_cause(error, gone)
         return after
 
-    def _raise_cause(self, error: BaseException) -> None:
-        """Raise RankFailedError with the reasons that ranks that are gone have left, if any has."""
+    def _raise_cause(self, error: BaseException, gone: set[int]) -> None:
+        """Raise RankFailedError with the reasons that ranks that are ``gone`` have left, if any has; else with the
+        names of those that have not broken off their connections themselves, but ended.
+        """
         mesh = self._host.mesh
         notes = leave_note(mesh, "")
         notes.pop(mesh.zero.ranks[mesh.zero.index], None)
         if notes:
             causes = "; ".join(f"{mesh.title(rank)} failed: {text}" for rank, text in notes.items())
             raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
+        waits = gone and not ended_ranks()  # whose last words the script's end shows
+        here = leave_note(mesh, "", about="here", wait_s=_LOUD_AFTER_S) if waits else {}
+        if here and (ended := sorted(gone - here.keys())):
+            names = ", ".join(map(mesh.title, ended))
+            text = "its process has ended or is out of reach, and this rank cannot go on without it"
+            raise RankFailedError(f"{names} does not answer any more: {text}") from error
 
     def lose_batch(self, error: Exception) -> None:
         """Handle a batch that is lost on this rank. Ranks that share its layers mostly lose it, too; others may wait in
@@ -291,11 +301,13 @@ def patience(mesh: Mesh, text: str, *, seconds: float | None = None) -> Iterator
         watcher.join()
 
 
-def break_off_all(mesh: Mesh) -> None:
-    """End every wait on the groups of ``mesh``, for good: first on the hosts', which go on to end their own."""
+def break_off_all(mesh: Mesh) -> set[int]:
+    """End every wait on the groups of ``mesh``, for good: first on the hosts', which go on to end their own. Return the
+    ranks whose connections were gone.
+    """
     groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made)
-    for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo"):
-        collectives.break_off(group)
+    ordered = sorted(filter(None, groups), key=lambda group: group.backend != "gloo")
+    return set().union(*(collectives.break_off(group) for group in {id(group): group for group in ordered}.values()))
 
 
 @dataclass
