@@ -54,8 +54,8 @@ def report_start(engine: EngineFacts) -> None:
         threshold = f"; stage3_param_persistence_threshold {plan.persistence_numel:,} keeps {whole} whole"
         parts = f" ({len(units) - whole} sharded{threshold if whole else ''})"
     log_dist(
-        f"DeepSpeed {__version__}: {sum(map(_of_all_ranks, units)):,} parameters in {counted(len(units), 'unit')}{parts}, "
-        f"ZeRO stage {engine.zero_optimization_stage()}, "
+        f"DeepSpeed {__version__}: {sum(map(_of_all_ranks, units)):,} parameters in "
+        f"{counted(len(units), 'unit')}{parts}, ZeRO stage {engine.zero_optimization_stage()}, "
         f"{counted(engine.mesh.job.size, 'rank')}, {engine._config.compute_dtype}, batch {engine.train_batch_size()} = "
         f"micro-batch {engine._micro} x accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm import collectives
 from deepspeed.moe.layer import MoE
 from deepspeed.tools.verify import ranks as processes
 from deepspeed.utils import groups
@@ -24,7 +23,7 @@ from tests.dist.test_late_norm import late
 from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, tokens_of
 from tests.harness.logs import logged
 from tests.harness.pool import RankFailure, RankPool
-from tests.harness.training import make_config, outcome, start
+from tests.harness.training import outcome, start
 
 pytestmark = pytest.mark.timeout(180)
 STEP = 0.05
@@ -306,3 +305,67 @@ def test_a_rank_that_dies_inside_an_exchange_ends_all_with_its_name(
     text = str(caught.value)
     assert text.count("RankFailedError") == 3 and text.count("rank 1 does not answer any more") == 3, text
     assert caught.value.types == {rank: "died" if rank == 1 else "RuntimeError" for rank in range(4)}, text
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+def groups_of_ranks(local: int) -> dict[str, list[int]]:
+    """Ranks of the groups of experts with neighbours that hold the same ones; of a machine of so many ranks."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    found = {name: dist.get_process_group_ranks(pg) for name, pg in groups._get_local_all_to_all_group().items()}
+    engine = start(Stacked(), {**config_of("stacked", 2, 1), "use_data_before_expert_parallelism": True})
+    found["engine"] = list(engine.mesh.experts[0].ranks)
+    found["ep"] = dist.get_process_group_ranks(groups._get_expert_parallel_group("ep_size_2"))
+    engine.destroy()
+    found["after"] = dist.get_process_group_ranks(groups._get_expert_parallel_group("ep_size_2"))
+    layer = MoE(HIDDEN, Expert(), 4, 2)
+    layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+    assert layer.deepspeed_moe.group is not None
+    found["layer"] = list(layer.deepspeed_moe.group.ranks)
+    groups._create_expert_data_and_model_parallel(2, use_data_before_expert_parallel_=False)
+    found["told"] = dist.get_process_group_ranks(groups._get_expert_parallel_group("ep_size_2"))
+    return found
+
+
+def test_neighbours_may_hold_the_same_experts_and_machines_have_groups(pool4: RankPool) -> None:
+    for rank, found in enumerate(pool4.run(groups_of_ranks, 2)):
+        apart, neighbours = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found.pop(f"local_{rank // 2}") == neighbours and found.pop(f"global_{rank % 2}") == apart
+        assert found == {"engine": apart, "ep": apart, "after": neighbours, "layer": apart, "told": neighbours}
+
+
+def experts_from_files(folder: str) -> tuple[bool, int, str]:
+    """Experts of a checkpoint that two ranks have written, as each rank and as a lone model reads them."""
+    engine = start(Layered(2, **DROPLESS), config_of("layered", 2, 1))
+    engine._save_moe_checkpoint(folder, tag="moe")
+    state = {"other": 1}
+    deepspeed.DeepSpeedEngine.load_moe_state_dict(folder, "moe", state, False, model=engine.module)
+    local = {n: p for n, p in engine.module.named_parameters() if "deepspeed_experts" in n}
+    same = state.pop("other") == 1 and state.keys() == local.keys()
+    same = same and all(torch.equal(state[n], p) for n, p in local.items())
+    everything: dict[str, Any] = {}
+    engine.load_moe_state_dict(folder, None, everything)
+    wanted = Layered(1, **DROPLESS).state_dict()
+    same = same and all(torch.equal(value, wanted[n]) for n, value in everything.items())
+    said = outcome(lambda: engine.load_moe_state_dict(folder, "moe", {}, model=Layered(1, experts=6)))
+    engine.destroy()
+    return same, len(everything), said
+
+
+def test_experts_are_read_into_a_state_dict_by_name(pool2: RankPool, tmp_path: Path) -> None:
+    for same, number, said in pool2.run(experts_from_files, str(tmp_path)):
+        assert same and number == 2 * 4 * 4
+        assert "CheckpointError" in said and "lacks layers.0.deepspeed_moe.experts.deepspeed_experts.4" in said
+
+
+def said_at_start(kind: str) -> list[str]:
+    model: Any = Layered(2) if kind == "layered" else Stacked()
+    with logged(set_level=logging.INFO) as lines:
+        start(model, config_of(kind, 2, 3)).destroy()
+    return [line for line in lines if "parameters in" in line]
+
+
+@pytest.mark.parametrize("kind", ["stacked", "layered"])
+def test_the_first_line_counts_the_experts_of_all_ranks(pool2: RankPool, kind: str) -> None:
+    whole: Any = Layered(1) if kind == "layered" else Stacked()
+    number = sum(p.numel() for p in whole.parameters())
+    assert f"{number:,} parameters in" in pool2.run(said_at_start, kind)[0][0]

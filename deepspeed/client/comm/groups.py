@@ -135,8 +135,9 @@ def create_expert_groups(
     """
     if mpu is not None:
         register_mpu(mpu)
-    if use_data_before_expert_parallel_:  # the getters are to find the same groups
-        register_topology(replace(_topology(), data_first=True))
+    now = _topology()
+    if now.data_first != use_data_before_expert_parallel_:  # the getters are to find the same groups
+        register_topology(replace(now, data_first=use_data_before_expert_parallel_))
     for family in _EXPERTS:
         _answer(family, "group", f"ep_size_{expert_parallel_size_}")
 
