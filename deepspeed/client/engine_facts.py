@@ -11,6 +11,7 @@ from deepspeed.client.attrs import answers
 from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
+from deepspeed.moe.state import load_moe_state_dict
 
 
 class EngineFacts:
@@ -123,6 +124,7 @@ class EngineFacts:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
 
+    load_moe_state_dict = staticmethod(load_moe_state_dict)
     _expert_loads: Any = None  # where they are counted
 
     def expert_loads(self) -> dict[str, Any]:

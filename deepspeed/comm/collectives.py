@@ -214,24 +214,6 @@ def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return values
 
 
-def start_all_to_all(
-    rows: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]
-) -> tuple[torch.Tensor, Collective]:
-    """Start an ``all_to_all``; return what will hold the rows, and the transfer to wait for."""
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    end = group.note("all_to_all", rows)
-    rows = rows.contiguous()
-    work = dist.all_to_all_single(out, rows, received, sent, group=group.pg, async_op=True)
-    return out, Collective([work], rows, out, then=(end,))
-
-
-def all_to_all(rows: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Send ``sent[r]`` consecutive rows to each member r; return the ``received[r]`` rows of each, in member order."""
-    out, transfer = start_all_to_all(rows, group, sent=sent, received=received)
-    transfer.wait()
-    return out
-
-
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:

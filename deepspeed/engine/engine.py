@@ -31,7 +31,6 @@ from deepspeed.engine.outcomes import Outcomes
 from deepspeed.engine.token_weights import TokenWeights
 from deepspeed.engine.weights import Weights
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.moe.state import load_moe_state_dict
 from deepspeed.monitor.events import METRICS
 from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
@@ -70,7 +69,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
     module_state_dict = of_part("_weights", Weights.module_state_dict)
     load_module_state_dict = of_part("_weights", Weights.load_module_state_dict)
-    load_moe_state_dict = staticmethod(load_moe_state_dict)
 
     def __init__(
         self,

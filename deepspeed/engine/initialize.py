@@ -196,11 +196,10 @@ def _assemble(
     plan = make_plan(cfg, job.size // (dims.pp * dims.tp), settings_of(cfg))
     lasting.enter_context(watched(cfg.hang_timeout))
     mesh = _mesh(backend, cfg, plan, dims)
-    told = dims.shared > 1 or cfg.use_data_before_expert_parallelism
-    register_topology(mesh.topology if told else None)
+    register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
-    mesh, of_experts, loads = spread_experts(model, cfg.expert_parallel, mesh, lasting, counted=monitor.enabled)
+    mesh, of_experts, loads = spread_experts(model, cfg, mesh, lasting)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
@@ -222,8 +221,7 @@ def _assemble(
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, monitor=monitor, lasting=lasting)
     engine._checkpoints.group_names = order
-    if loads is not None:
-        loads.follow(engine)
+    loads.follow(engine)
     return engine
 
 
@@ -248,10 +246,7 @@ def _optimizer(
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    mesh = build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
-    if cfg.use_data_before_expert_parallelism and mesh.topology is not None:
-        mesh = replace(mesh, topology=replace(mesh.topology, data_first=True))
-    return mesh
+    return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
 
 
 def _log_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:

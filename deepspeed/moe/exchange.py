@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_to_all, start_all_to_all
+from deepspeed.comm.all_to_all import all_to_all, start_all_to_all
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import rank as own_rank
 from deepspeed.tensor.differentiable import anchored, cut_parts, exchange_rows, join_parts, start_rows
@@ -104,11 +105,11 @@ def through_experts(
     """
     fault = ~torch.isfinite(weights.detach()).all()
     if group is None:
-        here = index >= 0
-        pairs, bad = torch.stack([here.sum(), fault]).tolist()
+        kept = index >= 0
+        pairs, bad = torch.stack([kept.sum(), fault]).tolist()
         if bad:
             raise _not_finite(layer, [own_rank()])
-        row, choice = torch.nonzero_static(here, size=pairs).unbind(1)
+        row, choice = torch.nonzero_static(kept, size=pairs).unbind(1)
         outputs = compute(hidden[row], index[row, choice, None], weights[row, choice, None])
         return _sum_rows(outputs, row, len(hidden)).to(hidden.dtype)
     shared = sharers if sharers is not None and sharers.size > 1 else None

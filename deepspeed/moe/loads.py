@@ -87,7 +87,9 @@ class ExpertLoads:
         self._layers.append(layer)
 
     def follow(self, engine: Any) -> None:
-        """Take the windows of ``engine`` from now on."""
+        """Take the windows of ``engine`` from now on, if there are layers to watch."""
+        if not self._layers:
+            return
         device = get_accelerator().torch_device()
         for layer in self._layers:
             layer.counts = layer.counts.to(device)

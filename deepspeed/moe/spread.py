@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.client.comm.groups import forget_topology, register_topology
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
+from deepspeed.comm.mesh.topology import dense_topology
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.exchange import through_experts
@@ -28,24 +31,32 @@ _DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where t
 
 
 def spread_experts(
-    model: nn.Module, block: ExpertParallelConfig, mesh: Mesh, back: ExitStack, *, counted: bool
-) -> tuple[Mesh, dict[str, Mesh], ExpertLoads | None]:
+    model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, back: ExitStack
+) -> tuple[Mesh, dict[str, Mesh], ExpertLoads]:
     """Divide the experts of ``model`` over ranks; return ``mesh`` with their groups, and the mesh of each group name.
 
-    Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by ``block``.
-    ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Loads
-    are counted if they are to be ``counted``, or balanced. Raises DeepSpeedConfigError where numbers do not divide, or
-    a pattern matches nothing; nothing has changed then.
+    Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by the block
+    ``expert_parallel``. ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO
+    takes them over. Loads are counted for monitors, and to balance them. Raises DeepSpeedConfigError where numbers do
+    not divide, or a pattern matches nothing; nothing has changed then.
     """
+    block = config.expert_parallel
     balance = block.load_balance_coeff if block.enabled else None
     if block.ways > 1 and mesh.pp.size > 1:
         raise DeepSpeedConfigError(
             "expert_parallel is for models of Transformers, not for pipeline stages: delete the block, and build the "
             "layers with deepspeed.moe.layer.MoE"
         )
+    if config.use_data_before_expert_parallelism:
+        mesh = _data_first(mesh, back)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
     stacked = dict(_stacked(model, block)) if block.ways > 1 or balance is not None else {}
-    loads = _watched(model, layers, stacked, block, back) if counted or balance is not None else None
+    loads = ExpertLoads(balance)
+    if balance is not None or config.monitor_config.enabled:
+        for path, module in stacked.items():
+            loads.watch(model, path, module, block.autoep_size, back)
+        for path, layer in layers.items():
+            loads.watch(model, path, layer.deepspeed_moe, layer.ep_size, back)
     sizes = [*(layer.ep_size for layer in layers.values()), *([block.ways] if stacked else [])]
     meshes: dict[str, Mesh] = {}
     for ways in dict.fromkeys(size for size in sizes if size > 1):
@@ -63,20 +74,17 @@ def spread_experts(
     return mesh, meshes, loads
 
 
-def _watched(
-    model: nn.Module,
-    layers: dict[str, MoE],
-    stacked: dict[str, nn.Module],
-    block: ExpertParallelConfig,
-    back: ExitStack,
-) -> ExpertLoads | None:
-    """Return the loads of the experts, which are counted until ``back`` is closed; None where there are no experts."""
-    loads = ExpertLoads(block.load_balance_coeff if block.enabled else None)
-    for path, module in stacked.items():
-        loads.watch(model, path, module, block.autoep_size, back)
-    for path, layer in layers.items():
-        loads.watch(model, path, layer.deepspeed_moe, layer.ep_size, back)
-    return loads if layers or stacked else None
+def _data_first(mesh: Mesh, back: ExitStack) -> Mesh:
+    """Return ``mesh`` in whose topology neighbours hold the same experts; the getters of groups know it."""
+    if mesh.tp.size > 1:
+        raise DeepSpeedConfigError(
+            "use_data_before_expert_parallelism cannot be combined with tensor parallelism, whose neighbours divide "
+            "the experts; set it to false"
+        )
+    topology = replace(mesh.topology or dense_topology(mesh.job.ranks), data_first=True)
+    register_topology(topology)
+    back.callback(forget_topology, topology)
+    return replace(mesh, topology=topology)
 
 
 def facts_with_experts(facts: UnitFacts, facts_of: FactsOf | None, meshes: dict[str, Mesh]) -> FactsOf | None:

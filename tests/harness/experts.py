@@ -46,9 +46,12 @@ class TwoStacks(nn.Module):
         super().__init__()
         self.gate = nn.Linear(hidden, 4)
         self.experts, self.others = StackedExperts(4, 6, hidden), StackedExperts(4, 6, hidden)
+        self.register_buffer("expert_bias", torch.zeros(4))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weights, index = torch.topk(self.gate(hidden).softmax(-1), 2)
+        scores = self.gate(hidden).softmax(-1)
+        index = torch.topk(scores + self.expert_bias, 2)[1]
+        weights = scores.gather(1, index)
         return hidden + self.experts(hidden, index, weights) + self.others(hidden, index, weights)
 
 

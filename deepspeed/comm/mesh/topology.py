@@ -28,15 +28,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """Grid of ``ranks`` (global ids), row-major, with named axes: the last axis varies fastest.
-
-    ``data_first``: neighbours hold the same experts, instead of different ones.
-    """
+    """Grid of ``ranks`` (global ids), row-major, with named axes: the last axis varies fastest."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
-    data_first: bool = False
+    data_first: bool = False  # neighbours hold the same experts, instead of different ones
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes) and prod(self.sizes) == len(self.ranks) > 0, self
@@ -74,8 +71,7 @@ def dense_topology(
 def expert_topology(dense: Topology, ep: int) -> Topology:
     """Arrange the same ranks for experts: ``ep`` ranks hold different experts, ``edp`` the same ones.
 
-    Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group, or ranks
-    are ``data_first`` beside tensor parallelism.
+    Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group.
     """
     pp, outer, *inner = dense.sizes
     size = prod(inner)
@@ -83,14 +79,9 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
         raise DeepSpeedConfigError(
             f"expert-parallel size {ep} does not divide the {size} ranks of one pipeline stage; use a divisor"
         )
-    if not dense.data_first:
-        return Topology(("pp", "dp_outer", "edp", "ep"), (pp, outer, size // ep, ep), dense.ranks)
-    if inner[-1] > 1:
-        raise DeepSpeedConfigError(
-            "use_data_before_expert_parallelism cannot be combined with tensor parallelism, whose ranks divide the "
-            "experts among neighbours; set it to false"
-        )
-    return Topology(("pp", "dp_outer", "ep", "edp"), (pp, outer, ep, size // ep), dense.ranks)
+    if dense.data_first:
+        return Topology(("pp", "dp_outer", "ep", "edp"), (pp, outer, ep, size // ep), dense.ranks)
+    return Topology(("pp", "dp_outer", "edp", "ep"), (pp, outer, size // ep, ep), dense.ranks)
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:

@@ -134,28 +134,25 @@ class Failures:
         self._known = None  # it keeps alive what its frames hold
         if lost and host.mesh.job.size > 1:
             self.break_off(collectives.describe(error))
-            leave_note(host.mesh, "broken off", about="here")  # before connections say that this rank is gone
+            leave_note(host.mesh, "broken off", about="alive")  # before connections say that this rank is gone
             gone = break_off_all(host.mesh)
             if ended and not reported:
                 self._raise_cause(error, gone)
         return after
 
     def _raise_cause(self, error: BaseException, gone: set[int]) -> None:
-        """Raise RankFailedError with the reasons that ranks that are ``gone`` have left, if any has; else with the
-        names of those that have not broken off their connections themselves, but ended.
-        """
+        """Raise RankFailedError with the reasons of ranks that have left some, or names of those ``gone`` without."""
         mesh = self._host.mesh
         notes = leave_note(mesh, "")
         notes.pop(mesh.zero.ranks[mesh.zero.index], None)
         if notes:
             causes = "; ".join(f"{mesh.title(rank)} failed: {text}" for rank, text in notes.items())
             raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
-        waits = gone and not ended_ranks()  # whose last words the script's end shows
-        here = leave_note(mesh, "", about="here", wait_s=_LOUD_AFTER_S) if waits else {}
-        if here and (ended := sorted(gone - here.keys())):
-            names = ", ".join(map(mesh.title, ended))
+        waits = gone and not ended_ranks()  # whose last words are shown when the script ends
+        alive = leave_note(mesh, "", about="alive", wait_s=_LOUD_AFTER_S) if waits else {}
+        if alive and (ended := ", ".join(map(mesh.title, sorted(gone - alive.keys())))):
             text = "its process has ended or is out of reach, and this rank cannot go on without it"
-            raise RankFailedError(f"{names} does not answer any more: {text}") from error
+            raise RankFailedError(f"{ended} does not answer any more: {text}") from error
 
     def lose_batch(self, error: Exception) -> None:
         """Handle a batch that is lost on this rank. Ranks that share its layers mostly lose it, too; others may wait in
