@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.all_to_all import all_to_all, start_all_to_all
+from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import rank as own_rank

@@ -68,7 +68,7 @@ def spread_experts(
     for path, module in stacked.items() if block.ways > 1 else ():
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back, layer=path)
-    if stacked:
+    if stacked and block.ways > 1:
         number = next(iter(stacked.values())).num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes, loads
