@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import rank as own_rank
 from deepspeed.tensor.differentiable import anchored, cut_parts, exchange_rows, join_parts, start_rows

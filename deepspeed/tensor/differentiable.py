@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
 from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_in_place
+from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
 from deepspeed.tier.transfer import Transfer
 from deepspeed.zero.regions import widths
 

@@ -145,20 +145,20 @@ def evened(family: str, ep: int) -> tuple[list[float], list[str], str]:
     for path in loads[0]:
         counts = [torch.tensor(window[path].experts, dtype=torch.float64) for window in loads]
         wanted.append(sum(1e-3 * torch.sign(count.mean() - count) for count in counts))
-    apart = [(a.double() - b).abs().max().item() for a, b in zip(biases.values(), wanted, strict=True)]
+    errors = [(a.double() - b).abs().max().item() for a, b in zip(biases.values(), wanted, strict=True)]
     said = [str(buffer.dtype) for buffer in biases.values()]
     engine.destroy()
     try:
         deepspeed.initialize(model=model_of("mixtral"), config=config)
     except ValueError as error:
-        return apart, said, str(error)
-    return apart, said, ""
+        return errors, said, str(error)
+    return errors, said, ""
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "lfm2_moe"])
 def test_the_bias_of_a_router_evens_out_loads_in_fp32(family: str, pool2: RankPool) -> None:
-    for apart, said, refused in pool2.run(evened, family, 2, time_limit=120):
-        assert set(said) == {"torch.float32"} and max(apart) < 1e-7, (said, apart)
+    for errors, said, refused in pool2.run(evened, family, 2, time_limit=120):
+        assert set(said) == {"torch.float32"} and max(errors) < 1e-7, (said, errors)
         assert "MixtralSparseMoeBlock) has no bias" in refused and "DeepSeek-V3" in refused
 
 

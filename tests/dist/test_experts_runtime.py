@@ -18,9 +18,9 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.tools.verify import ranks as processes
 from deepspeed.utils import groups
-from tests.dist.test_experts import ADAMW, DROPLESS, config_of
+from tests.dist.test_experts import ADAMW, DROPLESS, PREPARED, config_of
 from tests.dist.test_late_norm import late
-from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, tokens_of
+from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedLlama, tokens_of
 from tests.harness.logs import logged
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.training import outcome, start
@@ -189,9 +189,28 @@ def test_loads_of_all_ranks_go_to_the_monitor_with_what_was_dropped(pool2: RankP
     assert of_all[f"expert_load_{first}_3"] == experts[3] and of_all[f"expert_load_{first}_rank_1"] == ranks[1]
 
 
-def recomputed() -> tuple[int, str]:
-    from tests.dist.test_experts import PREPARED
+def folded() -> tuple[int, list[float]]:
+    """Choices that were counted where two ranks have the same tokens, and the bias."""
+    model = StackedLlama()
+    block = model.model.layers[-1].mlp
+    del block.e_score_correction_bias
+    block.register_buffer("e_score_correction_bias", torch.zeros(4))
+    engine = start(model, balanced(4, 3, tensor_parallel={"autotp_size": 2}))
+    engine.backward(engine(tokens_of(0, dist.get_rank() // 2)))
+    engine.step()
+    (load,) = engine.expert_loads().values()
+    bias = block.e_score_correction_bias.tolist()
+    engine.destroy()
+    return sum(load.experts), bias
 
+
+def test_tokens_that_several_ranks_have_count_once(pool4: RankPool) -> None:
+    results = pool4.run(folded)
+    assert {total for total, _ in results} == {2 * 2 * 6 * 2}  # data-parallel ranks, rows, tokens, choices
+    assert all(bias == results[0][1] and any(bias) for _, bias in results)
+
+
+def recomputed() -> tuple[int, str]:
     model = Stacked().biased()
     PREPARED["recomputed"](model)
     engine = start(model, balanced(2, 3))
