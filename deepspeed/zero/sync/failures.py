@@ -303,8 +303,8 @@ def break_off_all(mesh: Mesh) -> set[int]:
     ranks whose connections were gone.
     """
     groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made)
-    ordered = sorted(filter(None, groups), key=lambda group: group.backend != "gloo")
-    return set().union(*(collectives.break_off(group) for group in {id(group): group for group in ordered}.values()))
+    apart = {group.pg: group for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo")}
+    return set().union(*map(collectives.break_off, apart.values()))
 
 
 @dataclass
