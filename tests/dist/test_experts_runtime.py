@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.errors import UsageError
 from deepspeed.moe.layer import MoE
 from deepspeed.tools.verify import ranks as processes
 from deepspeed.utils import groups
@@ -297,6 +298,12 @@ def test_scores_that_are_not_finite_are_said_on_every_rank_with_the_layer(
     for rank, (said, loss) in enumerate(pool4.run(spoils, kind, stage)):
         assert "the router of layers.1" in said and "not finite" in said and "for tokens of rank 1" in said, said
         assert ("UsageError" in said) == (rank < 2) and loss > 0, said
+
+
+def test_scores_that_are_not_finite_are_said_where_all_experts_are_here() -> None:
+    layer = MoE(HIDDEN, Expert(), 4)
+    with pytest.raises(UsageError, match="the router of a layer of experts answered scores that are not finite"):
+        layer(torch.full((3, HIDDEN), float("nan")))
 
 
 def _dies(_: Any, args: tuple[torch.Tensor, ...]) -> None:
