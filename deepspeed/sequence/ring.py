@@ -5,10 +5,12 @@ outputs of the parts are merged by their log-sum-exp, as Milakov and Gimelshein 
 around once more, and carries the gradients of keys and values home.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from deepspeed.comm.collectives import AxisGroup, Collective, start_shift
 
@@ -27,19 +29,15 @@ class RingMask(NamedTuple):
 
 
 class _Block:
-    """Attention of queries (rows from ``first``) to one part of the keys (rows from ``start``), with its backward."""
+    """Attention of the ``queries`` of one rank to the ``keys`` of one, numbers in the sequence, with its backward."""
 
-    def __init__(self, mask: RingMask, first: int, start: int, rows: int, scale: float) -> None:
-        self._mask, self._first, self._start, self._rows, self._scale = mask, first, start, rows, scale
-        self._plain = mask.documents is None and (mask.window is None or first + rows - start <= mask.window)
-        self._diagonal = mask.causal and first == start
-
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether no query sees any of the keys."""
-        nearest = self._first - (self._start + self._rows - 1)  # tokens between the first query and the last key
-        window = self._mask.window
-        return (self._mask.causal and self._start > self._first) or (window is not None and nearest >= window)
+    def __init__(self, mask: RingMask, queries: range, keys: range, scale: float) -> None:
+        self._mask, self._scale, self._first, self._start = mask, scale, queries.start, keys.start
+        self._plain = mask.documents is None and (mask.window is None or queries.stop - keys.start <= mask.window)
+        self._diagonal = mask.causal and queries == keys
+        nearest = queries.start - (keys.stop - 1)  # tokens between the first query and the last key
+        late = mask.causal and keys.start > queries.start
+        self.is_empty = late or (mask.window is not None and nearest >= mask.window)  # no query sees any key
 
     def _kernel(self, q: torch.Tensor) -> str:
         if not self._plain:
@@ -110,13 +108,22 @@ class _Block:
             yield part, scores.masked_fill(~(seen[:, None] if seen.dim() == 3 else seen), float("-inf"))
 
 
+class _Way(NamedTuple):
+    """What all turns need. ``rows``: numbers of the tokens of each rank."""
+
+    group: AxisGroup
+    rows: list[range]
+    mask: RingMask
+    scale: float
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, kv: torch.Tensor, group: AxisGroup, mask: RingMask, scale: float) -> Any:
-        ctx.facts = group, mask, scale
+    def forward(ctx: Any, q: torch.Tensor, kv: torch.Tensor, way: _Way) -> Any:
+        ctx.way = way
         out = torch.zeros_like(q, dtype=torch.float32)
         total = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        for block, held in _turns(q, kv, group, mask, scale):
+        for block, held in _turns(kv, way):
             if not block.is_empty:
                 part, lse = block.forward(q, *held.unbind(0))
                 after = torch.logaddexp(total, lse)
@@ -128,18 +135,18 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        group, mask, scale = ctx.facts
+        way: _Way = ctx.way
         q, kv, out, total = ctx.saved_tensors
         grad, out = grad.contiguous(), out.to(q.dtype)
         dq, carried = torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(kv, dtype=torch.float32)
-        for block, held in _turns(q, kv, group, mask, scale):
+        for block, held in _turns(kv, way):
             if not block.is_empty:
                 k, v = held.unbind(0)
                 parts = block.backward(grad, (q, k, v), out, total)
                 dq += parts[0]
-                carried += torch.stack([part.float() for part in parts[1:]])
-            carried = _passed_on(carried, group)
-        return dq.to(q.dtype), carried.to(kv.dtype), None, None, None
+                carried[:, :, :, : held.shape[3]] += torch.stack([part.float() for part in parts[1:]])
+            carried = _passed_on(carried, way.group)
+        return dq.to(q.dtype), carried.to(kv.dtype), None
 
 
 def _passed_on(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
@@ -148,18 +155,17 @@ def _passed_on(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return arriving
 
 
-def _turns(
-    q: torch.Tensor, kv: torch.Tensor, group: AxisGroup, mask: RingMask, scale: float
-) -> Iterator[tuple[_Block, torch.Tensor]]:
+def _turns(kv: torch.Tensor, way: _Way) -> Iterator[tuple[_Block, torch.Tensor]]:
     """Yield the block of each turn and the keys and values of it, while the next ones are on their way."""
-    rows, held = q.shape[2], kv
+    group, held = way.group, kv
     for turn in range(group.size):
         source = (group.index - turn) % group.size
         arriving, moving = held, list[Collective]()
         if turn < group.size - 1:
             arriving = torch.empty_like(held)
             moving.append(start_shift(held, arriving, group))
-        yield _Block(mask, group.index * rows, source * rows, rows, scale), held
+        keys = way.rows[source]
+        yield _Block(way.mask, way.rows[group.index], keys, way.scale), held[:, :, :, : len(keys)]
         for transfer in moving:
             transfer.wait()
         held = arriving
@@ -172,15 +178,21 @@ def ring_attention(
     group: AxisGroup,
     *,
     mask: RingMask,
+    lengths: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Return the attention [b, h, n, d] of this rank's queries to the keys of all ranks of ``group``.
 
-    ``q`` [b, h, n, d] and ``k``, ``v`` [b, kv heads, n, d] are this rank's part of the sequence: equal lengths n on all
-    ranks, in rank order. Softmax and sums are in fp32. Collective, in the backward too. Memory beside the arguments:
-    two parts of keys and values, and their gradients in the backward.
+    ``q`` [b, h, n, d] and ``k``, ``v`` [b, kv heads, n, d] are this rank's part of the sequence, in rank order.
+    ``lengths``: the n of each rank; None: equal ones. Softmax and sums are in fp32. Collective, in the backward too.
+    Memory beside the arguments: two parts of keys and values, and their gradients in the backward.
     """
-    many = q.shape[1] // k.shape[1]
-    kv = torch.stack([x.repeat_interleave(many, dim=1) if many > 1 else x for x in (k, v)])
-    result: torch.Tensor = _Ring.apply(q, kv, group, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+    edges = [0, *accumulate([q.shape[2]] * group.size if lengths is None else lengths)]
+    rows = [range(*pair) for pair in pairwise(edges)]
+    many, missing = q.shape[1] // k.shape[1], max(map(len, rows)) - q.shape[2]
+    # One size travels, as a rank has to know what comes.
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (k, v)]
+    kv = torch.stack([x.repeat_interleave(many, dim=1) if many > 1 else x for x in padded])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    result: torch.Tensor = _Ring.apply(q, kv, _Way(group, rows, mask, scale))
     return result

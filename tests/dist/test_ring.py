@@ -1,5 +1,6 @@
 """Attention around a ring of ranks equals attention on one: outputs and gradients of queries, keys and values."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "window of a part": {"window": 5},
     "window of more than a part": {"window": 9},
     "window and documents": {"window": 9, "documents": True},
+    "parts of different lengths": {"uneven": True},
+    "parts of different lengths, window and documents": {"uneven": True, "window": 9, "documents": True},
     "tiles": {"documents": True, "tile": 100},
     "sixteen bits": {"dtype": torch.bfloat16},
     "sixteen bits, documents": {"dtype": torch.bfloat16, "documents": True},
@@ -57,11 +60,12 @@ def errors(options: dict[str, Any]) -> list[float]:
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     expected = _whole(*wide, mask)
     expected.backward(grad.double())
-    mine = slice(rank * ROWS, (rank + 1) * ROWS)
+    edges = [0] + [ROWS * (r + 1) - (bool(options.get("uneven")) and r < world - 1) for r in range(world)]
+    mine = slice(edges[rank], edges[rank + 1])
     parts = [x[:, :, mine].contiguous().requires_grad_() for x in (q, k, v)]
     before, ring._TILE = ring._TILE, options.get("tile", ring._TILE)
     try:
-        out = ring_attention(*parts, group, mask=mask)
+        out = ring_attention(*parts, group, mask=mask, lengths=[b - a for a, b in pairwise(edges)])
         out.backward(grad[:, :, mine])
     finally:
         ring._TILE = before
