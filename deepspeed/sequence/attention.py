@@ -35,7 +35,7 @@ class Masked:
 
 @contextmanager
 def running(layout: Layout | None, share: float = 1.0) -> Iterator[None]:
-    """Let masks that are made inside be those of ``layout``; None: of what each rank has by itself. ``share``: of a loss
+    """Let masks made inside be those of ``layout``; None: of what each rank has by itself. ``share``: of a loss
     that all ranks of a sequence compute alike, the share that each is to return.
     """
     token = _RUNNING.set((layout, share))
