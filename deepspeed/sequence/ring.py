@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from deepspeed.comm.collectives import AxisGroup, Collective, start_shift
+from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
+from deepspeed.sequence.layout import Layout
 
 _TILE = 1 << 24  # scores at once, where no kernel of torch serves
 _aten = torch.ops.aten
@@ -196,3 +198,35 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     result: torch.Tensor = _Ring.apply(q, kv, _Way(group, rows, mask, scale))
     return result
+
+
+def inner_ranks(ranks: int, heads: int, attention: str) -> int:
+    """Return how many neighbours among the ``ranks`` of one sequence divide its ``heads``; keys go around the others.
+
+    ``attention`` is the key ``sequence.attention``: "ulysses": all of them; "ring": none; "both": the most that leave a
+    ring; "auto": the most.
+    """
+    if attention == "ulysses":
+        return ranks
+    fit = [ways for ways in range(1, ranks + 1) if ranks % ways == 0 and ways <= heads]
+    return {"ring": 1, "both": max(ways for ways in fit if ways < ranks)}.get(attention, fit[-1])
+
+
+def attend_around(
+    layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: RingMask, scale: float | None
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens [rows, tokens, heads, width] from [rows, heads, tokens, width].
+
+    Neighbours divide the heads of their tokens, whose keys go around the others. Collective, in the backward too.
+    """
+    assert layout.ring is not None
+    inner, outer = layout.ring
+    ways = inner.size
+    blocks = [layout.lengths[first : first + ways] for first in range(0, len(layout.lengths), ways)]
+    near, plan = blocks[outer.index], plan_heads(q.shape[1], k.shape[1], ways)
+    q, k, v = to_heads((q, k, v), (plan.queries, plan.keys, plan.keys), inner, near)
+    if not plan.groups(inner.index):
+        index = torch.tensor(plan.index[inner.index], device=k.device)
+        k, v = k.index_select(1, index), v.index_select(1, index)
+    out = ring_attention(q, k, v, outer, mask=mask, lengths=[sum(block) for block in blocks], scale=scale)
+    return to_tokens(out.transpose(1, 2), plan.queries, inner, near)
