@@ -49,7 +49,7 @@ def spread_experts(
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)
     if stacked:
-        number = next(iter(stacked.values())).num_experts
+        number = _adapted(next(iter(stacked.values())))[0].num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes
 
@@ -96,7 +96,10 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
             "Set moe_layer_pattern to the paths of its mixture-of-experts layers, or enabled to false"
         )
     for path, module in matching.items():
+        module, adapters = _adapted(module)
         number = _number(module)
+        if any(not hasattr(adapter, "get_delta_factors") for adapter in adapters):
+            raise DeepSpeedConfigError(f"expert_parallel: adapters on {path} need PEFT 0.21 or later; update it")
         if not number:
             raise DeepSpeedConfigError(
                 f"expert_parallel: {path} is a {type(module).__name__}, whose experts are no stacked tensors (experts "
@@ -110,7 +113,16 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
         etp = block.expert_tensor_parallel_size
         for name, param in module.named_parameters(recurse=False) if etp > 1 else ():
             inner_cut(module, name, param, etp, at=path)
-        yield path, module
+        yield path, matching[path]
+
+
+def _adapted(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+    """Return the experts inside of adapters that PEFT puts on their tensors (``target_parameters``), and these."""
+    adapters: list[Any] = []
+    while hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
+        adapters.append(module)
+        module = module.base_layer  # type: ignore[assignment]
+    return module, adapters
 
 
 def _number(module: nn.Module) -> int:
@@ -162,8 +174,11 @@ def _place(shape: tuple[int, ...], experts: range, *, dim: int, packed: int, par
 
 def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack) -> None:
     """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``: ``etp`` ranks
-    share each expert. Those of ``sharers`` have the same tokens.
+    share each expert. Those of ``sharers`` have the same tokens. Adapters on the experts stay whole on each rank.
     """
+    module, adapters = _adapted(module)
+    for adapter in adapters:
+        _cut_adapter(adapter, group, etp, back)
     number: int = module.num_experts  # type: ignore[assignment]
     local = number * etp // group.size
     first = group.index // etp * local
@@ -189,6 +204,36 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
     back.callback(setattr, module, "num_experts", number)
     back.callback(_put_back, module, vars(module).get("forward"))
     module.num_experts, module.forward = local, forward  # type: ignore[assignment]
+
+
+def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> None:
+    """Let ``adapter`` change only this rank's part of the experts, from factors of all experts.
+
+    Each rank has them whole, with a gradient from its own experts: the sum over all ranks is that of one process.
+    """
+    whole, experts, name = adapter.get_delta_factors, adapter.get_base_layer(), adapter.parameter_name
+    number, part, all_experts = experts.num_experts, group.index % etp, tuple(adapter.get_param().shape)
+    local = number * etp // group.size
+    first = group.index // etp * local
+    dim, packed = inner_cut(experts, name, adapter.get_param(), etp, at="") if etp > 1 else (0, 1)
+
+    def get_delta_factors(adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        *factors, scaling = whole(adapter_name)
+        if tuple(adapter.get_param().shape) == all_experts:  # as when they are merged into gathered weights
+            return factors[0], factors[1], scaling
+        factors = [factor[first : first + local] for factor in factors]
+        if etp > 1:  # (experts, rows, rank) x (experts, rank, columns)
+            some = factors[dim - 1].unflatten(dim, (packed, etp, -1)).select(dim + 1, part)
+            factors[dim - 1] = some.flatten(dim, dim + 1)
+        return factors[0], factors[1], scaling
+
+    def get_delta_weight(adapter_name: str, *_: Any, **__: Any) -> torch.Tensor:
+        rows, columns, scaling = get_delta_factors(adapter_name)
+        return rows @ columns * scaling
+
+    for method in (get_delta_factors, get_delta_weight):
+        setattr(adapter, method.__name__, method)
+        back.callback(delattr, adapter, method.__name__)
 
 
 def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:

@@ -214,6 +214,45 @@ def numbers(slots: Mapping[str, Any]) -> dict[str, Any]:
     return {slot: materialize(value) for slot, value in slots.items() if is_number(value) and value is not None}
 
 
+def shard_counts(state: Mapping[str, Any], parts: int) -> list[int]:
+    """Return over how many ranks each flat tensor of ``state`` is sharded; experts over those that hold the same."""
+    counts = state["partition_count"]
+    if isinstance(counts, list):
+        return [int(count) for count in counts]
+    known = {part["sub_group"]: int(part["partition_count"]) for part in state.get("ds_zero_partition_groups") or ()}
+    return [known.get(part, int(counts)) for part in range(parts)]
+
+
+def groups_of(state: Mapping[str, Any], numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of the optimizer groups that the flat tensors ``numbers`` belong to."""
+    if "fp32_flat_groups" not in state:
+        return [*numbers]
+    groups = state["optimizer_state_dict"]["param_groups"]
+    return [number for number, group in enumerate(groups) if set(group["params"]) & set(numbers)]
+
+
+def with_parts(state: Mapping[str, Any], numbers: Sequence[int]) -> Mapping[str, Any]:
+    """Return ``state`` with only the flat tensors ``numbers``, and their optimizer groups."""
+    if "fp32_flat_groups" in state:
+        inner = state["optimizer_state_dict"]
+        groups = [inner["param_groups"][n] for n in groups_of(state, numbers)]
+        slots = {i: inner["state"].get(n, {}) for i, n in enumerate(numbers)}
+        anew = [{**g, "params": [numbers.index(n) for n in g["params"] if n in numbers]} for g in groups]
+        flats = [state["fp32_flat_groups"][n] for n in numbers]
+        return {**state, "fp32_flat_groups": flats, "optimizer_state_dict": {"state": slots, "param_groups": anew}}
+    lists = ("single_partition_of_fp32_groups", "group_paddings", "param_alignment_paddings")
+    some = {key: [state[key][n] for n in numbers] for key in lists if state.get(key)}
+    base = state["base_optimizer_state"]
+    if isinstance(base, list):
+        return {**state, **some, "base_optimizer_state": [base[n] for n in numbers]}
+    of_base = {"state": {i: base["state"].get(n, {}) for i, n in enumerate(numbers)}}
+    return {
+        **state,
+        **some,
+        "base_optimizer_state": {**of_base, "param_groups": [base["param_groups"][n] for n in numbers]},
+    }
+
+
 def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     cut = _in_rows if "fp32_flat_groups" in states[0] else _in_columns
