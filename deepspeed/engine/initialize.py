@@ -199,7 +199,7 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
-    mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
+    mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting, base)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)

@@ -17,6 +17,7 @@ from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import GROUP_NAME, is_moe_param
 from deepspeed.monitor.log import log_dist
+from deepspeed.optim.registry import granularity
 from deepspeed.zero.layout import Place
 from deepspeed.zero.partition import UnitFacts
 
@@ -25,18 +26,29 @@ _DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where t
 
 
 def spread_experts(
-    model: nn.Module, block: ExpertParallelConfig, mesh: Mesh, back: ExitStack
+    model: nn.Module,
+    block: ExpertParallelConfig,
+    mesh: Mesh,
+    back: ExitStack,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[Mesh, dict[str, Mesh]]:
     """Divide the experts of ``model`` over ranks; return ``mesh`` with their groups, and the mesh of each group name.
 
     Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by ``block``.
     ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Raises
-    DeepSpeedConfigError where numbers do not divide, or a pattern matches nothing; nothing has changed then.
+    DeepSpeedConfigError where numbers do not divide, a pattern matches nothing, or ``optimizer`` looks at more than a
+    rank has of the stacked ones; nothing has changed then.
     """
     if block.ways > 1 and mesh.pp.size > 1:
         raise DeepSpeedConfigError(
             "expert_parallel is for models of Transformers, not for pipeline stages: delete the block, and build the "
             "layers with deepspeed.moe.layer.MoE"
+        )
+    by_matrix = getattr(optimizer, "by_matrix", False) and block.expert_tensor_parallel_size == 1
+    if block.ways > 1 and optimizer is not None and granularity(optimizer) == "parameter" and not by_matrix:
+        raise DeepSpeedConfigError(
+            f"expert_parallel: {type(optimizer).__name__} looks at whole tensors, of which a rank has some experts or "
+            "parts of them. Use an element-wise optimizer (AdamW, SGD, Lion), or Muon with expert_tensor_parallel_size 1"
         )
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
     stacked = dict(_stacked(model, block)) if block.ways > 1 else {}
@@ -45,6 +57,7 @@ def spread_experts(
         mesh, meshes[GROUP_NAME.format(ways)] = with_experts(mesh, ways)
     for layer in layers:
         layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
+        layer.deepspeed_moe.experts.mark()  # type: ignore[operator]
     for module in stacked.values():
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)

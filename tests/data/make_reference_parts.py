@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "moe_s1_fp32_r4_data": {"ep": 2, "top": {"use_data_before_expert_parallelism": True}},
     "autoep_s0_fp32_r2": {"ep": 2},
     "autoep_s2_fp32_r4": {"ep": 2},
-    "autoep_s3_bf16_r4": {"ep": 2},
+    "autoep_s3_fp32_r4": {"ep": 2},
     "pipe_s0_fp32_r2": {"pp": 2},
     "pipe_s1_fp32_r4": {"pp": 2},
     "pipe_s1_bf16_r2": {"pp": 2},

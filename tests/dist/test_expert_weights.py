@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.optim.muon import orthogonalize
+from deepspeed.reallocate import ParameterReallocation
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -51,7 +52,8 @@ def every_access(kind: str, ep: int, stage: int, folder: str) -> list[str]:
     """Read and write through every function after a step; what differs from one process."""
     options = DROPLESS if kind == "layered" else {}
     plain = model_of(kind, 1, **options)
-    engine = start(model_of(kind, ep, **options), {**config_of(kind, ep, stage), "gradient_clipping": 0.0})
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = start(model_of(kind, ep, **options), {**config_of(kind, ep, stage, zero=gathers), "gradient_clipping": 0.0})
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])  # type: ignore[arg-type]
     plain_step(plain, optimizer, 0)
     engine_step(engine, 0)
@@ -75,18 +77,18 @@ def every_access(kind: str, ep: int, stage: int, folder: str) -> list[str]:
     for name, param in own.items():
         with torch.no_grad():
             want[name].mul_(0.5)
-        safe_set_full_fp32_param(param, want[name].detach() + 1)
+        safe_set_full_fp32_param(param, want[name].detach() + 0.01)
         for slot in SLOTS:
             safe_set_full_optimizer_state(param, optimizer.state[want[name]][slot] * 2, slot)
     for value in want.values():
         with torch.no_grad():
-            value.add_(1)
+            value.add_(0.01)
         for slot in SLOTS:
             optimizer.state[value][slot].mul_(2)
     if kind == "layered":  # the other rank's experts, which this rank does not name, were halved there too
         for name in want.keys() - own.keys():
             with torch.no_grad():
-                want[name].sub_(1).mul_(0.5).add_(1)
+                want[name].sub_(0.01).mul_(0.5).add_(0.01)
     states()
     optimizer.zero_grad()
     for r in range(dist.get_world_size()):
@@ -108,7 +110,7 @@ def every_access(kind: str, ep: int, stage: int, folder: str) -> list[str]:
     with torch.no_grad():
         for param in other.parameters():
             param.fill_(-3.0)
-    engine.reallocate(other)
+    ParameterReallocation(engine, other).run()
     faults += [f"moved {n}" for n, p in other.named_parameters() if scaled_error(p.detach(), wanted[n]) > 1e-6]
     engine.save_16bit_model(folder)
     saved = torch.load(f"{folder}/pytorch_model.bin")
@@ -164,3 +166,42 @@ def of_muon(stage: int, ep: int, etp: int) -> dict[str, float]:
 def test_muon_turns_the_matrix_of_each_expert_on_its_own(pool4: Any, stage: int) -> None:
     for found in pool4.run(of_muon, stage, 2, 1):
         assert max(found.values()) < 2e-6, found
+
+
+def moved_with_muon(before: tuple[int, int], after: tuple[int, int], folder: str) -> float:
+    """Train with Muon, save, train on; load into other (stage, ep), train on: the largest difference of losses."""
+    runs = []
+    for first, (stage, ep) in zip((True, False), (before, after), strict=True):
+        config = {**config_of("stacked", ep, stage), "optimizer": {"type": "Muon", "params": MUON}}
+        engine = start(model_of("stacked", 1), config)
+        for step in range(2) if first else ():
+            engine_step(engine, step)
+        engine.save_checkpoint(folder) if first else engine.load_checkpoint(folder)
+        losses = []
+        for step in range(2, 4):
+            losses.append(float(engine(tokens_of(step, dist.get_rank())).detach()))
+            engine_step(engine, step)
+        runs.append(losses)
+        engine.destroy()
+    return max(abs(a - b) for a, b in zip(*runs, strict=True))
+
+
+def test_momentum_of_muon_follows_its_expert_to_another_rank(pool4: Any, tmp_path: Path) -> None:
+    assert max(pool4.run(moved_with_muon, (1, 2), (3, 4), str(tmp_path))) <= 1e-6
+    assert max(pool4.run(moved_with_muon, (3, 4), (2, 1), str(tmp_path))) <= 1e-6
+
+
+def refused() -> list[str]:
+    said = []
+    for kind, etp in (("Muon", 2), ("Lamb", 1)):
+        config = {**config_of("stacked", 2, 1, etp=etp), "optimizer": {"type": kind, "params": {"lr": 1e-2}}}
+        try:
+            start(model_of("stacked", 1), config)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_optimizer_of_whole_tensors_is_told_that_experts_are_divided(pool4: Any) -> None:
+    for said in pool4.run(refused):
+        assert len(said) == 2 and all("looks at whole tensors, of which a rank has some experts" in s for s in said)

@@ -44,6 +44,8 @@ class ReferenceSource:
         halves = [_read_rank(path, files, groups, universal=self.kind == "universal") for files in _files(path)]
         model = halves[0].model
         self._pieces, self.facts = halves[0].tensors, _facts(model, path) | halves[0].facts
+        if len(halves) != (count := int(model.get("mp_world_size", 1))):
+            raise CheckpointError(f"{path} has state of {len(halves)} model-parallel ranks, but was written by {count}")
         if len(halves) > 1 or any(map(_LAYER.fullmatch, _names(path))):
             self._pieces, more = _join_ranks(path, halves)
             self.facts |= more

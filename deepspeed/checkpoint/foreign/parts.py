@@ -188,7 +188,7 @@ def stack_experts(
         for match in filter(None, map(alias.fullmatch, names)):
             renamed |= {router: f"{path}.{match[1]}.weight", match.string: f"{path}.{match[1]}.weight"}
         for state in {state for state, name in tensors if name.startswith(f"{prefix}.w")}:
-            w1, w2, w3 = (_stacked(found, state, f"{prefix}.w{i}", number) for i in (1, 2, 3))
+            w1, w2, w3 = (_stacked(found, state, f"{prefix}.w{i}", number, where) for i in (1, 2, 3))
             if w1 is None or w2 is None:
                 continue
             down, up = f"{prefix}.down_proj", f"{prefix}.gate_up_proj"
@@ -204,17 +204,19 @@ def stack_experts(
     return {key: v for key, v in found.items() if key[0] != "param" or ("master", key[1]) not in found}, renamed
 
 
-def _stacked(tensors: Tensors, state: str, name: str, number: int) -> Any:
+def _stacked(tensors: Tensors, state: str, name: str, number: int, where: Path) -> Any:
     """Take ``name`` out of ``tensors``: it, or the stack of ``number`` tensors for each expert; None without any."""
     each = [tensors.pop((state, f"{name}.{expert}"), None) for expert in range(number)]
-    if None in each:
+    if not any(each):
         return tensors.pop((state, name), None)
     boxes = []
     for expert, value in enumerate(each):
-        assert value is not None
+        if value is None:
+            raise CheckpointError(f"{where} lacks expert {expert} of {number} as {state} of {name}")
         one = (1, *value.shape)
         boxes.append((whole_box(one, (expert, *(0 for _ in value.shape))), value._replace(shape=one)))
-    return Joined(each[0].dtype, (number, *each[0].shape), boxes)  # type: ignore[union-attr]
+    first = boxes[0][1]
+    return Joined(first.dtype, (number, *first.shape[1:]), boxes).check(f"{state} of {name}", where)
 
 
 # -- tensor parallelism ----------------------------------------------------------------------------------------------
