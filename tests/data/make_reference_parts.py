@@ -6,6 +6,7 @@ Experts of ``MoE`` layers and of AutoEP, stages of pipelines, tensor-parallel ra
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from make_reference_checkpoints import free_port, to_numpy
 from torch import nn
 
 HIDDEN, INNER, WORDS, EXPERTS = 8, 4, 13, 4
@@ -27,13 +27,13 @@ CASES: dict[str, dict[str, Any]] = {
     "moe_s2_bf16_r2": {"ep": 2},
     "moe_s1_fp32_r4_data": {"ep": 2, "top": {"use_data_before_expert_parallelism": True}},
     "autoep_s0_fp32_r2": {"ep": 2},
-    "autoep_s2_fp32_r4": {"ep": 2},
+    "autoep_s2_fp32_r4": {"ep": 2, "universal": True},
     "autoep_s3_fp32_r4": {"ep": 2},
     "pipe_s0_fp32_r2": {"pp": 2},
     "pipe_s1_fp32_r4": {"pp": 2},
     "pipe_s1_bf16_r2": {"pp": 2},
     "tp_s0_fp32_r2": {"tp": 2},
-    "tp_s1_fp32_r4": {"tp": 2},
+    "tp_s1_fp32_r4": {"tp": 2, "universal": True},
     "tp_s3_bf16_r4": {"tp": 2},
 }
 
@@ -274,6 +274,17 @@ def worker(name: str, out: Path) -> None:
     torch.distributed.barrier()
 
 
+def to_numpy(value: torch.Tensor) -> np.ndarray:
+    """fp32, as all that is compared."""
+    return value.detach().float().numpy()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 def write_case(name: str, out: Path) -> None:
     folder, ranks = out / name, int(name.split("_")[3][1:])
     folder.mkdir(parents=True)
@@ -291,6 +302,12 @@ def write_case(name: str, out: Path) -> None:
             process.kill()
     if any(codes):
         raise SystemExit(f"{name}: {json.dumps(codes)}\n" + (folder / "log0").read_text()[-3000:])
+    if CASES[name].get("universal"):
+        at = str(folder / "saved" / "global_step2")
+        pair = ["--input_folder", at, "--output_folder", f"{at}_universal"]
+        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        call = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *pair, *workers]
+        subprocess.run(call, check=True, timeout=180, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     for script in (*folder.glob("saved/*.py"), *folder.glob("log*")):
         script.unlink()
 

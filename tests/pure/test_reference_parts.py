@@ -73,6 +73,14 @@ def test_every_tensor_is_the_one_that_was_trained(root: Path, case: str) -> None
     assert steps <= {3.0 if case == "moe_s0_bf16_r2" else 2.0}
 
 
+@pytest.mark.parametrize("case", ["autoep_s2_fp32_r4", "tp_s1_fp32_r4"])
+def test_universal_folders_hold_the_same(root: Path, case: str) -> None:
+    source = open_reference(root / case / "saved" / f"{TAG}_universal")
+    assert source.kind == "universal"
+    agree(source, expected(root, case))
+    assert source.facts["optimizer"] == opened(root, case).facts["optimizer"]
+
+
 @pytest.mark.parametrize("case", ["autoep_s2_fp32_r4", "tp_s1_fp32_r4", "moe_s1_fp32_r4"])
 def test_any_range_equals_the_slice(root: Path, case: str) -> None:
     source = opened(root, case)

@@ -46,6 +46,8 @@ class ReferenceSource:
         self._pieces, self.facts = halves[0].tensors, _facts(model, path) | halves[0].facts
         if len(halves) != (count := int(model.get("mp_world_size", 1))):
             raise CheckpointError(f"{path} has state of {len(halves)} model-parallel ranks, but was written by {count}")
+        if count > 1 and model.get("ds_autoep_layers"):
+            raise CheckpointError(f"{path} has experts of AutoEP that are folded over {count} other ranks; not read")
         if len(halves) > 1 or any(map(_LAYER.fullmatch, _names(path))):
             self._pieces, more = _join_ranks(path, halves)
             self.facts |= more
@@ -214,6 +216,10 @@ def _sharded(
     config = materialize(model.get("ds_config")) or {}
     together = bool(config.get("use_data_before_expert_parallelism"))
     ways = [len(states) // count for count in optimizer_state.shard_counts(states[0], len(shapes))]
+    if set(ways) <= {1}:
+        pieces: dict[Key, Pieces] = {}
+        more = optimizer_state.add_sharded(pieces, states, shapes, where=where)
+        return {**pieces}, more
     found, known, order = list[parts.Tensors](), list[dict[str, Any]](), list[int]()
     for way in sorted(set(ways)):
         numbers = [number for number, of_group in enumerate(ways) if of_group == way]
@@ -227,10 +233,9 @@ def _sharded(
             count = len(states) // way
             ranks = range(rank * count, (rank + 1) * count) if together else range(rank, len(states), way)
             some = [optimizer_state.with_parts(states[r], numbers) for r in ranks]
-            pieces: dict[Key, Pieces] = {}
+            tensors.append({})
             files = [where[r] for r in ranks]
-            facts.append(optimizer_state.add_sharded(pieces, some, [shapes[n] for n in numbers], where=files))
-            tensors.append(pieces)
+            facts.append(optimizer_state.add_sharded(tensors[-1], some, [shapes[n] for n in numbers], where=files))
         found.append(parts.join(tensors, place, where[0].parent))
         known.append(parts.join_facts(facts, place))
         order += optimizer_state.groups_of(states[0], numbers)
@@ -296,6 +301,8 @@ def _join_ranks(path: Path, ranks: list[_Rank]) -> tuple[parts.Tensors, dict[str
             "universal_checkpoint_info); gather the weights with the program that wrote it, or convert it there"
         )
     place = parts.by_patterns(info, ways, path) if ways > 1 else parts.as_it_is
+    if (path / "zero").is_dir():  # optimizer state was joined when it was converted
+        place = parts.unless({name for rank in ranks for state, name in rank.tensors if state == "master"}, place)
     tensors, facts = list[parts.Tensors](), list[dict[str, Any]]()
     for of_stage in stages.values():
         tensors.append(parts.join([rank.tensors for rank in of_stage], place, path))

@@ -301,6 +301,8 @@ def add_universal(
                 scalars[s.name] = row
     else:
         groups = _named_groups(shapes, common.get("param_groups"))
+    # The model states have the shapes of a rank's parts.
+    joined = int(model.get("mp_world_size", 1)) > 1 or bool(model.get("ds_autoep_layers"))
     states: dict[str, set[str]] = {}
     for name, shape in (item for group in shapes for item in group.items()):
         base, states[name] = folder / "zero" / name, set()
@@ -314,6 +316,8 @@ def add_universal(
                 scalars.setdefault(name, {})[path.stem] = materialize(value)
                 continue
             label = f"{kind} of {name}"
+            if joined and isinstance(value, FileTensor) and len(value.shape) == len(shape):
+                shape = value.shape
             if not isinstance(value, FileTensor) or value.numel != prod(shape):
                 shown = getattr(value, "shape", type(value).__name__)
                 raise CheckpointError(f"{path} holds {label} as {shown}, and the model state file says {shape}")

@@ -5,7 +5,7 @@ DeepSpeed 0.19 writes, the patterns of ``universal_checkpoint_info``, or the num
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def join(parts: Sequence[Mapping[Key, Pieces | Joined]], place: Place, where: Pa
     found, cuts = Tensors(), dict[Key, Joined]()
     for rank, tensors in enumerate(parts):
         for (state, name), value in tensors.items():
-            placed = place(name, rank, value.shape)
+            placed = Placed(name) if state == "buffer" else place(name, rank, value.shape)
             key = state, placed.name
             if placed.boxes is None:
                 found.setdefault(key, value)
@@ -103,6 +103,11 @@ def join_facts(parts: Sequence[Facts], place: Place) -> Facts:
 def as_it_is(name: str, rank: int, shape: tuple[int, ...]) -> Placed:
     """Rule for parameters that each rank has whole, under the names of the model."""
     return Placed(name)
+
+
+def unless(whole: Container[str], place: Place) -> Place:
+    """Return the rule ``place`` for parameters that are not among the ``whole`` ones."""
+    return lambda name, rank, shape: Placed(name) if name in whole else place(name, rank, shape)
 
 
 def whole_box(shape: tuple[int, ...], at: tuple[int, ...] | None = None) -> Box:
