@@ -205,3 +205,57 @@ def refused() -> list[str]:
 def test_an_optimizer_of_whole_tensors_is_told_that_experts_are_divided(pool4: Any) -> None:
     for said in pool4.run(refused):
         assert len(said) == 2 and all("looks at whole tensors, of which a rank has some experts" in s for s in said)
+
+
+class Low(nn.Module):
+    """A linear layer with an adapter, as PEFT makes them."""
+
+    def __init__(self, base: nn.Linear, name: str) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        generator = torch.Generator().manual_seed(len(name))
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+        for layer in (self.lora_A, self.lora_B):
+            nn.init.normal_(layer.weight, std=0.3, generator=generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+def adapted_layers(stage: int, ep: int) -> dict[str, float]:
+    """Two steps of adapters on experts that have a name each, beside one process; the largest errors."""
+    plain, model = (model_of("layered", ways, **DROPLESS) for ways in (1, ep))
+    for made in (plain, model):
+        made.requires_grad_(False)
+        for path, expert in [(n, m) for n, m in made.named_modules() if type(m).__name__ == "Expert"]:
+            expert.up = Low(expert.up, path.rpartition(".")[0])
+    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    config = {**config_of("layered", ep, stage), "gradient_clipping": 0.0}
+    engine = start(model, config, model_parameters=[p for p in model.parameters() if p.requires_grad])
+    optimizer = torch.optim.AdamW(trained.values(), **ADAMW["params"])  # type: ignore[arg-type]
+    worst = {"gradient": 0.0, "parameter": 0.0}
+    for step in range(2):
+        optimizer.zero_grad()
+        for r in range(dist.get_world_size()):
+            (plain(tokens_of(step, r)) / dist.get_world_size()).backward()
+        engine.backward(engine(tokens_of(step, dist.get_rank())))
+        own = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        assert len(own) == len(trained) // ep
+        for name, param in own.items():
+            wanted = trained[name].grad
+            wanted = torch.zeros_like(trained[name]) if wanted is None else wanted
+            worst["gradient"] = max(worst["gradient"], scaled_error(safe_get_full_grad(param), wanted))
+        optimizer.step()
+        engine.step()
+        for name, param in own.items():
+            error = scaled_error(safe_get_full_fp32_param(param), trained[name].detach())
+            worst["parameter"] = max(worst["parameter"], error)
+    engine.destroy()
+    return worst
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_on_single_experts_belong_to_their_ranks(pool4: Any, stage: int) -> None:
+    for found in pool4.run(adapted_layers, stage, 2):
+        assert max(found.values()) < 2e-6, found
