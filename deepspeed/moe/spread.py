@@ -48,7 +48,8 @@ def spread_experts(
     if block.ways > 1 and optimizer is not None and granularity(optimizer) == "parameter" and not by_matrix:
         raise DeepSpeedConfigError(
             f"expert_parallel: {type(optimizer).__name__} looks at whole tensors, of which a rank has some experts or "
-            "parts of them. Use an element-wise optimizer (AdamW, SGD, Lion), or Muon with expert_tensor_parallel_size 1"
+            "parts of them; use an element-wise optimizer (AdamW, SGD, Lion), or Muon without "
+            "expert_tensor_parallel_size"
         )
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
     stacked = dict(_stacked(model, block)) if block.ways > 1 else {}

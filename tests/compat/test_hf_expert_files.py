@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def read_from(folder: str, family: str) -> dict[str, Any]:
-    """Load a saved model under stage 3, then divide its experts: the bytes that this rank read, and names that differ."""
+    """Load a saved model under stage 3, then divide its experts: bytes that this rank read, names that differ."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 

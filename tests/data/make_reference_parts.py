@@ -108,9 +108,7 @@ class Stacked(nn.Module):
         super().__init__()
         self.model, self.lm_head = Inner(), nn.Linear(HIDDEN, WORDS)
         sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER}
-        self.config = SimpleNamespace(
-            model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2, **sizes
-        )
+        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2, **sizes)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.model.embed_tokens(tokens)

@@ -53,7 +53,9 @@ def every_access(kind: str, ep: int, stage: int, folder: str) -> list[str]:
     options = DROPLESS if kind == "layered" else {}
     plain = model_of(kind, 1, **options)
     gathers = {"stage3_gather_16bit_weights_on_model_save": True}
-    engine = start(model_of(kind, ep, **options), {**config_of(kind, ep, stage, zero=gathers), "gradient_clipping": 0.0})
+    engine = start(
+        model_of(kind, ep, **options), {**config_of(kind, ep, stage, zero=gathers), "gradient_clipping": 0.0}
+    )
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])  # type: ignore[arg-type]
     plain_step(plain, optimizer, 0)
     engine_step(engine, 0)

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed 0.19.8 whose parameters lie in parts are read exactly: experts, stages, tensor parallelism."""
+"""Checkpoints of DeepSpeed 0.19.8 whose parameters lie in parts are read exactly, or refused with what is wrong."""
 
 import shutil
 import tarfile

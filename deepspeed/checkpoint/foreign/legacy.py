@@ -13,6 +13,7 @@ import torch
 
 from deepspeed.checkpoint.foreign import optimizer_state, parts
 from deepspeed.checkpoint.foreign.optimizer_state import UNNAMED, Piece, Pieces, rows
+from deepspeed.checkpoint.foreign.parts import Half
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
 from deepspeed.checkpoint.load.source import Described, Key, Wish, outside
 from deepspeed.errors import CheckpointError
@@ -41,16 +42,16 @@ class ReferenceSource:
     def __init__(self, path: Path, groups: Sequence[Sequence[str]] | None) -> None:
         self.path = path
         self.kind = "universal" if (path / "zero").is_dir() else "deepspeed-0.19"
-        halves = [_read_rank(path, files, groups, universal=self.kind == "universal") for files in _files(path)]
-        model = halves[0].model
-        self._pieces, self.facts = halves[0].tensors, _facts(model, path) | halves[0].facts
+        read = [_read_rank(path, files, groups, universal=self.kind == "universal") for files in _files(path)]
+        models, halves = [model for model, _ in read], [half for _, half in read]
+        model, (self._pieces, facts) = models[0], halves[0]
         if len(halves) != (count := int(model.get("mp_world_size", 1))):
             raise CheckpointError(f"{path} has state of {len(halves)} model-parallel ranks, but was written by {count}")
         if count > 1 and model.get("ds_autoep_layers"):
             raise CheckpointError(f"{path} has experts of AutoEP that are folded over {count} other ranks; not read")
         if len(halves) > 1 or any(map(_LAYER.fullmatch, _names(path))):
-            self._pieces, more = _join_ranks(path, halves)
-            self.facts |= more
+            self._pieces, facts = _join_ranks(path, models, halves)
+        self.facts = _facts(model, path) | facts
         if layers := model.get("ds_autoep_layers"):
             self._pieces, renamed = parts.stack_experts(self._pieces, [*model["module"]], materialize(layers), path)
             self.facts["optimizer"] = _one_group(self.facts["optimizer"], renamed)
@@ -110,14 +111,6 @@ class _Files(NamedTuple):
     experts: list[Path]
 
 
-class _Rank(NamedTuple):
-    """What the files of one model-parallel rank hold: a model state, tensors, and facts of the optimizer state."""
-
-    model: dict[str, Any]
-    tensors: parts.Tensors
-    facts: dict[str, Any]
-
-
 def _names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
@@ -143,34 +136,40 @@ def _files(folder: Path) -> list[_Files]:
             f"{folder} is no complete checkpoint of DeepSpeed: no file *mp_rank_{lacking:02d}_model_states.pt"
         )
     experts = [match for match in map(_EXPERT.fullmatch, names) if match is not None]
-    by_kind = [[[*_in_order(found.get((kind, mp), {}))] for kind in _KINDS] for mp in ranks]
+
+    def in_order(kind: str, mp: int) -> list[Path]:
+        return [path for _, path in sorted(found.get((kind, mp), {}).items())]
+
     return [
-        _Files(*of_rank, [folder / e.string for e in experts if int(e["mp"]) == mp])
-        for mp, of_rank in enumerate(by_kind)
+        _Files(
+            in_order("model", mp),
+            in_order("optimizer", mp),
+            in_order("expert optimizer", mp),
+            [folder / match.string for match in experts if int(match["mp"]) == mp],
+        )
+        for mp in ranks
     ]
 
 
-def _in_order(by_rank: Mapping[int, Path]) -> list[Path]:
-    return [by_rank[rank] for rank in range(len(by_rank))]
-
-
-def _read_rank(path: Path, files: _Files, groups: Sequence[Sequence[str]] | None, *, universal: bool) -> _Rank:
-    """Read the files of one model-parallel rank; what its expert-parallel ranks have parts of becomes whole."""
-    models, pieces = [_load(file) for file in files.models], dict[Key, Pieces]()
+def _read_rank(
+    path: Path, files: _Files, groups: Sequence[Sequence[str]] | None, *, universal: bool
+) -> tuple[dict[str, Any], Half]:
+    """Read the files of one model-parallel rank: its model state, and what its expert-parallel ranks hold."""
+    models = [_load(file) for file in files.models]
     model, where = models[0], files.models[0]
     model["module"] = dict(model.get("module") or {})
     for file in files.experts:
         model["module"] |= _load(file)
     listed = model.get("param_shapes")
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in listed or ()]
-    tensors: parts.Tensors = {}
     if listed is None:
         if files.optimizers:
             reason = f"{where} lists no parameters, but there is {files.optimizers[0].name}"
             raise CheckpointError(f"{reason}; the folder is mixed up")
-        tensors, more = _of_expert_ranks(model, files, groups)
+        tensors, facts = _unsharded(model, files, groups)
     elif universal:
-        more = optimizer_state.add_universal(pieces, shapes, model=model, folder=path)
+        tensors = {}
+        facts = optimizer_state.add_universal(tensors, shapes, model=model, folder=path)
     else:
         if not files.optimizers:
             raise CheckpointError(f"{path} has no optimizer state files; the trained weights lie in them")
@@ -180,70 +179,62 @@ def _read_rank(path: Path, files: _Files, groups: Sequence[Sequence[str]] | None
         for some, of in ((files.optimizers, "optimizer"), (files.models if many else files.optimizers, "model")):
             if len(some) != world:
                 raise CheckpointError(f"{path} has {len(some)} {of} state files, but was written by {world} ranks")
-        tensors, more = _sharded(model, states, shapes, files.optimizers)
-    tensors |= pieces
-    shared = more["shared"] = _shared(model, tensors)
+        tensors, facts = _sharded(model, states, shapes, files.optimizers)
+    shared = facts["shared"] = _shared(model, tensors)
     for (state, name), values in _unoptimised(models, where).items():
         if ("master", name) not in tensors and name not in shared:
             tensors[state, name] = values.check(f"{state} of {name}", path)
-    return _Rank(model, tensors, more)
+    return model, Half(tensors, facts)
 
 
-def _of_expert_ranks(
-    model: dict[str, Any], files: _Files, groups: Sequence[Sequence[str]] | None
-) -> tuple[parts.Tensors, dict[str, Any]]:
+def _unsharded(model: dict[str, Any], files: _Files, groups: Sequence[Sequence[str]] | None) -> Half:
     """Read unsharded optimizer state, of which each expert-parallel rank has a file with the state of its experts."""
     states = [_load(file)["optimizer"] for file in files.of_experts] or [model.get("optimizer")]
-    counts = parts.layers_of([*model["module"]])
-    if len(states) > 1 and model.get("ds_autoep_layers"):
-        return {}, {"optimizer": {}}  # numbered in the order of layers that only AutoEP makes
-    local = {prefix: count // len(states) for prefix, count in counts.items()}
-    tensors, facts = list[dict[Key, Pieces]](), list[dict[str, Any]]()
+    if files.of_experts and model.get("ds_autoep_layers"):
+        return Half({}, {"optimizer": {}})  # numbered in the order of layers that only AutoEP makes
+    local = {prefix: count // len(states) for prefix, count in parts.layers_of([*model["module"]]).items()}
+    halves = []
     for rank, state in enumerate(states):
-        pieces: dict[Key, Pieces] = {}
         own = None if groups is None else [parts.own_experts(names, local, rank) for names in groups]
         weights = {n: t for n, t in model["module"].items() if [n] == parts.own_experts([n], local, rank)}
-        half = {**model, "module": weights, "optimizer": state}
-        facts.append(optimizer_state.add_unsharded(pieces, half, groups=own, where=files.models[0]))
-        tensors.append(pieces)
-    return parts.join(tensors, parts.as_it_is, files.models[0]), parts.join_facts(facts, parts.as_it_is)
+        half = Half({}, {})
+        known = {**model, "module": weights, "optimizer": state}
+        half.facts.update(optimizer_state.add_unsharded(half.tensors, known, groups=own, where=files.models[0]))
+        halves.append(half)
+    return parts.join(halves, parts.as_it_is, files.models[0])
 
 
 def _sharded(
     model: dict[str, Any], states: optimizer_state.States, shapes: optimizer_state.Shapes, where: list[Path]
-) -> tuple[parts.Tensors, dict[str, Any]]:
+) -> Half:
     """Read sharded optimizer state. Groups of experts are sharded over the ranks that hold the same ones."""
-    config = materialize(model.get("ds_config")) or {}
-    together = bool(config.get("use_data_before_expert_parallelism"))
-    ways = [len(states) // count for count in optimizer_state.shard_counts(states[0], len(shapes))]
-    if set(ways) <= {1}:
-        pieces: dict[Key, Pieces] = {}
-        more = optimizer_state.add_sharded(pieces, states, shapes, where=where)
-        return {**pieces}, more
-    found, known, order = list[parts.Tensors](), list[dict[str, Any]](), list[int]()
-    for way in sorted(set(ways)):
-        numbers = [number for number, of_group in enumerate(ways) if of_group == way]
-        names = [name for number in numbers for name in shapes[number]]
-        maps = {}
-        for layer in materialize(model.get("ds_autoep_layers")) or ():
-            maps |= layer["affine_maps"]["params"]
-        place = parts.by_maps(maps) if maps else parts.number_experts(parts.layers_of(names))
-        tensors, facts = list[dict[Key, Pieces]](), list[dict[str, Any]]()
+    config, maps = materialize(model.get("ds_config")) or {}, dict[str, Any]()
+    for layer in materialize(model.get("ds_autoep_layers")) or ():
+        maps |= layer["affine_maps"]["params"]
+    world, numbers = len(states), range(len(shapes))
+    ways = [world // count for count in optimizer_state.shard_counts(states[0], len(shapes))]
+    tensors, scalars, groups, known = parts.Tensors(), dict[str, Any](), dict[int, Any](), dict[str, Any]()
+    for way in sorted(set(ways) or {1}):
+        some = [number for number in numbers if ways[number] == way]
+        halves = []
         for rank in range(way):
-            count = len(states) // way
-            ranks = range(rank * count, (rank + 1) * count) if together else range(rank, len(states), way)
-            some = [optimizer_state.with_parts(states[r], numbers) for r in ranks]
-            tensors.append({})
-            files = [where[r] for r in ranks]
-            facts.append(optimizer_state.add_sharded(tensors[-1], some, [shapes[n] for n in numbers], where=files))
-        found.append(parts.join(tensors, place, where[0].parent))
-        known.append(parts.join_facts(facts, place))
-        order += optimizer_state.groups_of(states[0], numbers)
-    listed = [group for facts in known for group in facts["optimizer"].get("groups", ())]
-    groups = [group for _, group in sorted(zip(order, listed, strict=True), key=lambda pair: pair[0])]
-    scalars = {n: values for facts in known for n, values in facts["optimizer"].get("scalars", {}).items()}
-    tensors = {key: value for one in found for key, value in one.items()}
-    return tensors, {**known[0], "optimizer": {"groups": groups, "scalars": scalars}}
+            ranks = range(rank, world, way)
+            if config.get("use_data_before_expert_parallelism"):
+                ranks = range(rank * world // way, (rank + 1) * world // way)
+            own = [states[r] for r in ranks]
+            if len(some) < len(shapes):
+                own = [optimizer_state.with_parts(state, some) for state in own]
+            half, files = Half({}, {}), [where[r] for r in ranks]
+            half.facts.update(optimizer_state.add_sharded(half.tensors, own, [shapes[n] for n in some], where=files))
+            halves.append(half)
+        place = parts.by_maps(maps) if maps else parts.number_experts([name for n in some for name in shapes[n]])
+        joined, known = parts.join(halves, place, where[0].parent)
+        tensors |= joined
+        scalars |= known["optimizer"].get("scalars", {})
+        of_groups = optimizer_state.groups_of(states[0], some)
+        groups |= dict(zip(of_groups, known["optimizer"].get("groups", ()), strict=False))
+    in_order = [group for _, group in sorted(groups.items())]
+    return Half(tensors, {**known, "optimizer": {"groups": in_order, "scalars": scalars}})
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -276,45 +267,43 @@ def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:
 
 def _layers(folder: Path, place: parts.Place) -> parts.Tensors:
     """Read the weights in the files of a pipeline's layers, by the names of ``PipelineModule``."""
-    by_rank: dict[int, dict[Key, Pieces]] = {}
+    by_rank: dict[int, Half] = {}
     for match in filter(None, map(_LAYER.fullmatch, _names(folder))):
-        found = by_rank.setdefault(int(match["tp"] or 0), {})
+        half = by_rank.setdefault(int(match["tp"] or 0), Half({}, {"optimizer": {}}))
         for name, stored in _load(folder / match.string).items():
             if isinstance(stored, FileTensor):
-                found["param", f"{int(match['layer'])}.{name}"] = Pieces.of(stored)
-    return parts.join([by_rank[rank] for rank in sorted(by_rank)], place, folder)
+                half.tensors["param", f"{int(match['layer'])}.{name}"] = Pieces.of(stored)
+    return parts.join([by_rank[rank] for rank in sorted(by_rank)], place, folder).tensors if by_rank else {}
 
 
-def _join_ranks(path: Path, ranks: list[_Rank]) -> tuple[parts.Tensors, dict[str, Any]]:
+def _join_ranks(path: Path, models: list[dict[str, Any]], ranks: list[Half]) -> Half:
     """Join what model-parallel ranks hold: those of a stage have parts of parameters, stages have some each."""
-    ways = int((ranks[0].model.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 0)
-    stages: dict[Any, list[_Rank]] = {}
-    for number, rank in enumerate(ranks):
-        listed = rank.model.get("param_shapes")
+    first, stages = models[0], dict[Any, list[Half]]()
+    ways = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 0)
+    for number, (model, rank) in enumerate(zip(models, ranks, strict=True)):
+        listed = model.get("param_shapes")
         names = number // ways if listed is None and ways else str([list(group) for group in listed or ()])
         stages.setdefault(names, []).append(rank)
     ways = max(map(len, stages.values()))
-    info = materialize(ranks[0].model.get("universal_checkpoint_info"))
+    info = materialize(first.get("universal_checkpoint_info"))
     if ways > 1 and not info:
         raise CheckpointError(
             f"{path} is of a model that {ways} tensor-parallel ranks cut, and nothing in it tells how (it has no "
             "universal_checkpoint_info); gather the weights with the program that wrote it, or convert it there"
         )
     place = parts.by_patterns(info, ways, path) if ways > 1 else parts.as_it_is
+    layers = _layers(path, place)
+    if layers and first.get("param_shapes") is None:  # state that is numbered within a stage
+        return Half(layers, {"optimizer": {}, "shared": {}})
     if (path / "zero").is_dir():  # optimizer state was joined when it was converted
         place = parts.unless({name for rank in ranks for state, name in rank.tensors if state == "master"}, place)
-    tensors, facts = list[parts.Tensors](), list[dict[str, Any]]()
-    for of_stage in stages.values():
-        tensors.append(parts.join([rank.tensors for rank in of_stage], place, path))
-        facts.append(parts.join_facts([rank.facts for rank in of_stage], place))
-    more, layers = parts.join_facts(facts, parts.as_it_is), _layers(path, place)
-    if layers and ranks[0].model.get("param_shapes") is None:  # state that is numbered within a stage
-        return layers, {"optimizer": {}, "shared": {}}
-    joined = parts.join(tensors, parts.as_it_is, path)
-    shared = more["shared"] = {alias: name for one in facts for alias, name in one["shared"].items()}
-    shared |= _tied(layers, joined)
-    joined |= {key: value for key, value in layers.items() if key[1] not in shared and ("master", key[1]) not in joined}
-    return joined, more
+    whole = parts.join([parts.join(of_stage, place, path) for of_stage in stages.values()], parts.as_it_is, path)
+    shared = whole.facts["shared"]
+    shared |= _tied(layers, whole.tensors)
+    for key, value in layers.items():
+        if key[1] not in shared and ("master", key[1]) not in whole.tensors:
+            whole.tensors[key] = value
+    return whole
 
 
 def _tied(layers: parts.Tensors, joined: parts.Tensors) -> dict[str, str]:
@@ -325,7 +314,7 @@ def _tied(layers: parts.Tensors, joined: parts.Tensors) -> dict[str, str]:
         if match := prefix.match(name):
             tied.setdefault(match[0], {})[name.removeprefix(match[0])] = name
     shapes = {key[1]: value.shape for key, value in (layers | joined).items()}
-    found = {}
+    found: dict[str, str] = {}
     for number in {name.partition(".")[0] for _, name in layers}:
         own = {n.partition(".")[2]: n for _, n in layers if n.startswith(f"{number}.") and ("master", n) not in joined}
         for names in tied.values():

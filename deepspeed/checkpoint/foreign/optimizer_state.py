@@ -253,7 +253,7 @@ def with_parts(state: Mapping[str, Any], numbers: Sequence[int]) -> Mapping[str,
     }
 
 
-def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
+def add_sharded(pieces: dict[Key, Any], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     cut = _in_rows if "fp32_flat_groups" in states[0] else _in_columns
     slices, shards, groups = cut(states, shapes, where)
@@ -282,9 +282,7 @@ def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, wh
     return {"optimizer": {"groups": groups, "scalars": scalars}, "loss_scaler": _scaler(states[0])}
 
 
-def add_universal(
-    pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[str, Any], folder: Path
-) -> dict[str, Any]:
+def add_universal(pieces: dict[Key, Any], shapes: Shapes, *, model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     zero = (materialize(model.get("ds_config")) or {}).get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients") and int(model.get("dp_world_size", 1)) > 1:
@@ -348,7 +346,7 @@ class _Optimized(NamedTuple):
 
 
 def add_unsharded(
-    pieces: dict[Key, Pieces], model: Mapping[str, Any], *, groups: _Names | None, where: Path
+    pieces: dict[Key, Any], model: Mapping[str, Any], *, groups: _Names | None, where: Path
 ) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     state = model.get("optimizer")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.foreign.optimizer_state import Pieces
 from deepspeed.checkpoint.load.source import Key
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.regions import Region, Span, runs, uncovered
@@ -45,7 +44,7 @@ class Joined(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: Sequence[tuple[Box, Any]]
+    boxes: list[tuple[Box, Any]]
 
     def check(self, label: str, where: Path) -> "Joined":
         """Return self; CheckpointError when elements are missing or come from several parts."""
@@ -65,39 +64,40 @@ class Joined(NamedTuple):
                     part.read(out[lo : lo + length], stored)
 
 
-Tensors = dict[Key, Pieces | Joined]
+Tensors = dict[Key, Any]  # Pieces, or Joined ones
 
 
-def join(parts: Sequence[Mapping[Key, Pieces | Joined]], place: Place, where: Path) -> Tensors:
-    """Return the whole tensors of ``parts``, a mapping for each rank. Raises CheckpointError naming the tensor."""
-    found, cuts = Tensors(), dict[Key, Joined]()
-    for rank, tensors in enumerate(parts):
-        for (state, name), value in tensors.items():
+class Half(NamedTuple):
+    """Tensors of one rank, or of several joined, and facts of their optimizer state."""
+
+    tensors: Tensors
+    facts: Facts
+
+
+def join(halves: Sequence[Half], place: Place, where: Path) -> Half:
+    """Return what ranks hold as a whole; options and numbers are the first's. CheckpointError names a tensor."""
+    found, cuts, scalars, groups = Tensors(), dict[Key, Joined](), dict[str, Any](), list[dict[str, Any]]()
+    for rank, half in enumerate(halves):
+        for (state, name), value in half.tensors.items():
             placed = Placed(name) if state == "buffer" else place(name, rank, value.shape)
             key = state, placed.name
             if placed.boxes is None:
                 found.setdefault(key, value)
                 continue
-            if prod(value.shape) == 1 < prod(placed.shape):
-                raise CheckpointError(f"{where} has one number as {state} of {name}, which ranks have parts of")
-            boxes: list[Any] = cuts.setdefault(key, Joined(value.dtype, placed.shape, [])).boxes  # type: ignore[assignment]
-            boxes += [(box, value) for box in placed.boxes]
-    return found | {key: whole.check(f"{key[0]} of {key[1]}", where) for key, whole in cuts.items()}
-
-
-def join_facts(parts: Sequence[Facts], place: Place) -> Facts:
-    """Return the facts of optimizer state of all ranks: names of each group, options and numbers of the first."""
-    known = [part["optimizer"] for part in parts]
-    groups = []
-    for number, first in enumerate(known[0].get("groups", ())):
-        of_ranks = [part["groups"][number]["names"] for part in known if number < len(part.get("groups", ()))]
-        names = {place(name, rank, ()).name: None for rank, names in enumerate(of_ranks) for name in names}
-        groups.append({**first, "names": list(names)})
-    scalars: dict[str, Any] = {}
-    for rank, part in enumerate(known):
-        for name, values in part.get("scalars", {}).items():
+            whole = cuts.setdefault(key, Joined(value.dtype, placed.shape, []))
+            whole.boxes.extend((box, value) for box in placed.boxes)
+        optimizer = half.facts["optimizer"]
+        for name, values in optimizer.get("scalars", {}).items():
             scalars.setdefault(place(name, rank, ()).name, values)
-    return {**parts[0], "optimizer": {"groups": groups, "scalars": scalars} if groups else {}}
+        for number, group in enumerate(optimizer.get("groups", ())):
+            names = [place(name, rank, ()).name for name in group["names"]]
+            if number == len(groups):
+                groups.append({**group, "names": []})
+            groups[number]["names"] = list(dict.fromkeys([*groups[number]["names"], *names]))
+    found |= {key: whole.check(f"{key[0]} of {key[1]}", where) for key, whole in cuts.items()}
+    shared = {alias: name for half in halves for alias, name in half.facts.get("shared", {}).items()}
+    optimizer = {"groups": groups, "scalars": scalars} if groups else {}
+    return Half(found, {**halves[0].facts, "optimizer": optimizer, "shared": shared})
 
 
 def as_it_is(name: str, rank: int, shape: tuple[int, ...]) -> Placed:
@@ -117,10 +117,9 @@ def whole_box(shape: tuple[int, ...], at: tuple[int, ...] | None = None) -> Box:
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------
-def number_experts(layers: Mapping[str, int]) -> Place:
-    """Return the rule for experts of ``MoE`` layers, which a rank numbers from 0. ``layers``: how many it has of each,
-    by the prefix of their names.
-    """
+def number_experts(names: Sequence[str]) -> Place:
+    """Return the rule for experts of ``MoE`` layers, which each rank numbers from 0. ``names``: those of a rank."""
+    layers = layers_of(names)
 
     def place(name: str, rank: int, shape: tuple[int, ...]) -> Placed:
         match = _EXPERT.fullmatch(name)
@@ -243,7 +242,9 @@ def by_patterns(info: Mapping[str, Any], ways: int, where: Path) -> Place:
         if not shape or any(matches(key, name) for key in (*kinds, "parameter_to_average_patterns")):
             return Placed(name)
         if any(re.match(p, name) for some in info.get("parameter_with_sub_params") or () for p in some["patterns"]):
-            raise CheckpointError(f"{where} has several weights in {name}, cut one by one, and no map of them; not read")
+            raise CheckpointError(
+                f"{where} has several weights in {name}, cut one by one, and no map of them; not read"
+            )
         dim = 1 if matches("parameter_with_row_parallelism_patterns", name) else 0
         count = 2 if matches("parameter_with_2_sub_params_cat_dim_0", name) else 1
         whole, rows = [*shape], shape[dim] // count

@@ -25,7 +25,7 @@ from deepspeed.errors import UsageError
 from deepspeed.monitor.log import log_dist
 from deepspeed.tier.transfer import ARRIVED
 from deepspeed.zero.layout import Place
-from deepspeed.zero.module.mapped import FilePart, identity_of, parts_of, read_segment
+from deepspeed.zero.module.mapped import FilePart, identity_of, parts_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.regions import Region, Span, runs, spans_of
 from deepspeed.zero.unit import Unit, UnitState
@@ -118,7 +118,7 @@ class TensorOfFile(torch.Tensor):
                 return args[0]
         options = dict(kwargs or {})
         if args and options.keys() <= {"dim"}:
-            dim = args[1] if len(args) == 2 else options.get("dim", 0)  # noqa: PLR2004
+            dim = args[1] if len(args) == 2 else options.get("dim", 0)
             if (part := _joined(func, args[0], dim)) is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     room = torch.empty(part.shape, dtype=part.dtype, device="cpu")  # costs nothing until it is touched
@@ -225,10 +225,12 @@ class Incoming:
 
     def _read(self, unit: Unit, part: FilePart | JoinedParts) -> None:
         (segment,), (lo, hi) = unit.layout.segments, unit.range_of(StateKind.PARAM)
+        first, last = max(lo, segment.offset), min(hi, segment.stop)
         with unit.values(StateKind.PARAM, write=True) as resting:
-            read_segment(part, segment, resting, lo=lo, hi=hi, base=lo)
+            if first < last:
+                part.read(resting[first - lo : last - lo], first - segment.offset, segment.place)
         unit.new_version()
-        self.read_bytes += max(0, min(hi, segment.stop) - max(lo, segment.offset)) * part.dtype.itemsize
+        self.read_bytes += max(0, last - first) * part.dtype.itemsize
 
 
 def _loads_plainly(module: nn.Module) -> bool:
