@@ -73,3 +73,33 @@ def test_an_engine_of_another_layout_has_the_state_that_was_saved(
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, [m for m in archive if m.name.split("/")[0] == case], filter="data")
     assert pool2.run(loaded, case, stage, ep, str(tmp_path)) == [[], []]
+
+
+class Scaled(nn.Linear):
+    """A linear layer with a buffer."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def with_buffers(folder: str) -> list[bool]:
+    size = made.WORDS, made.HIDDEN
+    layers = [TiedLayerSpec("embed", nn.Embedding, *size), LayerSpec(Scaled, made.HIDDEN, made.HIDDEN), torch.tanh]
+    last = TiedLayerSpec("embed", nn.Embedding, *size, forward_fn=made.through_table)
+    model = PipelineModule([*layers, LayerSpec(Scaled, *size[1:] * 2), last], num_stages=2, loss_fn=made.pipe_loss)
+    engine = start(model, make_config(1, optimizer=ADAMW))
+    engine.load_checkpoint(folder)
+    found = [bool((buffer == 7).all()) for buffer in engine.module.buffers()]
+    engine.destroy()
+    return found
+
+
+def test_buffers_are_found_in_the_files_of_a_pipeline_s_layers(pool2: RankPool, tmp_path: Path) -> None:
+    case = "pipe_s1_fp32_r4"
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, [m for m in archive if m.name.split("/")[0] == case], filter="data")
+    for layer in ("01", "03"):
+        path = tmp_path / case / "saved" / "global_step2" / f"layer_{layer}-model_states.pt"
+        torch.save({**torch.load(path), "scale": torch.full((3,), 7.0)}, path)
+    assert pool2.run(with_buffers, str(tmp_path / case / "saved")) == [[True], [True]]
