@@ -117,19 +117,19 @@ def _names(folder: Path) -> list[str]:
 
 def _files(folder: Path) -> list[_Files]:
     """Return the paths of the files of each model-parallel rank."""
-    names, found = _names(folder), dict[tuple[str, int], dict[int, Path]]()
+    names, paths = _names(folder), dict[tuple[str, int], dict[int, Path]]()
     if "offloaded_tensors" in names:
         raise CheckpointError(f"{folder / 'offloaded_tensors'} has swap files of NVMe; these are not read")
     for kind, pattern in _KINDS.items():
         for match in filter(None, map(pattern.fullmatch, names)):
             path, rank = folder / match.string, int(match["dp"] or 0)
-            by_rank = found.setdefault((kind, int(match["mp"])), {})
+            by_rank = paths.setdefault((kind, int(match["mp"])), {})
             if by_rank.setdefault(rank, path) != path:
                 raise CheckpointError(f"{folder} holds {path.name} and {by_rank[rank].name} for the same rank")
-    for (kind, _), by_rank in found.items():
+    for (kind, _), by_rank in paths.items():
         if gaps := [str(rank) for rank in range(len(by_rank)) if rank not in by_rank]:
             raise CheckpointError(f"{folder} lacks the {kind} state file of rank(s) {', '.join(gaps)}")
-    ranks = sorted({mp for kind, mp in found if kind == "model"})
+    ranks = sorted({mp for kind, mp in paths if kind == "model"})
     if not ranks or ranks != list(range(len(ranks))):
         lacking = min(set(range(len(ranks) + 1)) - set(ranks))
         raise CheckpointError(
@@ -138,7 +138,7 @@ def _files(folder: Path) -> list[_Files]:
     experts = [match for match in map(_EXPERT.fullmatch, names) if match is not None]
 
     def in_order(kind: str, mp: int) -> list[Path]:
-        return [path for _, path in sorted(found.get((kind, mp), {}).items())]
+        return [path for _, path in sorted(paths.get((kind, mp), {}).items())]
 
     return [
         _Files(
@@ -195,11 +195,11 @@ def _unsharded(model: dict[str, Any], files: _Files, groups: Sequence[Sequence[s
     local = {prefix: count // len(states) for prefix, count in parts.layers_of([*model["module"]]).items()}
     halves = []
     for rank, state in enumerate(states):
-        own = None if groups is None else [parts.own_experts(names, local, rank) for names in groups]
+        named = None if groups is None else [parts.own_experts(names, local, rank) for names in groups]
         weights = {n: t for n, t in model["module"].items() if [n] == parts.own_experts([n], local, rank)}
         half = Half({}, {})
         known = {**model, "module": weights, "optimizer": state}
-        half.facts.update(optimizer_state.add_unsharded(half.tensors, known, groups=own, where=files.models[0]))
+        half.facts.update(optimizer_state.add_unsharded(half.tensors, known, groups=named, where=files.models[0]))
         halves.append(half)
     return parts.join(halves, parts.as_it_is, files.models[0])
 
@@ -221,11 +221,11 @@ def _sharded(
             ranks = range(rank, world, way)
             if config.get("use_data_before_expert_parallelism"):
                 ranks = range(rank * world // way, (rank + 1) * world // way)
-            own = [states[r] for r in ranks]
+            shards = [states[r] for r in ranks]
             if len(some) < len(shapes):
-                own = [optimizer_state.with_parts(state, some) for state in own]
+                shards = [optimizer_state.with_parts(state, some) for state in shards]
             half, files = Half({}, {}), [where[r] for r in ranks]
-            half.facts.update(optimizer_state.add_sharded(half.tensors, own, [shapes[n] for n in some], where=files))
+            half.facts.update(optimizer_state.add_sharded(half.tensors, shards, [shapes[n] for n in some], where=files))
             halves.append(half)
         place = parts.by_maps(maps) if maps else parts.number_experts([name for n in some for name in shapes[n]])
         joined, known = parts.join(halves, place, where[0].parent)
@@ -278,13 +278,13 @@ def _layers(folder: Path, place: parts.Place) -> parts.Tensors:
 
 def _join_ranks(path: Path, models: list[dict[str, Any]], ranks: list[Half]) -> Half:
     """Join what model-parallel ranks hold: those of a stage have parts of parameters, stages have some each."""
-    first, stages = models[0], dict[Any, list[Half]]()
+    first, by_names = models[0], dict[Any, list[Half]]()
     ways = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 0)
     for number, (model, rank) in enumerate(zip(models, ranks, strict=True)):
         listed = model.get("param_shapes")
         names = number // ways if listed is None and ways else str([list(group) for group in listed or ()])
-        stages.setdefault(names, []).append(rank)
-    ways = max(map(len, stages.values()))
+        by_names.setdefault(names, []).append(rank)
+    ways = max(map(len, by_names.values()))
     info = materialize(first.get("universal_checkpoint_info"))
     if ways > 1 and not info:
         raise CheckpointError(
@@ -297,7 +297,7 @@ def _join_ranks(path: Path, models: list[dict[str, Any]], ranks: list[Half]) -> 
         return Half(layers, {"optimizer": {}, "shared": {}})
     if (path / "zero").is_dir():  # optimizer state was joined when it was converted
         place = parts.unless({name for rank in ranks for state, name in rank.tensors if state == "master"}, place)
-    whole = parts.join([parts.join(of_stage, place, path) for of_stage in stages.values()], parts.as_it_is, path)
+    whole = parts.join([parts.join(of_one, place, path) for of_one in by_names.values()], parts.as_it_is, path)
     shared = whole.facts["shared"]
     shared |= _tied(layers, whole.tensors)
     for key, value in layers.items():
@@ -310,17 +310,26 @@ def _tied(layers: parts.Tensors, joined: parts.Tensors) -> dict[str, str]:
     """Map weights in the files of a pipeline's layers to those of ``tied_modules``, which are written with each use."""
     prefix = re.compile(r"tied_modules\.[^.]+\.")
     tied: dict[str, dict[str, str]] = {}
-    for _, name in joined:
-        if match := prefix.match(name):
+    for state, name in joined:
+        if state == "master" and (match := prefix.match(name)):
             tied.setdefault(match[0], {})[name.removeprefix(match[0])] = name
-    shapes = {key[1]: value.shape for key, value in (layers | joined).items()}
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for number in {name.partition(".")[0] for _, name in layers}:
-        own = {n.partition(".")[2]: n for _, n in layers if n.startswith(f"{number}.") and ("master", n) not in joined}
+        uses = {n.partition(".")[2]: value for (_, n), value in layers.items() if n.startswith(f"{number}.")}
         for names in tied.values():
-            if own and all(inside in names and shapes[names[inside]] == shapes[n] for inside, n in own.items()):
-                found |= {n: names[inside] for inside, n in own.items()}
-    return found
+            if all(rest in names and _alike(value, joined["master", names[rest]]) for rest, value in uses.items()):
+                aliases |= {f"{number}.{rest}": names[rest] for rest in uses}
+    return aliases
+
+
+def _alike(weight: Pieces, master: Pieces) -> bool:
+    """Tell whether the first values of ``weight`` are those of ``master``, rounded."""
+    if weight.shape != master.shape:
+        return False
+    one, two = (torch.empty(min(prod(weight.shape), 4096), dtype=weight.dtype, device="cpu") for _ in range(2))
+    weight.read(one, 0)
+    master.read(two, 0)
+    return torch.equal(one, two)
 
 
 def _one_group(optimizer: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 Facts = dict[str, Any]
 
 
-class Box(NamedTuple):
+class Patch(NamedTuple):
     """Region ``inside`` of a rank's part, which lies at ``where`` in the whole tensor; both of one shape."""
 
     where: Region
@@ -32,21 +32,21 @@ class Placed(NamedTuple):
 
     name: str
     shape: tuple[int, ...] = ()
-    boxes: Sequence[Box] | None = None
+    boxes: Sequence[Patch] | None = None
 
 
 Place = Callable[[str, int, tuple[int, ...]], Placed]
 """Rule: (name, number of the rank among those with parts, shape of its part) -> place."""
 
 
-class Joined(NamedTuple):
+class JoinedTensor(NamedTuple):
     """Tensor of ``dtype`` and ``shape``, made of ``boxes`` of other tensors."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: list[tuple[Box, Any]]
+    boxes: list[tuple[Patch, Any]]
 
-    def check(self, label: str, where: Path) -> "Joined":
+    def check(self, label: str, where: Path) -> "JoinedTensor":
         """Return self; CheckpointError when elements are missing or come from several parts."""
         if gaps := uncovered(self.shape, [Span(0, prod(box.where.shape), box.where) for box, _ in self.boxes]):
             fault = "several parts" if gaps[0].times else "no part"
@@ -64,7 +64,7 @@ class Joined(NamedTuple):
                     part.read(out[lo : lo + length], stored)
 
 
-Tensors = dict[Key, Any]  # Pieces, or Joined ones
+Tensors = dict[Key, Any]  # Pieces, or JoinedTensor ones
 
 
 class Half(NamedTuple):
@@ -76,15 +76,15 @@ class Half(NamedTuple):
 
 def join(halves: Sequence[Half], place: Place, where: Path) -> Half:
     """Return what ranks hold as a whole; options and numbers are the first's. CheckpointError names a tensor."""
-    found, cuts, scalars, groups = Tensors(), dict[Key, Joined](), dict[str, Any](), list[dict[str, Any]]()
+    tensors, cuts, scalars, groups = Tensors(), dict[Key, JoinedTensor](), dict[str, Any](), list[dict[str, Any]]()
     for rank, half in enumerate(halves):
         for (state, name), value in half.tensors.items():
             placed = Placed(name) if state == "buffer" else place(name, rank, value.shape)
             key = state, placed.name
             if placed.boxes is None:
-                found.setdefault(key, value)
+                tensors.setdefault(key, value)
                 continue
-            whole = cuts.setdefault(key, Joined(value.dtype, placed.shape, []))
+            whole = cuts.setdefault(key, JoinedTensor(value.dtype, placed.shape, []))
             whole.boxes.extend((box, value) for box in placed.boxes)
         optimizer = half.facts["optimizer"]
         for name, values in optimizer.get("scalars", {}).items():
@@ -94,10 +94,10 @@ def join(halves: Sequence[Half], place: Place, where: Path) -> Half:
             if number == len(groups):
                 groups.append({**group, "names": []})
             groups[number]["names"] = list(dict.fromkeys([*groups[number]["names"], *names]))
-    found |= {key: whole.check(f"{key[0]} of {key[1]}", where) for key, whole in cuts.items()}
+    tensors |= {key: whole.check(f"{key[0]} of {key[1]}", where) for key, whole in cuts.items()}
     shared = {alias: name for half in halves for alias, name in half.facts.get("shared", {}).items()}
     optimizer = {"groups": groups, "scalars": scalars} if groups else {}
-    return Half(found, {**halves[0].facts, "optimizer": optimizer, "shared": shared})
+    return Half(tensors, {**halves[0].facts, "optimizer": optimizer, "shared": shared})
 
 
 def as_it_is(name: str, rank: int, shape: tuple[int, ...]) -> Placed:
@@ -110,10 +110,10 @@ def unless(whole: Container[str], place: Place) -> Place:
     return lambda name, rank, shape: Placed(name) if name in whole else place(name, rank, shape)
 
 
-def whole_box(shape: tuple[int, ...], at: tuple[int, ...] | None = None) -> Box:
+def whole_box(shape: tuple[int, ...], at: tuple[int, ...] | None = None) -> Patch:
     """Return the box of a part of ``shape`` that lies as a whole at ``at`` (None: at the beginning)."""
     origin = (0,) * len(shape)
-    return Box(Region(origin if at is None else at, shape), Region(origin, shape))
+    return Patch(Region(origin if at is None else at, shape), Region(origin, shape))
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------
@@ -136,12 +136,12 @@ def layers_of(names: Sequence[str]) -> dict[str, int]:
 
 def own_experts(names: Sequence[str], local: Mapping[str, int], rank: int) -> list[str]:
     """Return ``names`` with their experts numbered as those of ``rank``, which has ``local`` ones of each layer."""
-    own: dict[str, None] = {}
+    numbered: dict[str, None] = {}
     for name in names:
         match = _EXPERT.fullmatch(name)
         count = 0 if match is None else local.get(match[1], 0)
-        own[f"{match[1]}{rank * count + int(match[2]) % count}{match[3]}" if match and count else name] = None
-    return list(own)
+        numbered[f"{match[1]}{rank * count + int(match[2]) % count}{match[3]}" if match and count else name] = None
+    return list(numbered)
 
 
 def by_maps(maps: Mapping[str, Any]) -> Place:
@@ -152,11 +152,11 @@ def by_maps(maps: Mapping[str, Any]) -> Place:
         if entry is None:
             return Placed(name)
         logical, of_rank = tuple(entry["logical_shape"]), entry["ranks"][rank]
-        own = tuple(of_rank["shard_shape"])
-        if shape and own == logical:
+        part = tuple(of_rank["shard_shape"])
+        if shape and part == logical:
             return Placed(name)
         pieces = [(tuple(p["shape"]), p["source"], p["dest"]) for p in of_rank["pieces"]]
-        boxes = [Box(_region(logical, s, where, name), _region(own, s, inside, name)) for s, where, inside in pieces]
+        boxes = [Patch(_region(logical, s, where, name), _region(part, s, inside, name)) for s, where, inside in pieces]
         return Placed(name, logical, boxes)
 
     return place
@@ -184,7 +184,7 @@ def stack_experts(
     in a file for each expert. ``names``: all in the module; the router's in the model is there beside ``router``.
     """
     renamed: dict[str, str] = {}
-    found = dict(tensors)
+    whole = dict(tensors)
     for layer in layers:
         path, prefix, number = layer["module_path"], layer["expert_key_prefix"], int(layer["num_experts"])
         router = f"{path}.router.gate.weight"
@@ -192,20 +192,20 @@ def stack_experts(
         for match in filter(None, map(alias.fullmatch, names)):
             renamed |= {router: f"{path}.{match[1]}.weight", match.string: f"{path}.{match[1]}.weight"}
         for state in {state for state, name in tensors if name.startswith(f"{prefix}.w")}:
-            w1, w2, w3 = (_stacked(found, state, f"{prefix}.w{i}", number, where) for i in (1, 2, 3))
+            w1, w2, w3 = (_stacked(whole, state, f"{prefix}.w{i}", number, where) for i in (1, 2, 3))
             if w1 is None or w2 is None:
                 continue
             down, up = f"{prefix}.down_proj", f"{prefix}.gate_up_proj"
-            found[state, down] = w2
-            found[state, up] = w1
+            whole[state, down] = w2
+            whole[state, up] = w1
             if w3 is not None:
                 rows = w1.shape[1]
                 boxes = [(whole_box(w1.shape), w1), (whole_box(w3.shape, (0, rows, 0)), w3)]
                 shape = number, rows + w3.shape[1], w1.shape[2]
-                found[state, up] = Joined(w1.dtype, shape, boxes).check(f"{state} of {up}", where)
+                whole[state, up] = JoinedTensor(w1.dtype, shape, boxes).check(f"{state} of {up}", where)
             renamed |= {f"{prefix}.w1": up, f"{prefix}.w2": down, f"{prefix}.w3": up}
-    found = {(state, renamed.get(name, name)): value for (state, name), value in found.items()}
-    return {key: v for key, v in found.items() if key[0] != "param" or ("master", key[1]) not in found}, renamed
+    whole = {(state, renamed.get(name, name)): value for (state, name), value in whole.items()}
+    return {key: v for key, v in whole.items() if key[0] != "param" or ("master", key[1]) not in whole}, renamed
 
 
 def _stacked(tensors: Tensors, state: str, name: str, number: int, where: Path) -> Any:
@@ -220,7 +220,7 @@ def _stacked(tensors: Tensors, state: str, name: str, number: int, where: Path) 
         one = (1, *value.shape)
         boxes.append((whole_box(one, (expert, *(0 for _ in value.shape))), value._replace(shape=one)))
     first = boxes[0][1]
-    return Joined(first.dtype, (number, *first.shape[1:]), boxes).check(f"{state} of {name}", where)
+    return JoinedTensor(first.dtype, (number, *first.shape[1:]), boxes).check(f"{state} of {name}", where)
 
 
 # -- tensor parallelism ----------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def by_patterns(info: Mapping[str, Any], ways: int, where: Path) -> Place:
             inside, at, size = [0] * len(shape), [0] * len(shape), [*shape]
             inside[dim], at[dim] = half * rows, (half * ways + rank) * rows
             size[dim] = max(0, min(rows, whole[dim] - at[dim]))
-            boxes.append(Box(Region(tuple(at), tuple(size)), Region(tuple(inside), tuple(size))))
+            boxes.append(Patch(Region(tuple(at), tuple(size)), Region(tuple(inside), tuple(size))))
         return Placed(name, tuple(whole), boxes)
 
     return place
