@@ -1,5 +1,6 @@
 """Checkpoints of DeepSpeed 0.19.8 whose parameters lie in parts are read exactly, or refused with what is wrong."""
 
+import contextlib
 import shutil
 import tarfile
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from deepspeed.checkpoint.foreign import legacy
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource, open_reference
 from deepspeed.checkpoint.foreign.parts import by_patterns
-from deepspeed.checkpoint.load.source import Key, whole
+from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.load.reader import open_checkpoint
+from deepspeed.checkpoint.load.source import Key, Source, whole
 from deepspeed.errors import CheckpointError
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "reference_parts.tar.xz"
@@ -48,7 +51,7 @@ def groups_of(wanted: dict[Key, torch.Tensor]) -> list[list[str]]:
     return [[n for n in names if n not in experts], *([experts] if experts else [])]
 
 
-def agree(source: ReferenceSource, wanted: dict[Key, torch.Tensor]) -> None:
+def agree(source: Source, wanted: dict[Key, torch.Tensor]) -> None:
     assert source.entries.keys() == wanted.keys()
     for key, value in wanted.items():
         found = whole(source, key)
@@ -90,6 +93,14 @@ def test_any_range_equals_the_slice(root: Path, case: str) -> None:
             out = torch.empty(min(33, flat.numel() - start), dtype=flat.dtype)
             source.read(key, out, start=start)
             assert torch.equal(out, flat[start : start + 33]), (key, start)
+
+
+@pytest.mark.parametrize("case", ["autoep_s2_fp32_r4", "moe_s1_fp32_r4", "pipe_s1_fp32_r4", "tp_s1_fp32_r4"])
+def test_what_is_imported_is_the_same(root: Path, tmp_path: Path, case: str) -> None:
+    """As ``ds_checkpoint import`` writes it."""
+    folder = write_checkpoint(opened(root, case), tmp_path, "tag")
+    with contextlib.closing(open_checkpoint(folder)) as source:
+        agree(source, expected(root, case))
 
 
 def test_tied_weights_of_a_pipeline_have_both_names(root: Path) -> None:
