@@ -142,3 +142,36 @@ def merged(family: str, stage: int) -> float:
 
 def test_streamed_experts_have_the_adapters_of_all_ranks(pool2: RankPool) -> None:
     assert max(pool2.run(merged, "qwen3_moe", 3, time_limit=120)) < 1e-6
+
+
+def on_files(folder: str, ep: int) -> list[float]:
+    """Losses of two steps of adapters on experts that were born in shards, from files."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import deepspeed
+
+    forget_clients()
+    if dist.get_rank() == 0:
+        model_of("qwen3_moe").save_pretrained(folder)
+    dist.barrier()
+    living = HfDeepSpeedConfig(config_of(3, ep))
+    model = adapted("qwen3_moe", base=AutoModelForCausalLM.from_pretrained(folder))
+    engine = deepspeed.initialize(model=model, config=config_of(3, ep))[0]
+    rows = torch.stack([row["input_ids"] for row in sentences(4 * dist.get_world_size())])
+    losses = []
+    for tokens in rows.view(2, dist.get_world_size(), 2, -1)[:, dist.get_rank()]:
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.destroy()
+    del living
+    forget_clients()
+    return losses
+
+
+def test_adapters_on_experts_from_files_train_alike_over_any_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    runs = [pool2.run(on_files, f"{tmp_path}/{ep}", ep, time_limit=120) for ep in (1, 2)]
+    for one, two in zip(*runs, strict=True):
+        assert apart(one, two) < 1e-5
