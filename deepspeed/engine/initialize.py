@@ -201,7 +201,7 @@ def _assemble(
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
     mesh = wire_sequences(model, cfg, mesh, dims, lasting)
-    mesh, of_experts, loads = spread_experts(model, cfg, mesh, lasting)
+    mesh, of_experts, loads = spread_experts(model, cfg, mesh, lasting, base)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)

@@ -23,8 +23,13 @@ class Experts(nn.Module):
         super().__init__()
         self.deepspeed_experts = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local_experts)])
         self._z3_leaf = True  # which experts run depends on the tokens, what is gathered does not
+        self.group_name = expert_group_name
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark all parameters as those of experts, also of adapters that were put on them."""
         for param in self.deepspeed_experts.parameters():
-            param.allreduce, param.group_name = False, expert_group_name  # type: ignore[attr-defined]
+            param.allreduce, param.group_name = False, self.group_name  # type: ignore[attr-defined]
 
     def number_from(self, first: int) -> None:
         """Name the experts by their numbers among those of all ranks, from ``first`` on."""
