@@ -156,7 +156,8 @@ class OrderCheck:
             self._report("use of freed memory", buffer.freed, access, buffer)
             return
         parts = buffer.parts(access)
-        written = access.writes or buffer.allocated.place != DEVICE
+        # what a model's constructor has left empty is cut and sent like all else
+        written = access.writes or buffer.allocated.place != DEVICE or buffer.allocated.category == "build"
         for part in list(buffer.accesses) if _WIDE in parts else (*parts, _WIDE):
             if earlier := buffer.accesses.get(part):
                 written = written or any(o.writes and o.name != _LAST_OWNER and _meet(o, access) for o in earlier)
