@@ -135,8 +135,8 @@ class _Routing:
 
     def apply(self, module: Experts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Apply in place of ``Experts.forward``, which reads how many tokens each expert has."""
-        edges = bounds(len(hidden), len(module.deepspeed_experts._modules))
-        self._recorder.numbers = widths(edges)
+        number = len(module.deepspeed_experts._modules)
+        self._recorder.numbers = widths(bounds(len(hidden), number)) if number > 1 else None
         return self._apply(module, hidden, index, weights)
 
 
