@@ -66,11 +66,11 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "mixtral": Layout("Mixtral 8x22B", 128, 8),
-    "mixtral-folded": Layout("Mixtral 8x22B", 128, 16, tp=2),
-    "mixtral-unfolded": Layout("Mixtral 8x22B", 128, 16, tp=2, etp=2),
+    "mixtral-folded": Layout("Mixtral 8x22B", 128, 12, tp=2),
+    "mixtral-unfolded": Layout("Mixtral 8x22B", 128, 12, tp=2, etp=2),
     "qwen": Layout("Qwen2-57B-A14B", 64, 6),
-    "qwen-folded": Layout("Qwen2-57B-A14B", 64, 12, tp=2),
-    "qwen-unfolded": Layout("Qwen2-57B-A14B", 64, 12, tp=2, etp=2),
+    "qwen-folded": Layout("Qwen2-57B-A14B", 64, 6, tp=2),
+    "qwen-unfolded": Layout("Qwen2-57B-A14B", 64, 6, tp=2, etp=2),
 }
 
 

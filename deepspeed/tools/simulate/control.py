@@ -130,6 +130,7 @@ class _Routing:
         sent = [round(tokens * share), round(tokens * choices / ranks)]
         most = [tokens, tokens * min(choices, experts)]
         received = [min(round(self._skew * count), limit) for count, limit in zip(sent, most, strict=True)]
+        self._recorder.routing = f"the experts of a rank get {self._skew:g} times an even share of the tokens"
         self._recorder.numbers = [[sent] * group.size, [received] * group.size]
         return self._plan(index, group, experts, etp=etp)
 

@@ -239,7 +239,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
         self.shape, self.recompute = shape, recompute
-        self.config = SimpleNamespace(base_model_ep_plan=_EP_PLAN if shape.experts else {})
+        self.config = SimpleNamespace(hidden_size=shape.width, base_model_ep_plan=_EP_PLAN if shape.experts else {})
+        self.config.num_experts_per_tok = shape.choices if shape.experts else 0
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
         self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
