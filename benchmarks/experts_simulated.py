@@ -12,7 +12,6 @@ The second table sends tokens of 8 of 128 experts once to each rank (as the pack
 import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,9 +25,7 @@ from deepspeed.tools.simulate.run import Outcome, simulate
 TOKENS, DEVICE = 4096, "h100"
 GATED: dict[str, Any] = {"gated": True, "positions": TOKENS}
 MODELS = {
-    "Mixtral 8x22B": Shape(
-        6144, 56, 48, 16384, 32768, key_heads=8, experts=8, choices=2, expert=16384, **GATED
-    ),
+    "Mixtral 8x22B": Shape(6144, 56, 48, 16384, 32768, key_heads=8, experts=8, choices=2, expert=16384, **GATED),
     "Qwen2-57B-A14B": Shape(
         3584, 28, 28, 18944, 151936, key_heads=4, experts=64, choices=8, expert=2560, shared=20480, **GATED
     ),

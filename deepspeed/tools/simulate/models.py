@@ -105,9 +105,11 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     family = str(config.get("model_type", ""))
     gated = family in _GATED
     if family not in _ROUTED:
-        numbers = {key: value for key, value in numbers.items() if key not in ("experts", "choices", "expert", "shared")}
-    elif numbers.get("choices", 1) > numbers.get("experts", 1):
-        raise UsageError(f"{name}: {called['choices']} {numbers['choices']} is more than there are experts")
+        numbers = {
+            key: value for key, value in numbers.items() if key not in ("experts", "choices", "expert", "shared")
+        }
+    elif not 1 <= numbers.get("choices", 0) <= numbers.get("experts", 0):
+        raise UsageError(f"{name}: of a {family!r} num_experts_per_tok must be from 1 to the number of its experts")
     numbers.setdefault("inner", int(config.get("expansion_ratio", 4)) * numbers["width"])
     numbers.setdefault("positions", 2048)
     heads, key_heads = numbers["heads"], numbers.setdefault("key_heads", 1 if config.get("multi_query") else 0)
@@ -118,8 +120,8 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     by_family = "gelu_new" if family in _GELU_NEW else {"gemma": "gelu", "opt": "relu"}.get(family, "")
     activation = next((str(config[key]) for key in _ACTIVATED_BY if config.get(key)), by_family)
     return Shape(
-        **numbers, gated=gated, tied=tied, placed=family in _PLACED, normed=family.startswith("qwen3"), activation=activation,
-        family=family,
+        **numbers, gated=gated, tied=tied, placed=family in _PLACED, normed=family.startswith("qwen3"),
+        activation=activation, family=family,
     )  # fmt: skip
 
 

@@ -110,15 +110,15 @@ def check_experts(driver: Driver) -> int:
     """
     options, config = driver.options, config_of(driver.options)
     model, block = options.model or TOY, config.get("expert_parallel") or {}
-    fixed = block.get("autoep_size", 1) * block.get("expert_tensor_parallel_size", 1) > 1
-    sizes = [block.get("autoep_size", 1)] if fixed else [n for n in range(2, options.ranks + 1) if not options.ranks % n]
+    ep, etp = (block.get(key, 1) for key in ("autoep_size", "expert_tensor_parallel_size"))
+    sizes = [ep] if ep * etp > 1 else [n for n in range(2, options.ranks + 1) if not options.ranks % n]
     stages = [None] if "stage" in (config.get("zero_optimization") or {}) else [*range(4)]
     if not sizes:
         raise ValueError(f"--ranks {options.ranks}: experts are divided over 2 ranks at least")
 
     def cell(stage: int | None, ep: int) -> Cell:
-        spread_over = {"enabled": ep > 1 or fixed, **block, "autoep_size": ep}
-        return Cell(model, stage=stage, config={**config, "expert_parallel": spread_over})
+        divided = {**block, "enabled": True, "autoep_size": ep}
+        return Cell(model, stage=stage, config={**config, "expert_parallel": divided})
 
     driver.say(f"{aligned(('experts', 'stage', 'ep', *KINDS), WIDTHS)}  result")
     judged = partial(judge, tolerance=options.tolerance, columns=True)
@@ -130,7 +130,7 @@ def check_experts(driver: Driver) -> int:
     last = cell(stage, ep)
     label = aligned(("the first", "-" if stage is None else stage, ep), WIDTHS)
     driver.on_ranks(label, options.ranks, judged, train_crowded, last, options.steps)
-    if block.get("expert_tensor_parallel_size", 1) == 1:
+    if etp == 1:
         driver.on_ranks("bytes on the wire", options.ranks, judge_wire, count_wire, last)
-    conditions = f"on {driver.conditions()}, tolerance {options.tolerance:g}"
-    return driver.end(f"{len(rows) + 2} rows {conditions}", "all pass")
+    count = len(rows) + 1 + (etp == 1)
+    return driver.end(f"{count} rows on {driver.conditions()}, tolerance {options.tolerance:g}", "all pass")

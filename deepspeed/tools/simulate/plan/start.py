@@ -82,7 +82,7 @@ def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
         lines.append(f"LoRA of rank {rank} on {len(layers)} layers ({', '.join(names[:_LISTED])}{more})")
     beside = ["beside them: activations and inputs (ds_simulate)"]
     if nbytes := facts.get("exchange_bytes_per_token"):
-        beside.append(f"among these at most {size(1000 * nbytes)} in an exchange of experts, for 1,000 tokens of a rank")
+        beside.append(f"an exchange of experts: at most {size(1000 * nbytes)} of these for 1,000 tokens of a rank")
     return "\n".join([*lines, "", memory.table(), "", *beside])
 
 
