@@ -25,8 +25,8 @@ _COUNT = 8  # bytes of a number of tokens, or of an expert
 
 def toy() -> nn.Module:
     """Make a decoder with eight experts in each of two blocks, of which a token has two."""
-    sizes = {"width": 32, "inner": 64, "expert": 48, "shared": 32, "vocabulary": 64, "positions": 16}
-    return Decoder(Shape(blocks=2, heads=4, key_heads=2, experts=8, choices=2, gated=True, **sizes))
+    shape = Shape(32, 2, 4, 64, vocabulary=64, positions=16, key_heads=2, gated=True)
+    return Decoder(replace(shape, experts=8, choices=2, expert=48, shared=32))
 
 
 def _to_the_first(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
