@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.tools.verify.cli import main
-from deepspeed.tools.verify.moe import judge_wire, wire_bytes
+from deepspeed.tools.verify.layouts.moe import judge_wire, wire_bytes
 
 
 def test_a_decoder_of_experts_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

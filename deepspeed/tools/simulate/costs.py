@@ -154,8 +154,8 @@ class Machine:
         """Return seconds until each of ``size`` ranks has sent its equal parts of ``nbytes`` to all others: what leaves
         the node takes each device's own way to the network, beside what stays. Latencies are a ring's.
         """
-        here, nodes = max(members.values()), len(members)
-        inside = nbytes * (here - 1) / size / self["node_rate"]
+        most, nodes = max(members.values()), len(members)
+        inside = nbytes * (most - 1) / size / self["node_rate"]
         latency = (size - nodes) * self["node_hop_s"]
         outside = 0.0
         if nodes > 1:

@@ -18,7 +18,7 @@ from deepspeed.tools.verify.grads import KINDS, Cell, Errors, judge, run_cell, s
 from deepspeed.tools.verify.models import Case, MicroBatch
 from deepspeed.tools.verify.user_model import case_of
 
-TOY = "deepspeed.tools.verify.moe:toy"
+TOY = "deepspeed.tools.verify.layouts.moe:toy"
 WIDTHS = (12, 5, 4, 8, 8, 8, 8)
 _COUNT = 8  # bytes of a number of tokens, or of an expert
 
