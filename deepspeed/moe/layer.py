@@ -39,8 +39,11 @@ class Experts(nn.Module):
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted outputs [pairs, H] of pairs of a row ``hidden`` [H] and a local expert ``index`` [1]."""
         experts = list(self.deepspeed_experts._modules.values())
+        if len(experts) == 1:
+            return _output(experts[0](hidden)) * weights
         order = torch.argsort(index[:, 0], stable=True)
-        counts = torch.bincount(index[:, 0], minlength=len(experts)).tolist()
+        # not bincount, for whose length the host would wait once more
+        counts = index.new_zeros(len(experts)).scatter_add_(0, index[:, 0], torch.ones_like(index[:, 0])).tolist()
         parts = hidden[order].split(counts)
         # Those without a token run too: their weights then have a gradient on each rank, and ranks reduce in one order.
         outputs = [_output(expert(part)) for expert, part in zip(experts, parts, strict=True)]
