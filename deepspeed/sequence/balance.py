@@ -7,8 +7,12 @@ A long sequence goes to a group of several ranks, short ones stay on one rank an
 
 import bisect
 import heapq
+import itertools
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +20,16 @@ from numpy.typing import NDArray
 from deepspeed.errors import DeepSpeedConfigError
 
 Times = NDArray[np.float64]
-# Targets that are tried, in multiples of the lower bound, with groups of one rank and more for the short sequences, which
+# Targets that are tried, in multiples of the lower bound; then with groups of several ranks for short sequences too, as
 # memory may ask for. A plan this near to the bound ends the search.
 _TARGETS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.4, 1.8, 2.5, 4.0, 8.0)
 _WIDE_TARGETS = (1.0, 1.1, 1.4)
 _WIDEST = 3
 _GOOD = 1.01
+
+
+class DoesNotFit(DeepSpeedConfigError):
+    """Sequences, each of which fits, were too many tokens together."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,10 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks ``first`` to ``first + degree - 1`` share the sequences ``steps[i]`` (indices) in micro-batch ``i``."""
+    """Ranks ``first`` to ``first + degree - 1`` share the sequences ``steps[i]`` (indices) in micro-batch ``i``.
+
+    No micro-batch is empty: where sequences are too few, one is in several, which then share its labels.
+    """
 
     first: int
     degree: int
@@ -126,7 +137,8 @@ class _Task:
     def work(self, target: float) -> float:
         """Return the least rank-seconds of all sequences when none may take longer than ``target``."""
         powers = self.powers(target)
-        return float((self.table[powers, np.arange(len(self.lengths))] * 2.0**powers).sum())
+        times = self.table[powers, np.arange(len(self.lengths))] * 2.0**powers
+        return math.fsum(times.tolist())  # exact: ranks on unequal processors take the same decisions
 
     def bound(self) -> float:
         """Return the least time of any plan: sequences meet it one by one, and all ranks together have it."""
@@ -151,8 +163,9 @@ def plan_batch(
 ) -> Plan:
     """Deal sequences so that the longest rank's time is short; every rank has ``steps`` micro-batches.
 
-    A micro-batch has at most ``tokens_per_rank`` tokens on a rank. Degrees are powers of 2 up to ``max_degree`` (default:
-    all ranks). Raises DeepSpeedConfigError, saying which limit is in the way, where no plan was found.
+    A micro-batch has at most ``tokens_per_rank`` tokens on a rank. Degrees are powers of 2 up to ``max_degree``
+    (default: all ranks). Raises DoesNotFit where no plan was found, DeepSpeedConfigError for a sequence that no group
+    could take.
     """
     limit = ranks if max_degree is None else min(max_degree, ranks)
     _check(lengths, ranks, tokens_per_rank, limit, steps)
@@ -174,10 +187,9 @@ def plan_batch(
         if longest < seconds:
             best, seconds = groups, longest
     if not best:
-        raise DeepSpeedConfigError(
+        raise DoesNotFit(
             f"{len(lengths)} sequences of {sum(task.lengths)} tokens could not be dealt to {ranks} ranks x {steps} "
-            f"micro-batches of at most {tokens_per_rank} tokens and at least one sequence: give fewer tokens a batch, "
-            "more sequences, or a larger max_degree"
+            f"micro-batches of at most {tokens_per_rank} tokens: give fewer tokens a batch, or raise tokens_per_rank"
         )
     return Plan(_placed(best), bound)
 
@@ -185,14 +197,14 @@ def plan_batch(
 def _check(lengths: Sequence[int], ranks: int, tokens: int, limit: int, steps: int) -> None:
     if min(ranks, tokens, limit, steps) < 1 or not len(lengths) or min(lengths) < 1:
         raise DeepSpeedConfigError(
-            f"a plan needs ranks ({ranks}), tokens_per_rank ({tokens}), max_degree ({limit}), steps ({steps}), sequences "
-            f"({len(lengths)}) and their lengths (shortest: {min(lengths, default=0)}) of at least 1"
+            f"a plan needs ranks ({ranks}), tokens_per_rank ({tokens}), max_degree ({limit}), steps ({steps}), "
+            f"sequences ({len(lengths)}) and their lengths (shortest: {min(lengths, default=0)}) of at least 1"
         )
     degree = 1 << (limit.bit_length() - 1)
     if max(lengths) > degree * tokens:
         raise DeepSpeedConfigError(
-            f"a sequence of {max(lengths)} tokens does not fit {degree} ranks (the largest power of 2 within max_degree "
-            f"and the ranks) of {tokens} tokens: cut it, or raise tokens_per_rank or max_degree"
+            f"a sequence of {max(lengths)} tokens does not fit {degree} ranks (the largest power of 2 within "
+            f"max_degree and the ranks) of {tokens} tokens: cut it, or raise tokens_per_rank or max_degree"
         )
 
 
@@ -214,7 +226,7 @@ def _plan_for(task: _Task, target: float, least: int) -> list[_Open]:
     for power in range(least, -1, -1):
         groups += [task.open(power) for _ in range(free >> power)]
         free %= 1 << power
-    return groups if _deal_short(task, short, groups) and _merge_idle(task, groups) else []
+    return groups if _deal_short(task, short, groups) and _share(task, groups) else []
 
 
 def _deal_long(task: _Task, order: list[int], powers: list[int], target: float) -> list[_Open] | None:
@@ -289,21 +301,17 @@ def _deal_short(task: _Task, order: list[int], groups: list[_Open]) -> bool:
     return True
 
 
-def _merge_idle(task: _Task, groups: list[_Open]) -> bool:
-    """Merge groups with a micro-batch without sequence into larger ones; say whether none is left."""
-    while idle := [group for group in groups if not all(group.parts)]:
-        group = min(idle, key=lambda g: g.power)
-        partners = [other for other in groups if other.power == group.power and other is not group]
-        if not partners or group.power + 1 == len(task.rows):
-            return False
-        other = max(partners, key=lambda g: g.seconds)
-        groups.remove(group)
-        groups.remove(other)
-        merged = task.open(group.power + 1)
-        members = [index for part in other.parts + group.parts for index in part]
-        for index in sorted(members, key=lambda i: -task.lengths[i]):
-            merged.take(index, task.lengths[index], task.rows[merged.power][index])
-        groups.append(merged)
+def _share(task: _Task, groups: list[_Open]) -> bool:
+    """Give micro-batches without sequence one that another has too, the shortest first; say whether all have one."""
+    turn = itertools.cycle(sorted(range(len(task.lengths)), key=task.lengths.__getitem__))
+    for group in groups:
+        while not all(group.parts):
+            index = next(turn)
+            empty = max(room for room, part in zip(group.rooms, group.parts, strict=True) if not part)
+            if empty < min(task.lengths):
+                return False
+            if task.lengths[index] <= empty:
+                group.take(index, task.lengths[index], task.rows[group.power][index])
     return True
 
 
@@ -320,3 +328,12 @@ def _placed(groups: list[_Open]) -> tuple[Group, ...]:
         placed.append(Group(first, 1 << group.power, parts, group.seconds))
         first += 1 << group.power
     return tuple(placed)
+
+
+def draw_lengths(histogram: str, count: int, *, seed: int = 0, longest: int | None = None) -> list[int]:
+    """Return ``count`` lengths drawn from a histogram of ``lengths.json``; longer ones are cut to ``longest``."""
+    shares = np.array(json.loads((Path(__file__).parent / "lengths.json").read_text())[histogram]["shares"])
+    places = np.random.default_rng(seed).random(count)
+    lengths = np.exp(np.interp(places, shares[:, 1], np.log(shares[:, 0]))).astype(int)
+    kept: list[int] = np.minimum(lengths, longest or lengths.max()).tolist()
+    return kept

@@ -1,0 +1,193 @@
+"""Balanced batches: sequences of mixed lengths, packed and dealt so that all ranks take about equally long."""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from deepspeed.client.data_position import ResumableSampler
+from deepspeed.comm import get_rank, get_world_size, is_initialized
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.sequence.balance import CostModel, DoesNotFit, Plan, plan_batch
+from deepspeed.sequence.degrees import DegreeGroups, agree
+from deepspeed.sequence.packing import pack, part_of, share_labels, tokens_of
+
+# A model of 7 billion parameters on an H100. Where nothing is exchanged, only the ratio of its two numbers counts.
+USUAL_COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, kv_hidden=1024)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: samples ``indices`` of the dataset; the plan has their places in ``indices``.
+
+    ``mixed``: ranks may share sequences, so labels are shifted before they are cut.
+    """
+
+    indices: tuple[int, ...]
+    plan: Plan
+    mixed: bool
+
+    @cached_property
+    def _homes(self) -> dict[int, list[tuple[int, int]]]:
+        """Groups, by first rank, and micro-batches of each place."""
+        homes: dict[int, list[tuple[int, int]]] = {}
+        for group in self.plan.groups:
+            for step, places in enumerate(group.steps):
+                for place in places:
+                    homes.setdefault(place, []).append((group.first, step))
+        return homes
+
+    def micro_batch(self, dataset: Any, step: int, rank: int) -> dict[str, torch.Tensor]:
+        """Return what ``rank`` trains in micro-batch ``step``: its group's documents packed, or its part of them."""
+        group = self.plan.group_of(rank)
+        samples = []
+        for place in group.steps[step]:
+            sample, homes = tokens_of(dataset[self.indices[place]]), self._homes[place]
+            shared = len(homes) > 1
+            samples.append(share_labels(sample, homes.index((group.first, step)), len(homes)) if shared else sample)
+        packed = pack(samples, multiple=group.degree)
+        return part_of(packed, rank - group.first, group.degree) if self.mixed else packed
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Cuts an order of samples into updates, and deals each to the ranks. Equal arguments give equal updates."""
+
+    ranks: int
+    tokens_per_rank: int
+    batch_tokens: int
+    steps: int = 1
+    max_degree: int = 1
+    cost: CostModel = USUAL_COST
+
+    def take(self, order: Iterable[int], length_of: Callable[[int], int]) -> Update:
+        """Take the next update from the front of ``order``: up to ``batch_tokens``, fewer where these do not fit."""
+        indices, lengths, total = list[int](), list[int](), 0
+        for index in order:
+            length = length_of(index)
+            total += length
+            if indices and total > self.batch_tokens:
+                break
+            indices.append(index)
+            lengths.append(length)
+        how: dict[str, Any] = {"cost": self.cost, "max_degree": self.max_degree, "steps": self.steps}
+        while True:
+            try:
+                plan = plan_batch(lengths, self.ranks, self.tokens_per_rank, **how)
+                return Update(tuple(indices[: len(lengths)]), plan, self.max_degree > 1)
+            except DoesNotFit:
+                if len(lengths) == 1:
+                    raise
+                lengths = lengths[: len(lengths) * 7 // 8]
+
+
+class BalancedLoader:
+    """Micro-batches of this rank, of about the time of every other rank's, from a map-style ``dataset``.
+
+    Samples are dictionaries with ``input_ids`` and perhaps ``labels``, or the ids alone. A micro-batch is one row of
+    whole documents, with ``position_ids`` that begin anew and ``labels``. With ``"normalize": "next_tokens"`` the
+    update is that of the same samples one by one. An update has up to ``batch_tokens`` tokens of all ranks (default:
+    half of what fits, as ranks with short sequences need room) in ``micro_batches`` (``gradient_accumulation_steps``)
+    of at most ``tokens_per_rank`` tokens on a rank.
+
+    ``max_degree`` above 1 lets that many ranks share a long sequence, with attention over ``groups.current``. Labels
+    are then those of the next token, as ``labels`` and ``shift_labels``, for ``"normalize": "tokens"``.
+
+    ``lengths``: of all samples, or a function of the index; without it each rank reads every sample. ``seed`` None
+    keeps the dataset's order.
+
+    Every rank of the job must have the same dataset and arguments. The position counts updates; between two, any number
+    of ranks can continue. Set ``engine.training_dataloader`` to the loader and checkpoints keep it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokens_per_rank: int,
+        *,
+        batch_tokens: int | None = None,
+        micro_batches: int = 1,
+        lengths: Sequence[int] | Callable[[int], int] | None = None,
+        max_degree: int = 1,
+        cost: CostModel = USUAL_COST,
+        seed: int | None = 0,
+    ) -> None:
+        ranks = get_world_size() if is_initialized() else 1
+        self._rank: int = get_rank() if is_initialized() else 0
+        room = ranks * tokens_per_rank * micro_batches
+        self.dataset, self._seed = dataset, seed
+        self._length = self._length_function(lengths)
+        self._sampler = ResumableSampler(dataset, num_replicas=1, rank=0, shuffle=seed is not None, seed=seed or 0)
+        if not len(dataset):
+            raise DeepSpeedConfigError("BalancedLoader: the dataset has no sample")
+        total = max(room // 2, 1) if batch_tokens is None else batch_tokens
+        self._dealer = Dealer(ranks, tokens_per_rank, total, micro_batches, max_degree, cost)
+        self.groups = DegreeGroups(max_degree)
+        # Samples of the epoch before the running update, and how many of its micro-batches were handed out.
+        self._epoch = self._samples = self._step = self._loads = 0
+
+    def _length_function(self, lengths: Sequence[int] | Callable[[int], int] | None) -> Callable[[int], int]:
+        if lengths is None:
+            return lambda index: len(tokens_of(self.dataset[index])["input_ids"])
+        if callable(lengths):
+            return lengths
+        if len(lengths) != len(self.dataset):
+            raise DeepSpeedConfigError(
+                f"BalancedLoader: {len(lengths)} lengths for {len(self.dataset)} samples; each sample needs one"
+            )
+        return lengths.__getitem__
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Iterate over the epoch, or over the rest of it behind a loaded position."""
+        agree(self._facts(), "BalancedLoader: the ranks would deal different updates")
+        loads, order, update = -1, list[int](), None
+        while True:
+            if loads != self._loads:  # a position loaded meanwhile holds for passes that already run
+                loads, update = self._loads, None
+                self._sampler.set_epoch(self._epoch)
+                order = list(self._sampler)
+            if self._samples >= len(order):
+                break
+            update = update or self._dealer.take(order[self._samples :], self._length)
+            self.groups.use(update.plan.group_of(self._rank).degree)
+            batch = update.micro_batch(self.dataset, self._step, self._rank)
+            self._step += 1
+            if self._step == self._dealer.steps:
+                self._samples, self._step, update = self._samples + len(update.indices), 0, None
+            yield batch
+        self._epoch, self._samples, self._step = self._epoch + 1, 0, 0
+
+    def _facts(self) -> dict[str, Any]:
+        order = list(self._sampler)[:64]
+        lengths = zlib.crc32(repr([self._length(index) for index in order]).encode())
+        position = (self._epoch, self._samples, self._step)
+        return {"settings": self._dealer, "samples": len(self.dataset), "lengths": lengths, "position": position}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last micro-batch handed out, in plain values, the same on every rank."""
+        return {
+            "epoch": self._epoch,
+            "samples": self._samples,
+            "micro_batches": self._step,
+            "seed": self._seed,
+            "dataset": len(self.dataset),
+            "dealt": repr(self._dealer),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at ``state``; CheckpointError where the rest would be other samples than what was left."""
+        here = self.state_dict()
+        if missing := here.keys() - state.keys():
+            raise CheckpointError(f"This is no position of a BalancedLoader: it lacks {', '.join(sorted(missing))}.")
+        fixed = ["seed", "dataset"] + (["dealt"] if state["micro_batches"] else [])
+        if wrong := [name for name in fixed if state[name] != here[name]]:
+            what = ", ".join(f"{name} {state[name]} (here {here[name]})" for name in wrong)
+            raise CheckpointError(
+                f"The data position was saved with {what}: load it with the same. Ranks and arguments may differ where "
+                "it lies between two updates."
+            )
+        self._epoch, self._samples, self._step = state["epoch"], state["samples"], state["micro_batches"]
+        self._loads += 1
