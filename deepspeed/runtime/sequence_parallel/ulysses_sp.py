@@ -1,0 +1,2 @@
+from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
+from deepspeed.sequence.registration import UlyssesSPAttentionHF
