@@ -13,7 +13,7 @@ from deepspeed.comm import get_rank, get_world_size, is_initialized
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.sequence.balance import CostModel, DoesNotFit, Plan, plan_batch
 from deepspeed.sequence.degrees import DegreeGroups, agree
-from deepspeed.sequence.packing import pack, part_of, share_labels, tokens_of
+from deepspeed.sequence.packing import pack, part_of_pack, share_labels, tokens_of
 
 # A model of 7 billion parameters on an H100. Where nothing is exchanged, only the ratio of its two numbers counts.
 USUAL_COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, kv_hidden=1024)
@@ -48,8 +48,8 @@ class Update:
             sample, homes = tokens_of(dataset[self.indices[place]]), self._homes[place]
             shared = len(homes) > 1
             samples.append(share_labels(sample, homes.index((group.first, step)), len(homes)) if shared else sample)
-        packed = pack(samples, multiple=group.degree)
-        return part_of(packed, rank - group.first, group.degree) if self.mixed else packed
+        packed = pack(samples)
+        return part_of_pack(packed, rank - group.first, group.degree) if self.mixed else packed
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class BalancedLoader:
     half of what fits, as ranks with short sequences need room) in ``micro_batches`` (``gradient_accumulation_steps``)
     of at most ``tokens_per_rank`` tokens on a rank.
 
-    ``max_degree`` above 1 lets that many ranks share a long sequence, with attention over ``groups.current``. Labels
-    are then those of the next token, as ``labels`` and ``shift_labels``, for ``"normalize": "tokens"``.
+    With ``groups`` several ranks may share a long sequence. Labels are then those of the next token, as ``labels`` and
+    ``shift_labels``, for ``"normalize": "tokens"``. Train on a micro-batch before the next one is taken.
 
     ``lengths``: of all samples, or a function of the index; without it each rank reads every sample. ``seed`` None
     keeps the dataset's order.
@@ -111,21 +111,21 @@ class BalancedLoader:
         batch_tokens: int | None = None,
         micro_batches: int = 1,
         lengths: Sequence[int] | Callable[[int], int] | None = None,
-        max_degree: int = 1,
+        groups: DegreeGroups | None = None,
         cost: CostModel = USUAL_COST,
         seed: int | None = 0,
     ) -> None:
         ranks = get_world_size() if is_initialized() else 1
         self._rank: int = get_rank() if is_initialized() else 0
         room = ranks * tokens_per_rank * micro_batches
-        self.dataset, self._seed = dataset, seed
+        self.dataset, self._seed, self._groups = dataset, seed, groups
+        degree = 1 if groups is None else groups.max_degree
         self._length = self._length_function(lengths)
         self._sampler = ResumableSampler(dataset, num_replicas=1, rank=0, shuffle=seed is not None, seed=seed or 0)
         if not len(dataset):
             raise DeepSpeedConfigError("BalancedLoader: the dataset has no sample")
         total = max(room // 2, 1) if batch_tokens is None else batch_tokens
-        self._dealer = Dealer(ranks, tokens_per_rank, total, micro_batches, max_degree, cost)
-        self.groups = DegreeGroups(max_degree)
+        self._dealer = Dealer(ranks, tokens_per_rank, total, micro_batches, degree, cost)
         # Samples of the epoch before the running update, and how many of its micro-batches were handed out.
         self._epoch = self._samples = self._step = self._loads = 0
 
@@ -152,7 +152,8 @@ class BalancedLoader:
             if self._samples >= len(order):
                 break
             update = update or self._dealer.take(order[self._samples :], self._length)
-            self.groups.use(update.plan.group_of(self._rank).degree)
+            if self._groups is not None:
+                self._groups.use(update.plan.group_of(self._rank).degree)
             batch = update.micro_batch(self.dataset, self._step, self._rank)
             self._step += 1
             if self._step == self._dealer.steps:

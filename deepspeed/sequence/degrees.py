@@ -1,37 +1,83 @@
-"""Process groups of every sequence-parallel degree over the same ranks, and the one of the current micro-batch."""
+"""Sequences shared by 1, 2, 4, ... ranks at the same time: groups of each degree, and that of the micro-batch."""
 
+from contextlib import ExitStack
 from typing import Any
+
+import torch
+from torch import nn
 
 from deepspeed.comm import is_initialized
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.mesh.groups import group_over, plain_mesh
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.monitor.log import log_dist
+from deepspeed.sequence.layout import Layout, codes_of, in_turn, joined, layout_of
+from deepspeed.sequence.wire import Hooks, attach_attention, check, outermost
 
 
 class DegreeGroups:
-    """Groups of 1, 2, 4, ... neighbouring ranks. ``current`` is that of the micro-batch at hand, for its attention.
+    """Groups of up to ``max_degree`` neighbouring ranks, a power of 2 each, for the attention of ``model``.
 
-    They are made once, by all ranks, in one order. Ranks that fill no group of a degree have none of it.
+    ``current`` is the group of the micro-batch at hand, which ``BalancedLoader`` sets. A model of Transformers attends
+    over it in training; in evaluation each rank attends to what it has. Another model has to attend by ``layout``. The
+    groups are made once. Collective over all ranks. Raises DeepSpeedConfigError for a model that cannot be divided.
     """
 
-    def __init__(self, max_degree: int, *, backend: str = "") -> None:
-        job = plain_mesh(backend).job
+    def __init__(self, max_degree: int, model: nn.Module) -> None:
+        job = plain_mesh("").job
         alone = AxisGroup(None, 1, 0, (job.ranks[job.index],), "none")
+        self.max_degree = min(max_degree, job.size)
         self._groups = {1: alone}
-        self.current = alone
+        self._back = ExitStack()
         degree = 2
-        while degree <= min(max_degree, job.size):
+        while degree <= self.max_degree:
             first = job.index // degree * degree
             ranks = job.ranks[first : first + degree]
-            if len(ranks) == degree:
-                assert job.pg is not None
+            if len(ranks) == degree and job.pg is not None:
                 pg = job.pg if degree == job.size else group_over(job.pg, ranks)
-                self._groups[degree] = plain_mesh(backend, group=pg).job
+                self._groups[degree] = plain_mesh(job.backend, group=pg).job
             degree *= 2
+        self.current = alone
+        self._attach(model)
 
     def use(self, degree: int) -> None:
         """Let ``current`` be this rank's group of ``degree`` ranks, until the next call."""
         self.current = self._groups[degree]
+
+    def layout(self, position_ids: torch.Tensor) -> Layout:
+        """Return the cut of the current sequences, whose ``attend`` is attention, from this rank's positions
+        [rows, tokens]. Collective over ``current``.
+        """
+        codes, group = codes_of(position_ids, None, len(position_ids)), self.current
+        lengths = in_turn([position_ids.shape[1]], group, position_ids.device).view(-1).tolist()
+        return layout_of(joined(codes, group, lengths), group, lengths)
+
+    def detach(self) -> None:
+        """Give the model its own attention back."""
+        self._back.close()
+
+    def _attach(self, model: nn.Module) -> None:
+        tops = outermost(model)
+        for top in tops:
+            check(top, self.max_degree)
+            attach_attention(top, self._back)
+            _HooksOfBatch(self).attach(top, self._back)
+        if not tops:
+            log_dist(
+                f"{type(model).__name__} is no model of Transformers: its attention has to use DegreeGroups.layout"
+            )
+
+
+class _HooksOfBatch(Hooks):
+    """Hooks that divide each forward over the group of its own micro-batch, which the loader has cut before."""
+
+    def __init__(self, groups: DegreeGroups) -> None:
+        super().__init__(groups.current, cuts=False, in_eval=False)
+        self._groups = groups
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._group = self._groups.current
+        return super()._before(module, args, kwargs)
 
 
 def agree(facts: dict[str, Any], otherwise: str) -> None:

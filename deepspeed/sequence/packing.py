@@ -1,4 +1,4 @@
-"""Several documents as one packed sequence, and the part of it that each rank of a group has. Pure."""
+"""Several documents as one packed sequence, and the part of it that each rank of a group has."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import UsageError
-
-IGNORED = -100  # the label of what has no loss
+from deepspeed.sequence.batch import IGNORED, part_of, whole_batch
 
 
 def tokens_of(sample: Any) -> dict[str, torch.Tensor]:
@@ -31,27 +30,25 @@ def share_labels(sample: dict[str, torch.Tensor], part: int, parts: int) -> dict
     return {**sample, "labels": torch.cat([labels[:1], labels[1:].masked_fill(counts != part, IGNORED)])}
 
 
-def pack(samples: Sequence[dict[str, torch.Tensor]], *, multiple: int = 1) -> dict[str, torch.Tensor]:
-    """Return one row [1, tokens] of documents, whose position ids each begin at 0, padded to a ``multiple``.
+def pack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return one row [1, tokens] of documents, whose position ids each begin at 0.
 
-    The first token of a document has no label, as no token before it is to tell it. Padding is a document of its own.
+    The first token of a document has no label, as no token before it is to tell it.
     """
-    ids, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
-    positions = [torch.arange(len(document)) for document in ids]
-    labels = [torch.cat([label.new_full((1,), IGNORED), label[1:]]) for label in labels]
-    if missing := -sum(map(len, ids)) % multiple:
-        ids.append(ids[0].new_zeros(missing))
-        positions.append(torch.arange(missing))
-        labels.append(labels[0].new_full((missing,), IGNORED))
-    named = {"input_ids": ids, "position_ids": positions, "labels": labels}
+    firsts = [sample["labels"].new_full((1,), IGNORED) for sample in samples]
+    labels = [torch.cat([first, sample["labels"][1:]]) for first, sample in zip(firsts, samples, strict=True)]
+    named = {
+        "input_ids": [sample["input_ids"] for sample in samples],
+        "position_ids": [torch.arange(len(label)) for label in labels],
+        "labels": labels,
+    }
     return {name: torch.cat(parts)[None] for name, parts in named.items()}
 
 
-def part_of(batch: dict[str, torch.Tensor], index: int, degree: int) -> dict[str, torch.Tensor]:
+def part_of_pack(packed: dict[str, torch.Tensor], index: int, degree: int) -> dict[str, torch.Tensor]:
     """Return the tokens of rank ``index`` of ``degree``. Their labels, by both names that models know, are those of the
     next token, which may be another rank's.
     """
-    labels = batch["labels"]
-    shifted = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1)
-    whole = {**batch, "labels": shifted, "shift_labels": shifted}
-    return {name: value.chunk(degree, dim=1)[index] for name, value in whole.items()}
+    whole = whole_batch(packed, packed["input_ids"], degree)
+    part: dict[str, torch.Tensor] = part_of(whole, whole["input_ids"], index, degree)
+    return {**part, "labels": part["shift_labels"]}

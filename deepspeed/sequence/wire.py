@@ -53,7 +53,7 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     for top in tops:
         check(top, mesh.sp.size, tp=mesh.tp.size)
         attach_attention(top, back)
-        _Hooks(mesh.sp, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(top, back)
+        Hooks(mesh.sp, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(top, back)
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}")
 
 
@@ -118,7 +118,7 @@ class _Run:
     summed: bool = False
 
 
-class _Hooks:
+class Hooks:
     """Hooks of one model. ``cuts``: whole batches are cut, and losses weighed; else the client does both."""
 
     def __init__(self, group: AxisGroup, *, cuts: bool, in_eval: bool) -> None:
