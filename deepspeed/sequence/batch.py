@@ -61,7 +61,7 @@ def part_of(batch: dict[str, Any], ids: torch.Tensor, rank: int, ranks: int) -> 
     """Return what of ``batch`` belongs to the tokens of ``rank`` among ``ranks``; parts differ by at most one token."""
     edges = bounds(ids.shape[1], ranks)
     part = slice(edges[rank], edges[rank + 1])
-    return {name: value[:, part] if _along(value, ids) else value for name, value in batch.items()}
+    return {name: value[:, part].contiguous() if _along(value, ids) else value for name, value in batch.items()}
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -109,8 +109,7 @@ class UlyssesSPDataLoaderAdapter:
                 raise SequenceError(f"UlyssesSPDataLoaderAdapter, batch of sequence-parallel rank {owner}: {fault}")
             whole = whole_batch(one, one["input_ids"], self.sp_world_size)
             del whole["labels"]
-            part = part_of(whole, one["input_ids"], self.sp_rank, self.sp_world_size)
-            self.micro_batches.append(map_tensors(part, lambda tensor: tensor.contiguous()))
+            self.micro_batches.append(part_of(whole, one["input_ids"], self.sp_rank, self.sp_world_size))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dl", "iter"):  # not made yet: a copy or an unpickled one
