@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from deepspeed.client.data_position import ResumableSampler
-from deepspeed.comm import get_rank, get_world_size, is_initialized
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.sequence.balance import CostModel, DoesNotFit, Plan, plan_batch
-from deepspeed.sequence.degrees import DegreeGroups, agree
+from deepspeed.sequence.degrees import DegreeGroups
 from deepspeed.sequence.packing import pack, part_of_pack, share_labels, tokens_of
 
 # A model of 7 billion parameters on an H100. Where nothing is exchanged, only the ratio of its two numbers counts.
@@ -21,14 +21,10 @@ USUAL_COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, kv
 
 @dataclass(frozen=True)
 class Update:
-    """One update: samples ``indices`` of the dataset; the plan has their places in ``indices``.
-
-    ``mixed``: ranks may share sequences, so labels are shifted before they are cut.
-    """
+    """One update: samples ``indices`` of the dataset; the plan has their places in ``indices``."""
 
     indices: tuple[int, ...]
     plan: Plan
-    mixed: bool
 
     @cached_property
     def _homes(self) -> dict[int, list[tuple[int, int]]]:
@@ -48,8 +44,7 @@ class Update:
             sample, homes = tokens_of(dataset[self.indices[place]]), self._homes[place]
             shared = len(homes) > 1
             samples.append(share_labels(sample, homes.index((group.first, step)), len(homes)) if shared else sample)
-        packed = pack(samples)
-        return part_of_pack(packed, rank - group.first, group.degree) if self.mixed else packed
+        return part_of_pack(pack(samples), rank - group.first, group.degree)
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Dealer:
         while True:
             try:
                 plan = plan_batch(lengths, self.ranks, self.tokens_per_rank, **how)
-                return Update(tuple(indices[: len(lengths)]), plan, self.max_degree > 1)
+                return Update(tuple(indices[: len(lengths)]), plan)
             except DoesNotFit:
                 if len(lengths) == 1:
                     raise
@@ -85,47 +80,45 @@ class Dealer:
 
 
 class BalancedLoader:
-    """Micro-batches of this rank, of about the time of every other rank's, from a map-style ``dataset``.
+    """Micro-batches of this rank, which take about as long as those of every other, from a map-style ``dataset``.
 
     Samples are dictionaries with ``input_ids`` and perhaps ``labels``, or the ids alone. A micro-batch is one row of
-    whole documents, with ``position_ids`` that begin anew and ``labels``. With ``"normalize": "next_tokens"`` the
-    update is that of the same samples one by one. An update has up to ``batch_tokens`` tokens of all ranks (default:
-    half of what fits, as ranks with short sequences need room) in ``micro_batches`` (``gradient_accumulation_steps``)
-    of at most ``tokens_per_rank`` tokens on a rank.
+    whole documents with ``position_ids``, and as ``labels`` those of the next token each (``shift_labels`` too for
+    models of Transformers). Under ``"normalize": "tokens"`` the update is that of the same samples one by one.
 
-    With ``groups`` several ranks may share a long sequence. Labels are then those of the next token, as ``labels`` and
-    ``shift_labels``, for ``"normalize": "tokens"``. Train on a micro-batch before the next one is taken.
-
+    An update has up to ``batch_tokens`` tokens of all ranks (default: half of what fits, as ranks with short sequences
+    need room), in ``gradient_accumulation_steps`` micro-batches of at most ``tokens_per_rank`` tokens a rank. Up to
+    ``max_degree`` ranks share a long sequence (see ``DegreeGroups``): train on a micro-batch before the next is taken.
     ``lengths``: of all samples, or a function of the index; without it each rank reads every sample. ``seed`` None
     keeps the dataset's order.
 
-    Every rank of the job must have the same dataset and arguments. The position counts updates; between two, any number
-    of ranks can continue. Set ``engine.training_dataloader`` to the loader and checkpoints keep it.
+    Every rank must have the same dataset and arguments. The position lies between any two micro-batches; between two
+    updates any number of ranks can continue. Checkpoints keep it, unless the engine has another loader.
     """
 
     def __init__(
         self,
         dataset: Any,
+        engine: Any,
         tokens_per_rank: int,
         *,
         batch_tokens: int | None = None,
-        micro_batches: int = 1,
         lengths: Sequence[int] | Callable[[int], int] | None = None,
-        groups: DegreeGroups | None = None,
+        max_degree: int = 1,
         cost: CostModel = USUAL_COST,
         seed: int | None = 0,
     ) -> None:
-        ranks = get_world_size() if is_initialized() else 1
-        self._rank: int = get_rank() if is_initialized() else 0
-        room = ranks * tokens_per_rank * micro_batches
-        self.dataset, self._seed, self._groups = dataset, seed, groups
-        degree = 1 if groups is None else groups.max_degree
+        ranks, steps = engine.mesh.zero, engine.gradient_accumulation_steps()
+        _check(dataset, engine)
+        self.dataset, self._seed, self._ranks = dataset, seed, ranks
         self._length = self._length_function(lengths)
         self._sampler = ResumableSampler(dataset, num_replicas=1, rank=0, shuffle=seed is not None, seed=seed or 0)
-        if not len(dataset):
-            raise DeepSpeedConfigError("BalancedLoader: the dataset has no sample")
-        total = max(room // 2, 1) if batch_tokens is None else batch_tokens
-        self._dealer = Dealer(ranks, tokens_per_rank, total, micro_batches, degree, cost)
+        total = max(ranks.size * tokens_per_rank * steps // 2, 1) if batch_tokens is None else batch_tokens
+        self._dealer = Dealer(ranks.size, tokens_per_rank, total, steps, min(max_degree, ranks.size), cost)
+        self.groups = DegreeGroups(max_degree, engine.module, ranks)
+        engine._lasting.callback(self.groups.detach)
+        if engine.training_dataloader is None:
+            engine.training_dataloader = self
         # Samples of the epoch before the running update, and how many of its micro-batches were handed out.
         self._epoch = self._samples = self._step = self._loads = 0
 
@@ -142,7 +135,7 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Iterate over the epoch, or over the rest of it behind a loaded position."""
-        agree(self._facts(), "BalancedLoader: the ranks would deal different updates")
+        self._agree()
         loads, order, update = -1, list[int](), None
         while True:
             if loads != self._loads:  # a position loaded meanwhile holds for passes that already run
@@ -152,20 +145,33 @@ class BalancedLoader:
             if self._samples >= len(order):
                 break
             update = update or self._dealer.take(order[self._samples :], self._length)
-            if self._groups is not None:
-                self._groups.use(update.plan.group_of(self._rank).degree)
-            batch = update.micro_batch(self.dataset, self._step, self._rank)
+            self.groups.use(update.plan.group_of(self._ranks.index).degree)
+            batch = update.micro_batch(self.dataset, self._step, self._ranks.index)
+            if self.groups.wired:
+                batch["shift_labels"] = batch["labels"]
             self._step += 1
             if self._step == self._dealer.steps:
                 self._samples, self._step, update = self._samples + len(update.indices), 0, None
             yield batch
         self._epoch, self._samples, self._step = self._epoch + 1, 0, 0
 
-    def _facts(self) -> dict[str, Any]:
-        order = list(self._sampler)[:64]
-        lengths = zlib.crc32(repr([self._length(index) for index in order]).encode())
-        position = (self._epoch, self._samples, self._step)
-        return {"settings": self._dealer, "samples": len(self.dataset), "lengths": lengths, "position": position}
+    def _agree(self) -> None:
+        """Raise DeepSpeedConfigError on every rank unless all would deal the same updates. Collective."""
+        lengths = [self._length(index) for index in list(self._sampler)[:64]]
+        facts = {
+            "settings": self._dealer,
+            "samples": len(self.dataset),
+            "lengths": f"{lengths[:4]} ... ({zlib.crc32(repr(lengths).encode())})",
+            "position": (self._epoch, self._samples, self._step),
+        }
+        everyone = gather_objects(facts, self._ranks)
+        for rank, theirs in zip(self._ranks.ranks, everyone, strict=True):
+            for name, value in theirs.items():
+                if value != everyone[0][name]:
+                    raise DeepSpeedConfigError(
+                        f"BalancedLoader: {name} is {everyone[0][name]} on rank {self._ranks.ranks[0]} and {value} on "
+                        f"rank {rank}; give every rank the same dataset, arguments and position"
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last micro-batch handed out, in plain values, the same on every rank."""
@@ -192,3 +198,18 @@ class BalancedLoader:
             )
         self._epoch, self._samples, self._step = state["epoch"], state["samples"], state["micro_batches"]
         self._loads += 1
+
+
+def _check(dataset: Any, engine: Any) -> None:
+    if not len(dataset):
+        raise DeepSpeedConfigError("BalancedLoader: the dataset has no sample")
+    if engine._config.normalize != "tokens":
+        raise DeepSpeedConfigError(
+            f'BalancedLoader: micro-batches have unequal numbers of tokens, but "normalize" is '
+            f'"{engine._config.normalize}"; set it to "tokens"'
+        )
+    if engine.mesh.sp.size > 1:
+        raise DeepSpeedConfigError(
+            f"BalancedLoader: sequence_parallel_size is {engine.mesh.sp.size}, for every sequence; leave it out and "
+            "give max_degree, as each micro-batch has its own number of ranks"
+        )

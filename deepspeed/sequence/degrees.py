@@ -6,39 +6,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm import is_initialized
-from deepspeed.comm.collectives import AxisGroup, gather_objects
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import group_over, plain_mesh
-from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.log import log_dist
 from deepspeed.sequence.layout import Layout, codes_of, in_turn, joined, layout_of
 from deepspeed.sequence.wire import Hooks, attach_attention, check, outermost
 
 
 class DegreeGroups:
-    """Groups of up to ``max_degree`` neighbouring ranks, a power of 2 each, for the attention of ``model``.
+    """Groups of up to ``max_degree`` neighbouring ``ranks``, a power of 2 each, for the attention of ``model``.
 
     ``current`` is the group of the micro-batch at hand, which ``BalancedLoader`` sets. A model of Transformers attends
-    over it in training; in evaluation each rank attends to what it has. Another model has to attend by ``layout``. The
-    groups are made once. Collective over all ranks. Raises DeepSpeedConfigError for a model that cannot be divided.
+    over it in training, inside each document; evaluation is left as it is. Another model has to attend by ``layout``.
+    The groups are made once. Collective. Raises DeepSpeedConfigError for a model that cannot be divided.
     """
 
-    def __init__(self, max_degree: int, model: nn.Module) -> None:
-        job = plain_mesh("").job
-        alone = AxisGroup(None, 1, 0, (job.ranks[job.index],), "none")
-        self.max_degree = min(max_degree, job.size)
-        self._groups = {1: alone}
+    def __init__(self, max_degree: int, model: nn.Module, ranks: AxisGroup) -> None:
+        self.max_degree = min(max_degree, ranks.size)
+        self._groups = {1: AxisGroup(None, 1, 0, (ranks.ranks[ranks.index],), "none")}
         self._back = ExitStack()
         degree = 2
         while degree <= self.max_degree:
-            first = job.index // degree * degree
-            ranks = job.ranks[first : first + degree]
-            if len(ranks) == degree and job.pg is not None:
-                pg = job.pg if degree == job.size else group_over(job.pg, ranks)
-                self._groups[degree] = plain_mesh(job.backend, group=pg).job
+            first = ranks.index // degree * degree
+            members = ranks.ranks[first : first + degree]
+            if len(members) == degree:
+                world = plain_mesh(ranks.backend).job.pg
+                assert world is not None
+                pg = ranks.pg if degree == ranks.size else group_over(world, members)
+                self._groups[degree] = plain_mesh(ranks.backend, group=pg).job
             degree *= 2
-        self.current = alone
-        self._attach(model)
+        self.current = self._groups[1]
+        self.wired = self._attach(model)
 
     def use(self, degree: int) -> None:
         """Let ``current`` be this rank's group of ``degree`` ranks, until the next call."""
@@ -56,7 +54,7 @@ class DegreeGroups:
         """Give the model its own attention back."""
         self._back.close()
 
-    def _attach(self, model: nn.Module) -> None:
+    def _attach(self, model: nn.Module) -> bool:
         tops = outermost(model)
         for top in tops:
             check(top, self.max_degree)
@@ -64,8 +62,10 @@ class DegreeGroups:
             _HooksOfBatch(self).attach(top, self._back)
         if not tops:
             log_dist(
-                f"{type(model).__name__} is no model of Transformers: its attention has to use DegreeGroups.layout"
+                f"{type(model).__name__} is no model of Transformers: its attention has to keep packed documents apart "
+                "and to reach the other ranks by DegreeGroups.layout"
             )
+        return bool(tops)
 
 
 class _HooksOfBatch(Hooks):
@@ -78,17 +78,3 @@ class _HooksOfBatch(Hooks):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._group = self._groups.current
         return super()._before(module, args, kwargs)
-
-
-def agree(facts: dict[str, Any], otherwise: str) -> None:
-    """Raise DeepSpeedConfigError on every rank, beginning with ``otherwise``, unless all have equal ``facts``."""
-    if not is_initialized():
-        return
-    everyone = gather_objects(facts, plain_mesh("").job)
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
-                raise DeepSpeedConfigError(
-                    f"{otherwise}: {name} is {everyone[0][name]} on rank 0 and {value} on rank {rank}; give every rank "
-                    "the same dataset, arguments and position"
-                )

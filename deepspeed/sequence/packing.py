@@ -46,9 +46,10 @@ def pack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def part_of_pack(packed: dict[str, torch.Tensor], index: int, degree: int) -> dict[str, torch.Tensor]:
-    """Return the tokens of rank ``index`` of ``degree``. Their labels, by both names that models know, are those of the
-    next token, which may be another rank's.
+    """Return the tokens of rank ``index`` of ``degree``, whose labels are now those of the next token each: it may be
+    another rank's.
     """
     whole = whole_batch(packed, packed["input_ids"], degree)
+    whole["labels"] = whole.pop("shift_labels")
     part: dict[str, torch.Tensor] = part_of(whole, whole["input_ids"], index, degree)
-    return {**part, "labels": part["shift_labels"]}
+    return part

@@ -1,6 +1,7 @@
 """Balanced batches: an update is that of its samples one by one, however many ranks share which of them."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Attends(nn.Module):
         )
         self.groups: DegreeGroups | None = None
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, shift_labels: Any = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(input_ids) + self.places(position_ids)
         q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         if self.groups is None:
@@ -44,8 +45,7 @@ class Attends(nn.Module):
         else:
             attended = self.groups.layout(position_ids).attend(q, k, v, _causal)
         hidden = x + self.out(attended.flatten(2))
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, _groups: int) -> Tensor:
@@ -63,12 +63,13 @@ def samples() -> list[dict[str, Tensor]]:
     return found
 
 
-def loader_of(model: nn.Module, max_degree: int, **changes: Any) -> BalancedLoader:
-    groups = DegreeGroups(max_degree, model)
-    model.groups = groups  # type: ignore[assignment]
-    room = 64 if max_degree == 1 else 24
-    how = {"batch_tokens": 100, "micro_batches": MICROS, "cost": COST, "seed": None, "groups": groups, **changes}
-    return BalancedLoader(samples(), room, **how)
+def started(stage: int, max_degree: int, **changes: Any) -> tuple[Any, BalancedLoader]:
+    model = Attends()
+    engine = start(model, make_config(stage, gradient_accumulation_steps=MICROS, normalize="tokens"))
+    how = {"batch_tokens": 100, "cost": COST, "seed": None, "max_degree": max_degree, **changes}
+    loader = BalancedLoader(samples(), engine, 64 if max_degree == 1 else 24, **how)
+    model.groups = loader.groups
+    return engine, loader
 
 
 def plain_update(model: nn.Module, indices: range) -> None:
@@ -80,20 +81,17 @@ def plain_update(model: nn.Module, indices: range) -> None:
         labels = data[index].get("labels", ids)
         positions = torch.arange(ids.shape[1])[None]
         if count:
-            (model(ids, positions, labels.view_as(ids)) * (count / sum(counts))).backward()
+            targets = F.pad(labels.view_as(ids)[:, 1:], (0, 1), value=-100)
+            (model(ids, positions, targets) * (count / sum(counts))).backward()
 
 
 def run_parity(stage: int, max_degree: int) -> tuple[float, list[int]]:
     """The largest error of gradients and parameters over an epoch and the next update; degrees of this rank."""
-    model, plain = Attends(), Attends()
-    kind = "next_tokens" if max_degree == 1 else "tokens"
-    engine = start(model, make_config(stage, gradient_accumulation_steps=MICROS, normalize=kind))
-    loader = loader_of(model, max_degree)
+    plain, (engine, loader) = Attends(), started(stage, max_degree)
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])  # type: ignore[arg-type]
     worst, degrees, begin = 0.0, [], 0
     for count, batch in enumerate(itertools.chain(loader, itertools.islice(loader, MICROS)), 1):
-        assert model.groups is not None
-        degrees.append(model.groups.current.size)
+        degrees.append(loader.groups.current.size)
         engine.backward(engine(**batch))
         if count % MICROS == 0:
             end = loader.state_dict()["samples"]
@@ -123,17 +121,72 @@ def test_two_ranks_share_what_fits_neither(pool2: RankPool) -> None:
         assert error <= 1e-6 and 2 in degrees
 
 
+def run_resumed(folder: Path, stop: int) -> bool:
+    """Whether the batches behind a checkpoint are those that were left."""
+    engine, loader = started(1, 2, seed=5)
+    wanted = [batch["input_ids"] for batch in itertools.chain(loader, loader)]
+    engine.destroy()
+    engine, loader = started(1, 2, seed=5)
+    for batch in itertools.islice(itertools.chain(loader, loader), stop):
+        engine.backward(engine(**batch))
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine, loader = started(1, 2, seed=5)
+    engine.load_checkpoint(folder)
+    rest = [batch["input_ids"] for batch in itertools.chain(loader, loader)][: len(wanted) - stop]
+    engine.destroy()
+    return len(rest) == len(wanted) - stop and all(map(torch.equal, rest, wanted[stop:]))
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_checkpoint_goes_on_with_the_samples_that_are_left(pool2: RankPool, tmp_path: Path, stop: int) -> None:
+    assert all(pool2.run(run_resumed, tmp_path, stop))
+
+
 def run_refused() -> list[str]:
-    model = Attends()
+    rank = dist.get_rank()
 
     def first(**changes: Any) -> None:
-        next(iter(loader_of(model, 2, **changes)))
+        engine, loader = started(0, 2, **changes)
+        try:
+            next(iter(loader))
+        finally:
+            engine.destroy()
 
-    long = [2] * 20 if dist.get_rank() else [3] * 20
-    return [outcome(lambda: first(lengths=long)), outcome(lambda: first(batch_tokens=80 + dist.get_rank()))]
+    def moved(state: dict[str, Any], **changes: Any) -> None:
+        engine, loader = started(0, 2, **changes)
+        try:
+            loader.load_state_dict(state)
+        finally:
+            engine.destroy()
+
+    engine, loader = started(0, 2)
+    next(iter(loader))
+    within = loader.state_dict()
+    engine.destroy()
+    wrong = start(Attends(), make_config(0))
+    said = [
+        outcome(lambda: first(lengths=[3 - rank] * 20)),
+        outcome(lambda: first(batch_tokens=80 + rank)),
+        outcome(lambda: first(lengths=[3] * 19)),
+        outcome(lambda: moved(within, batch_tokens=77)),
+        outcome(lambda: moved(within, seed=6)),
+        outcome(lambda: BalancedLoader(samples(), wrong, 64)),
+    ]
+    wrong.destroy()
+    return said
 
 
-def test_ranks_that_would_deal_differently_are_told(pool2: RankPool) -> None:
-    for lengths, settings in pool2.run(run_refused):
-        assert "DeepSpeedConfigError" in lengths and "lengths is" in lengths and "on rank 1" in lengths
-        assert "DeepSpeedConfigError" in settings and "batch_tokens=81" in settings
+def test_what_would_go_wrong_is_a_sentence_on_every_rank(pool2: RankPool) -> None:
+    parts = (
+        "on rank 0 and [2, 2, 2, 2] ...",
+        "batch_tokens=81",
+        "19 lengths for 20 samples",
+        "between two updates",
+        "seed None (here 6)",
+        '"normalize" is "micro_batches"',
+    )
+    for said in pool2.run(run_refused):
+        for text, part in zip(said, parts, strict=True):
+            assert part in text, said
