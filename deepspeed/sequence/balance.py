@@ -22,10 +22,10 @@ from deepspeed.errors import DeepSpeedConfigError
 Times = NDArray[np.float64]
 # Targets that are tried, in multiples of the lower bound; then with groups of several ranks for short sequences too, as
 # memory may ask for. A plan this near to the bound ends the search.
-_TARGETS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.4, 1.8, 2.5, 4.0, 8.0)
-_WIDE_TARGETS = (1.0, 1.1, 1.4)
+_TARGETS = (1.0, 1.03, 1.1, 1.25, 1.6, 2.5, 8.0)
+_WIDE_TARGETS = (1.0, 1.1)
 _WIDEST = 3
-_GOOD = 1.01
+_GOOD = 1.02
 
 
 class DoesNotFit(DeepSpeedConfigError):
@@ -105,8 +105,14 @@ class _Open:
 
     def take(self, index: int, length: int, seconds: float) -> None:
         """Add a sequence of at most ``room`` tokens to the micro-batch that takes the least time so far."""
-        fits = (step for step, room in enumerate(self.rooms) if room >= length)
-        step = min(fits, key=self.times.__getitem__)
+        step = 0
+        if len(self.parts) > 1:
+            fits = [step for step, room in enumerate(self.rooms) if room >= length]
+            step = min(fits, key=self.times.__getitem__)
+        self.put(step, index, length, seconds)
+
+    def put(self, step: int, index: int, length: int, seconds: float) -> None:
+        """Add a sequence to the micro-batch ``step``."""
         self.parts[step].append(index)
         self.rooms[step] -= length
         self.times[step] += seconds
@@ -121,6 +127,7 @@ class _Task:
     lengths: list[int]
     table: Times
     rows: list[list[float]]  # the same
+    ascending: list[int]  # places by length
     ranks: int
     tokens: int
     steps: int
@@ -172,7 +179,8 @@ def plan_batch(
     sizes = np.asarray(lengths, dtype=np.float64)
     table = np.stack([cost.seconds(sizes, 1 << power) for power in range(limit.bit_length())])
     table[sizes > np.left_shift(tokens_per_rank, np.arange(len(table)))[:, None]] = np.inf
-    task = _Task([int(length) for length in lengths], table, table.tolist(), ranks, tokens_per_rank, steps)
+    ascending = np.argsort(sizes, kind="stable").tolist()
+    task = _Task([int(n) for n in lengths], table, table.tolist(), ascending, ranks, tokens_per_rank, steps)
     bound = task.bound()
     best: list[_Open] = []
     seconds = np.inf
@@ -182,10 +190,8 @@ def plan_batch(
             break
         if seconds <= factor * bound:
             continue
-        groups = _plan_for(task, bound * factor, power)
-        longest = max((group.seconds for group in groups), default=np.inf)
-        if longest < seconds:
-            best, seconds = groups, longest
+        if groups := _plan_for(task, bound * factor, power, seconds):
+            best, seconds = groups, max(group.seconds for group in groups)
     if not best:
         raise DoesNotFit(
             f"{len(lengths)} sequences of {sum(task.lengths)} tokens could not be dealt to {ranks} ranks x {steps} "
@@ -208,8 +214,9 @@ def _check(lengths: Sequence[int], ranks: int, tokens: int, limit: int, steps: i
         )
 
 
-def _plan_for(task: _Task, target: float, least: int) -> list[_Open]:
-    """Return groups for which long sequences have the degree that ``target`` asks for, or none where they do not fit.
+def _plan_for(task: _Task, target: float, least: int, limit: float) -> list[_Open]:
+    """Return groups for which long sequences have the degree that ``target`` asks for; none where they do not fit, or
+    one takes ``limit`` seconds.
 
     Short ones go to groups of at least ``2**least`` ranks, as far as the ranks divide by it.
     """
@@ -218,7 +225,7 @@ def _plan_for(task: _Task, target: float, least: int) -> list[_Open]:
     order = np.lexsort((-times, -powers))
     long_count = int((powers > least).sum())
     groups = _deal_long(task, order[:long_count].tolist(), powers.tolist(), target)
-    if groups is None:
+    if groups is None or max((group.seconds for group in groups), default=0.0) >= limit:
         return []
     short = order[long_count:].tolist()
     _fill_idle(task, short, groups)
@@ -226,7 +233,8 @@ def _plan_for(task: _Task, target: float, least: int) -> list[_Open]:
     for power in range(least, -1, -1):
         groups += [task.open(power) for _ in range(free >> power)]
         free %= 1 << power
-    return groups if _deal_short(task, short, groups) and _share(task, groups) else []
+    dealt = _deal_short(task, short, groups, limit) and _share(task, groups)
+    return groups if dealt and max(group.seconds for group in groups) < limit else []
 
 
 def _deal_long(task: _Task, order: list[int], powers: list[int], target: float) -> list[_Open] | None:
@@ -262,11 +270,12 @@ def _fullest(
     task: _Task, index: int, filled: list[list[tuple[float, int]]], groups: list[_Open], target: float
 ) -> int | None:
     """Return the place of the group that sequence ``index`` fills best within ``target``, of the least degree."""
-    power = len(task.rows) - len(filled)
+    power, length = len(task.rows) - len(filled), task.lengths[index]
     for entries, row in zip(filled, task.rows[power:], strict=True):
         end = bisect.bisect_right(entries, (target - row[index], len(groups)))
-        for _, place in reversed(entries[:end]):
-            if groups[place].room >= task.lengths[index]:
+        for at in range(end - 1, -1, -1):
+            place = entries[at][1]
+            if groups[place].room >= length:
                 return place
     return None
 
@@ -279,9 +288,9 @@ def _fill_idle(task: _Task, order: list[int], groups: list[_Open]) -> None:
             group.take(index, task.lengths[index], task.rows[group.power][index])
 
 
-def _deal_short(task: _Task, order: list[int], groups: list[_Open]) -> bool:
-    """Give each sequence, longest first, to the least busy group with room; say whether all had one."""
-    least = min(task.lengths)
+def _deal_short(task: _Task, order: list[int], groups: list[_Open], limit: float) -> bool:
+    """Give each sequence, longest first, to the least busy group with room; say whether none takes ``limit`` then."""
+    least = task.lengths[task.ascending[0]]
     heap = [(group.seconds, place) for place, group in enumerate(groups)]
     heapq.heapify(heap)
     for index in order:
@@ -295,6 +304,8 @@ def _deal_short(task: _Task, order: list[int], groups: list[_Open]) -> bool:
         place = heap[0][1]
         group = groups[place]
         group.take(index, length, task.rows[group.power][index])
+        if group.seconds >= limit:
+            return False
         heapq.heapreplace(heap, (group.seconds, place))
         for entry in full:
             heapq.heappush(heap, entry)
@@ -303,15 +314,16 @@ def _deal_short(task: _Task, order: list[int], groups: list[_Open]) -> bool:
 
 def _share(task: _Task, groups: list[_Open]) -> bool:
     """Give micro-batches without sequence one that another has too, the shortest first; say whether all have one."""
-    turn = itertools.cycle(sorted(range(len(task.lengths)), key=task.lengths.__getitem__))
+    turn = itertools.cycle(task.ascending)
     for group in groups:
-        while not all(group.parts):
+        for step in (step for step, part in enumerate(group.parts) if not part):
             index = next(turn)
-            empty = max(room for room, part in zip(group.rooms, group.parts, strict=True) if not part)
-            if empty < min(task.lengths):
+            if task.lengths[index] > group.rooms[step]:  # the others are longer still, until the shortest
+                turn = itertools.cycle(task.ascending)
+                index = next(turn)
+            if task.lengths[index] > group.rooms[step]:
                 return False
-            if task.lengths[index] <= empty:
-                group.take(index, task.lengths[index], task.rows[group.power][index])
+            group.put(step, index, task.lengths[index], task.rows[group.power][index])
     return True
 
 
