@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import deepspeed
-from deepspeed.sequence.balance import CostModel, Plan, draw_lengths, plan_batch
 from deepspeed.sequence.balanced_loader import BalancedLoader
+from deepspeed.sequence.dealing import CostModel, Plan, draw_lengths, plan_batch
 from deepspeed.sequence.degrees import DegreeGroups
 from deepspeed.tools.verify.ranks import RankPool
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed.client.data_position import ResumableSampler
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
-from deepspeed.sequence.balance import CostModel, DoesNotFit, Plan, plan_batch
+from deepspeed.sequence.dealing import CostModel, DoesNotFit, Plan, plan_batch
 from deepspeed.sequence.degrees import DegreeGroups
 from deepspeed.sequence.packing import pack, part_of_pack, share_labels, tokens_of
 

@@ -27,8 +27,8 @@ def model_of() -> Any:
 def run(stage: int, max_degree: int, recompute: bool) -> tuple[float, list[int]]:  # noqa: FBT001
     """The largest error of gradients over an epoch, and the degrees of this rank."""
     import deepspeed
-    from deepspeed.sequence.balance import CostModel
     from deepspeed.sequence.balanced_loader import BalancedLoader
+    from deepspeed.sequence.dealing import CostModel
     from deepspeed.tools.verify.grads import scaled_error
     from deepspeed.utils import safe_get_full_grad
 
