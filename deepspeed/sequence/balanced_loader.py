@@ -186,12 +186,12 @@ class BalancedLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at ``state``; CheckpointError where the rest would be other samples than what was left."""
-        here = self.state_dict()
-        if missing := here.keys() - state.keys():
+        current = self.state_dict()
+        if missing := current.keys() - state.keys():
             raise CheckpointError(f"This is no position of a BalancedLoader: it lacks {', '.join(sorted(missing))}.")
         fixed = ["seed", "dataset"] + (["dealt"] if state["micro_batches"] else [])
-        if wrong := [name for name in fixed if state[name] != here[name]]:
-            what = ", ".join(f"{name} {state[name]} (here {here[name]})" for name in wrong)
+        if wrong := [name for name in fixed if state[name] != current[name]]:
+            what = ", ".join(f"{name} {state[name]} (here {current[name]})" for name in wrong)
             raise CheckpointError(
                 f"The data position was saved with {what}: load it with the same. Ranks and arguments may differ where "
                 "it lies between two updates."

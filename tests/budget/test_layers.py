@@ -60,6 +60,8 @@ LAYERS = {
     "deepspeed.reallocate": 6,
     "deepspeed.reallocate.moves": 2,
     "deepspeed.tensor": 6,
+    "deepspeed.sequence": 6,
+    "deepspeed.sequence.dealing": 2,
     "deepspeed.engine": 7,
     **dict.fromkeys(REEXPORTS, 8),
     "deepspeed.launcher": 9,
