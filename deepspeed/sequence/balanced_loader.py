@@ -80,7 +80,7 @@ class Dealer:
 
 
 class BalancedLoader:
-    """Micro-batches of this rank, which take about as long as those of every other, from a map-style ``dataset``.
+    """Micro-batches of this rank, on its device, which take about as long as every other's. Of a map-style ``dataset``.
 
     Samples are dictionaries with ``input_ids`` and perhaps ``labels``, or the ids alone. A micro-batch is one row of
     whole documents with ``position_ids``, and as ``labels`` those of the next token each (``shift_labels`` too for
@@ -110,7 +110,7 @@ class BalancedLoader:
     ) -> None:
         ranks, steps = engine.mesh.zero, engine.gradient_accumulation_steps()
         _check(dataset, engine)
-        self.dataset, self._seed, self._ranks = dataset, seed, ranks
+        self.dataset, self._seed, self._ranks, self._device = dataset, seed, ranks, engine.device
         self._length = self._length_function(lengths)
         self._sampler = ResumableSampler(dataset, num_replicas=1, rank=0, shuffle=seed is not None, seed=seed or 0)
         total = max(ranks.size * tokens_per_rank * steps // 2, 1) if batch_tokens is None else batch_tokens
@@ -146,7 +146,8 @@ class BalancedLoader:
                 break
             update = update or self._dealer.take(order[self._samples :], self._length)
             self.groups.use(update.plan.group_of(self._ranks.index).degree)
-            batch = update.micro_batch(self.dataset, self._step, self._ranks.index)
+            parts = update.micro_batch(self.dataset, self._step, self._ranks.index)
+            batch = {name: part.to(self._device) for name, part in parts.items()}
             if self.groups.wired:
                 batch["shift_labels"] = batch["labels"]
             self._step += 1

@@ -8,7 +8,9 @@ from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import group_over, plain_mesh
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.log import log_dist
+from deepspeed.sequence.attention import PREFIX
 from deepspeed.sequence.layout import Layout, codes_of, in_turn, joined, layout_of
 from deepspeed.sequence.wire import Hooks, attach_attention, check, outermost
 
@@ -56,6 +58,11 @@ class DegreeGroups:
 
     def _attach(self, model: nn.Module) -> bool:
         tops = outermost(model)
+        if any(str(top.config._attn_implementation).startswith(PREFIX) for top in tops):
+            raise DeepSpeedConfigError(
+                f"the attention of {type(tops[0]).__name__} is divided over ranks already: an engine has one "
+                "BalancedLoader, and no UlyssesSPAttentionHF.register_with_transformers beside it"
+            )
         for top in tops:
             check(top, self.max_degree)
             attach_attention(top, self._back)

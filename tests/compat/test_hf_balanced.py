@@ -27,6 +27,7 @@ def model_of() -> Any:
 def run(stage: int, max_degree: int, recompute: bool) -> tuple[float, list[int]]:  # noqa: FBT001
     """The largest error of gradients over an epoch, and the degrees of this rank."""
     import deepspeed
+    from deepspeed.errors import DeepSpeedConfigError
     from deepspeed.sequence.balanced_loader import BalancedLoader
     from deepspeed.sequence.dealing import CostModel
     from deepspeed.tools.verify.grads import scaled_error
@@ -47,6 +48,8 @@ def run(stage: int, max_degree: int, recompute: bool) -> tuple[float, list[int]]
     cost = CostModel(0.01, 1.0, exchange_bytes=8.0, node_bandwidth=1.0)
     how = {"batch_tokens": 90, "max_degree": max_degree, "cost": cost, "seed": None}
     loader = BalancedLoader(data, engine, 24 if max_degree > 1 else 48, **how)
+    with pytest.raises(DeepSpeedConfigError, match="an engine has one BalancedLoader"):
+        BalancedLoader(data, engine, 48)
     worst, degrees, begin = 0.0, [], 0
     for batch in loader:
         degrees.append(loader.groups.current.size)
