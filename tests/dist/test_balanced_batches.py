@@ -144,6 +144,25 @@ def test_a_checkpoint_goes_on_with_the_samples_that_are_left(pool2: RankPool, tm
     assert all(pool2.run(run_resumed, tmp_path, stop))
 
 
+def run_labels(state: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    """Position and labels of this rank behind one update; with ``state``: behind the rest of the epoch."""
+    engine, loader = started(0, 2, seed=5)
+    if state is not None:
+        loader.load_state_dict(state)
+    batches = itertools.islice(loader, MICROS) if state is None else loader
+    labels = sum(int(batch["labels"].ne(-100).sum()) for batch in batches)
+    engine.destroy()
+    return loader.state_dict(), labels
+
+
+def test_other_ranks_train_what_is_left(pool2: RankPool, pool4: RankPool) -> None:
+    first = pool2.run(run_labels, None)
+    rest = pool4.run(run_labels, first[0][0])
+    wanted = sum(int(sample.get("labels", sample["input_ids"])[1:].ne(-100).sum()) for sample in samples())
+    assert min(labels for _, labels in (*first, *rest)) > 0
+    assert sum(labels for _, labels in (*first, *rest)) == wanted
+
+
 def run_refused() -> list[str]:
     rank = dist.get_rank()
 
