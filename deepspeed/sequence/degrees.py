@@ -79,7 +79,7 @@ class _HooksOfBatch(Hooks):
     """Hooks that divide each forward over the group of its own micro-batch, which the loader has cut before."""
 
     def __init__(self, groups: DegreeGroups) -> None:
-        super().__init__(groups.current, cuts=False, in_eval=False)
+        super().__init__(groups.current, None, cuts=False, in_eval=False)
         self._groups = groups
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
