@@ -225,7 +225,9 @@ class Hooks:
         if self._cuts:
             run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
             given = {**given, "labels": targets}
-        return given, layout_of(joined(codes.to(told.device), self._group, lengths), self._group, lengths, self._ring)
+        return given, layout_of(
+            joined(codes.to(answers.device), self._group, lengths), self._group, lengths, self._ring
+        )
 
     def _device(self, module: nn.Module) -> torch.device:
         return next(module.parameters()).device
