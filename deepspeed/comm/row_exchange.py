@@ -19,6 +19,17 @@ def start_all_to_all(
 
 def all_to_all(rows: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
     """Send ``sent[r]`` consecutive rows to each member r; return the ``received[r]`` rows of each, in member order."""
+    if group.size == 1:
+        return rows.clone()
     out, transfer = start_all_to_all(rows, group, sent=sent, received=received)
     transfer.wait()
     return out
+
+
+def start_shift(values: torch.Tensor, out: torch.Tensor, group: AxisGroup) -> Collective:
+    """Start to send ``values`` to the next member, and to receive those of the one before into ``out``."""
+    end = group.note("shift", values)
+    before, behind = (group.index - 1) % group.size, (group.index + 1) % group.size
+    pairs = ((dist.irecv, out, before), (dist.isend, values.contiguous(), behind))
+    posted = [dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in pairs]
+    return Collective(dist.batch_isend_irecv(posted), out, values, then=(end,))

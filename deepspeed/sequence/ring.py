@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from deepspeed.comm.collectives import AxisGroup, Collective, start_shift
+from deepspeed.comm.collectives import AxisGroup, Collective
+from deepspeed.comm.row_exchange import start_shift
 from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
 from deepspeed.sequence.layout import Layout
 
