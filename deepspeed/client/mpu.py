@@ -21,7 +21,10 @@ _GETTERS = {
 
 @dataclass(frozen=True)
 class Ways:
-    """Arguments of ``build_mesh``. ``group``: the ranks of the engine, None for the whole world."""
+    """Arguments of ``build_mesh``. ``group``: the ranks of the engine, None for the whole world; ``order`` is there
+    where the client has cut all ranks. ``gathered``: it gathers the losses of one sequence with torch's ``all_gather``,
+    whose backward sums them once more, so that gradients are averaged over sequence-parallel ranks too.
+    """
 
     pp: int = 1
     sp: int = 1
@@ -29,6 +32,7 @@ class Ways:
     group: dist.ProcessGroup | None = None
     order: tuple[int, ...] | None = None
     known: tuple[dist.ProcessGroup, ...] = ()
+    gathered: bool = False
 
     @property
     def shared(self) -> int:
@@ -63,7 +67,9 @@ def ways_of_mpu(mpu: Any, backend: str) -> Ways:
             "the pipeline-, data-, sequence- and tensor-parallel sizes must multiply to their number"
         )
     order = tuple(rank for _, rank in sorted(zip((place for place, _ in places), world.ranks, strict=True)))
-    return Ways(sizes["pp"], sizes["sp"], sizes["tp"], order=order, known=tuple(groups.values()))
+    gathered = getattr(mpu, "gathers_losses", False)
+    known = tuple(groups.values())
+    return Ways(sizes["pp"], sizes["sp"], sizes["tp"], order=order, known=known, gathered=gathered)
 
 
 def ways_of_mesh(mesh_param: Any) -> Ways:
@@ -82,4 +88,4 @@ def ways_of_mesh(mesh_param: Any) -> Ways:
             f"mesh_param {data} data-parallel x {sp} sequence-parallel ranks are {data * sp}, but there are {ranks} "
             "ranks; the sizes must multiply to their number"
         )
-    return Ways(sp=sp)
+    return Ways(sp=sp, order=tuple(range(ranks)))

@@ -208,7 +208,7 @@ def _assemble(
     if base is not None:
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
-    facts, facts_of = _facts(cfg, mesh), None
+    facts, facts_of = _facts(cfg, mesh, feeds=mesh.data.size * (dims.sp if dims.gathered else 1)), None
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
@@ -245,7 +245,8 @@ def _optimizer(
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **vars(dims))
+    cut = {name: way for name, way in vars(dims).items() if name != "gathered"}
+    return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **cut)
 
 
 def _log_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
@@ -433,10 +434,12 @@ def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Param
     return frozenset(p for module in owners for p in module.parameters(recurse=False))
 
 
-def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
-    """Return what units share: the mean is taken once, split between packing and the step by the predivide factor."""
+def _facts(cfg: DeepSpeedConfig, mesh: Mesh, *, feeds: int) -> UnitFacts:
+    """Return what units share: the mean over ``feeds`` losses is taken once, split between packing and the step by the
+    predivide factor.
+    """
     mean = cfg.gradient_allreduce_op == "mean"
-    total = early = float(mesh.data.size) if mean else 1.0
+    total = early = float(feeds) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
     wire = cfg.dtype_policy.reduction

@@ -193,6 +193,16 @@ def _expert_probes() -> dict[str, Probe]:
     }
 
 
+def _sequence_probes() -> dict[str, Probe]:
+    two = base(sequence_parallel_size=2)
+    return {
+        "sequence_parallel_size": Probe(base(), 2),
+        "data_parallel_size": Probe(two, 2),
+        "seq_parallel_communication_data_type": Probe(two, "bf16"),
+        "sequence.attention": Probe(two, "ulysses"),
+    }
+
+
 def _reduction_probes() -> dict[str, Probe]:
     return {
         "communication_data_type": Probe(base(), "bf16"),
@@ -474,6 +484,7 @@ PROBES: dict[str, Probe] = {
     **_under("scheduler", {name: replace(probe, scenario="longer") for name, probe in _schedule_probes().items()}),
     **_precision_probes(),
     **_reduction_probes(),
+    **_sequence_probes(),
     "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),
     **_under("zero_optimization", _zero_probes()),
     **_under("tensor_parallel", _tensor_probes()),

@@ -27,6 +27,9 @@ INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INER
 _OF_TWO = (
     "tensor_parallel.",
     "expert_parallel.",
+    "sequence",
+    "seq_parallel_communication_data_type",
+    "data_parallel_size",
     "pipeline.",
     "comms_logger.",
     "elasticity.",

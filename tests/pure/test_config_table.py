@@ -28,6 +28,7 @@ EXTENSIONS = {
         for n in ("device_states", "delayed_update", "delayed_update_warm_up")
     ),
     "normalize",
+    "sequence.attention",
     "optimizer.torch_adam",
     "zero_optimization.separate_reduce_group",
     *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),

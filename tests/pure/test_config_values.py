@@ -91,6 +91,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 RIGHT: dict[str, Any] = {
     **{
+        "sequence_parallel_size": 1,
         "optimizer.type": "Lion",
         "scheduler.type": "StepLR",
         "data_types.param_dtype": "bf16",

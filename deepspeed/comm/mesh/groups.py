@@ -30,9 +30,10 @@ class Mesh:
     tensor-parallel part): values are broadcast and collectives are agreed on there. ``groups`` are its axes (inner
     first), over which states are cut. ``control`` is a host-side (gloo) group over it for messages of a few bytes, None
     for one rank or where none is wanted. ``name`` tells engines apart, and is the same on their ranks. ``tp``: the
-    ranks that share each layer; ``pp``: those that hold the stages one batch passes. ``host``: a gloo group over the
-    job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``reducing``: a
-    second group over the first axis, for the sums of gradients, as a communicator runs one collective at a time.
+    ranks that share each layer; ``sp``: each sequence; ``pp``: those that hold the stages one batch passes. ``host``:
+    a gloo group over the job, where ``control`` is none. ``topology``: where each rank is; None: only this one is
+    known. ``reducing``: a second group over the first axis, for the sums of gradients, as a communicator runs one
+    collective at a time.
     ``experts``: the groups that divide experts and exchange tokens. ``made``: all groups that are to be destroyed.
     """
 
@@ -44,6 +45,7 @@ class Mesh:
     name: str = ""
     tp: AxisGroup = field(default_factory=_alone)
     pp: AxisGroup = field(default_factory=_alone)
+    sp: AxisGroup = field(default_factory=_alone)
     host: AxisGroup | None = None
     topology: Topology | None = None
     reducing: AxisGroup | None = None
@@ -63,7 +65,7 @@ class Mesh:
     @property
     def communicators(self) -> set[Any]:
         """Return the groups of several ranks whose collectives run on the device, where each holds memory."""
-        groups = (self.job, self.data, self.zero, self.tp, self.pp, *self.groups, *self.sums)
+        groups = (self.job, self.data, self.zero, self.tp, self.pp, self.sp, *self.groups, *self.sums)
         return {group.pg for group in groups if group.size > 1 and group.backend != "gloo"}
 
     @property
@@ -183,7 +185,8 @@ def build_mesh(
     asks = new(zero, "control", messages) if control and zero.size > 1 else None
     axes = shard_axes(topology, rank)
     data = over(topology.axis(rank, "dp_outer", "dp"))
-    shares: Any = {axis: over(topology.axis(rank, axis)) for axis, size in (("tp", tp), ("pp", pp)) if size > 1}
+    sizes = {"tp": tp, "pp": pp, "sp": sp}
+    shares: Any = {axis: over(topology.axis(rank, axis)) for axis, size in sizes.items() if size > 1}
     groups = (zero,) if len(axes) == 1 else tuple(over(axis) for axis in axes)
     first = groups[0]
     apart = new(first, "reductions", backend) if reducing and first.size > 1 else None

@@ -95,8 +95,8 @@ def examine(source: ConfigSource, *, world_size: int | None = None, resolved: bo
     data = _without_autos(source.data, "", autos)
     if set(autos) & set(BATCH_KEYS) and TRAIN not in data and MICRO not in data:
         data[MICRO] = 1
-    tp_size = None if world_size else 1
-    config, report = judge(replace(source, data=data), world_size=world_size or 1, degree=tp_size)
+    one = None if world_size else 1
+    config, report = judge(replace(source, data=data), world_size=world_size or 1, tp=one, sp=one)
     for path in autos if resolved else ():
         report.fault(path, f"{path} {UNFILLED}")
     report.raise_faults()
@@ -174,6 +174,7 @@ def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
     norms = "as the running statistics, which are buffers"
     forward = f"autocast to {autocast.dtype}" if autocast.enabled else same
     decides = "torch_autocast" if autocast.enabled else "follow the parameters"
+    wire = "seq_parallel_communication_data_type" if cfg.sequence_ways > 1 else "communication_data_type"
     rows = [
         ("parameters", policy.compute or built, switch),
         ("modules kept in fp32", kept, "data_types.keep_in_fp32_modules"),
@@ -181,7 +182,7 @@ def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
         ("forward arithmetic", forward, decides),
         ("gradients (autograd)", same, "follow the parameters"),
         ("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
-        ("reduction (wire)", policy.reduction or same, "communication_data_type, else the parameters"),
+        ("reduction (wire)", policy.reduction or same, f"{wire}, else the parameters"),
         ("master weights", master, "fixed"),
         ("optimizer states", policy.master, "follow the master weights"),
         ("buffers", policy.buffers or built, "data_types.buffer_dtype"),

@@ -72,8 +72,7 @@ def _elastic_batch(cfg: Configuration, given: list[str]) -> dict[str, int]:
             f"{given[0]} is given beside elasticity.enabled, which chooses the batch sizes. Delete "
             f"{' and '.join(given)}, or set elasticity.ignore_non_elastic_batch_info to true."
         )
-    tp_size = cfg.tensor_parallel.ways
-    train, micro, _ = share_of(cfg.elasticity, cfg.world_size * tp_size, mp_size=tp_size)
+    train, micro, _ = share_of(cfg.elasticity, cfg.world_size * cfg.ways, mp_size=cfg.ways)
     return dict(zip(BATCH_KEYS, (train, micro, train // (micro * cfg.world_size)), strict=True))
 
 
@@ -193,17 +192,23 @@ def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
     size, inner = block.autotp_size, block.tensor_parallel.tp_size
     text = f"is {inner}, but tensor_parallel.autotp_size is {size}. Delete tp_size, or make them equal."
     yield size > 1 and inner not in (1, size), "tensor_parallel.tensor_parallel.tp_size", text
-    ways, ranks = cfg.expert_parallel.ways, cfg.world_size * block.ways
+    ways, ranks = cfg.expert_parallel.ways, cfg.world_size * cfg.ways
     text = f"x expert_tensor_parallel_size = {ways} does not divide the {ranks} ranks. Use a divisor of {ranks}."
     yield ranks % ways, "expert_parallel.autoep_size", text
     text = "cannot be combined with expert_parallel in this release: experts need whole tokens. Delete it."
     yield ways > 1 and block.sequence_parallel_norms, "tensor_parallel.sequence_parallel_norms", text
 
 
+def _sequence_rules(cfg: Configuration) -> Iterator[Rule]:
+    data, ranks = cfg.data_parallel_size, cfg.world_size
+    text = f"{data} is not the number of ranks that get different batches, {ranks}. Delete it, or set it to {ranks}."
+    yield cfg.sequence_ways > 1 and data not in (None, ranks), "data_parallel_size", text
+
+
 def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:
     """Return (path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: no rules about ranks."""
     kinds = (_precision_rules, _reduction_rules, _offload_rules, _zenflow_rules, _parallel_rules)
-    kinds = (*kinds, *(() if lenient else (_group_rules,)))
+    kinds = (*kinds, *(() if lenient else (_group_rules, _sequence_rules)))
     return [(path, f"{path} {rest}") for rules in kinds for broken, path, rest in rules(cfg) if broken]
 
 
@@ -232,6 +237,11 @@ def inert_under(cfg: Configuration) -> dict[str, str]:
         why |= dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), 'gradient_allreduce_op is "sum"')
     elif cfg.prescale_gradients:
         why["gradient_predivide_factor"] = "prescale_gradients divides by all ranks at once"
+    if cfg.sequence_ways == 1:
+        names = ("data_parallel_size", "seq_parallel_communication_data_type", "sequence.attention")
+        why |= dict.fromkeys(names, "sequence_parallel_size is 1")
+    else:
+        why["communication_data_type"] = "seq_parallel_communication_data_type takes its place"
     if cfg.hybrid_engine.inference_tp_size > 1 and cfg.tensor_parallel.ways == 1:
         why["hybrid_engine.tp_gather_partition_size"] = "inference_tp_size lets no layer be gathered"
     return why

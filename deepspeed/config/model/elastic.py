@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from math import prod
 from typing import Any
 
 from deepspeed.config.model.values import Block, Flag, Int, Num, Support, key
@@ -108,22 +109,23 @@ def in_words(sizes: Sequence[int]) -> str:
 def kept_sizes(config: dict[str, Any], sizes: Sequence[int]) -> list[int]:
     """Return the ``sizes`` (ranks) at which the batch keys or the elasticity block of ``config`` give the same batch.
 
-    Without a batch (none, or "auto") keep the multiples of autotp_size. Raise ElasticityConfigError for a faulty block.
+    Without a batch (none, or "auto") keep the multiples of the ranks that share one. Raise ElasticityConfigError for a
+    faulty block.
     """
     block, parallel = config.get(_BLOCK), config.get("tensor_parallel")
-    tp_size = parallel.get("autotp_size") if isinstance(parallel, dict) else 1
-    tp_size = tp_size if isinstance(tp_size, int) and tp_size > 0 else 1
+    degrees = (config.get("sequence_parallel_size"), parallel.get("autotp_size") if isinstance(parallel, dict) else 1)
+    mp_size = prod(size for size in degrees if isinstance(size, int) and size > 0)
     if isinstance(block, dict) and block.get("enabled") is True:
         allowed = elastic_batch(_read(block))[1]
         return [size for size in sizes if size in allowed]
     batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     steps = config.get("gradient_accumulation_steps")
     if not isinstance(batch, int):
-        return [size for size in sizes if size % tp_size == 0]
+        return [size for size in sizes if size % mp_size == 0]
     factors = [n for n in (micro, steps) if isinstance(n, int)]
     if len(factors) == 2:  # micro batch and accumulation are both given: they fix the number of ranks
-        return [size for size in sizes if size == batch // (factors[0] * factors[1]) * tp_size]
-    return allowed_sizes(batch, factors or [1], sizes, mp_size=tp_size)
+        return [size for size in sizes if size == batch // (factors[0] * factors[1]) * mp_size]
+    return allowed_sizes(batch, factors or [1], sizes, mp_size=mp_size)
 
 
 def elasticity_enabled(ds_config: dict[str, Any]) -> bool:

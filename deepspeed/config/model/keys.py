@@ -7,6 +7,7 @@ from pydantic import Field, SkipValidation
 from deepspeed.config.model import blocks, unread, values
 from deepspeed.config.model.elastic import ElasticityConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
+from deepspeed.config.model.sequence import SequenceConfig
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 
@@ -43,6 +44,13 @@ class Configuration(unread.Keys):
         "micro_batches", "What an update is the mean over; next_tokens: labels are read one place to the left."
     )
     communication_data_type: OptionalDtype = key(None, "Dtype of gradients between ranks; null follows the parameters.")
+    seq_parallel_communication_data_type: OptionalDtype = key(
+        "fp32", "The same where several ranks share one sequence."
+    )
+    sequence_parallel_size: Positive | None = key(None, "Ranks that share one sequence; null and 1 are off.")
+    data_parallel_size: Positive | None = key(
+        None, "Ranks that are fed different batches, checked where sequence_parallel_size is above 1; null: the rest."
+    )
     optimizer: blocks.OptimizerConfig | None = None
     scheduler: blocks.SchedulerConfig | None = None
     fp16: blocks.Fp16Config = Field(default_factory=blocks.Fp16Config)
@@ -65,6 +73,7 @@ class Configuration(unread.Keys):
     prometheus: blocks.PrometheusConfig = Field(default_factory=blocks.PrometheusConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
     observe: blocks.ObserveConfig = Field(default_factory=blocks.ObserveConfig)
+    sequence: SequenceConfig = Field(default_factory=SequenceConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     tensorboard: blocks.TensorBoardConfig = Field(default_factory=blocks.TensorBoardConfig)
     timers: blocks.TimersConfig = Field(default_factory=blocks.TimersConfig)
@@ -81,13 +90,24 @@ class Configuration(unread.Keys):
         return self.data_types.grad_accum_dtype
 
     @property
+    def ways(self) -> int:
+        """Return how many ranks share one batch: its sequences, and each layer."""
+        return self.sequence_ways * self.tensor_parallel.ways
+
+    @property
+    def sequence_ways(self) -> int:
+        """Return how many ranks share one sequence."""
+        return self.sequence_parallel_size or 1
+
+    @property
     def dtype_policy(self) -> values.DtypePolicy:
         """Return the dtype of each quantity of a training step."""
+        shared = self.sequence_ways > 1
         return values.DtypePolicy(
             compute=None if self.compute_dtype == "fp32" else self.compute_dtype,
             low=self.torch_autocast.dtype,
             accumulation=self.grad_accum_dtype or "fp32",
-            reduction=self.communication_data_type,
+            reduction=self.seq_parallel_communication_data_type if shared else self.communication_data_type,
             master="fp32",
             buffers=self.data_types.buffer_dtype,
         )

@@ -27,9 +27,9 @@ class _LoadsWhenCalled(_ModelMeta):
     def __call__(cls, config: Any, mpu: Any = None, mesh_device: Any = None) -> "DeepSpeedConfig":
         """Load ``config`` for the ranks of ``mpu``, of ``mesh_device``'s "data_parallel" axis, of WORLD_SIZE, or 1."""
         if mpu is not None:
-            return load_config(config, world_size=int(mpu.get_data_parallel_world_size()), ways=1)
+            return load_config(config, world_size=int(mpu.get_data_parallel_world_size()), tp=1, sp=1)
         if mesh_device is not None:
-            return load_config(config, world_size=int(mesh_device["data_parallel"].size()), ways=1)
+            return load_config(config, world_size=int(mesh_device["data_parallel"].size()), tp=1, sp=1)
         ranks = os.environ.get("WORLD_SIZE", "1")
         if not ranks.isdecimal():
             raise DeepSpeedConfigError(f"The variable WORLD_SIZE must be the number of ranks, not {ranks!r}.")
@@ -91,7 +91,13 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
 
 
 def judge(
-    source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True, degree: int | None = None
+    source: Any,
+    *,
+    world_size: int,
+    lenient: bool = False,
+    check_support: bool = True,
+    tp: int | None = None,
+    sp: int | None = None,
 ) -> tuple[DeepSpeedConfig | None, Judgement]:
     """Resolve ``source``, with defaults for what could not be read; return it (None if that failed) and all faults."""
     read = source if isinstance(source, ConfigSource) else read_source(source)
@@ -111,11 +117,17 @@ def judge(
                 _remove(tree, place)
     if config is None:
         return None, report
-    degree = config.tensor_parallel.ways if degree is None else degree
-    if world_size % degree and not lenient:
-        text = f"tensor_parallel.autotp_size {degree} does not divide the number of ranks, {world_size}. Use a divisor."
-        report.fault("tensor_parallel.autotp_size", text)
-    config = config.model_copy(update={"world_size": max(1, world_size // degree)})
+    degrees = {
+        "tensor_parallel.autotp_size": config.tensor_parallel.ways if tp is None else tp,
+        "sequence_parallel_size": config.sequence_ways if sp is None else sp,
+    }
+    ranks = world_size
+    for path, degree in degrees.items():
+        if ranks % degree and not lenient:
+            of = "number of ranks" if ranks == world_size else "ranks that layers leave"
+            report.fault(path, f"{path} {degree} does not divide the {of}, {ranks}. Use a divisor.")
+        ranks = max(1, ranks // degree)
+    config = config.model_copy(update={"world_size": ranks})
     try:
         config = config.model_copy(update=resolve_batch(config, lenient=lenient))
     except (LookupError, ValueError) as error:
@@ -137,10 +149,11 @@ def load_config(
     world_size: int,
     lenient: bool = False,
     check_support: bool = True,
-    ways: int | None = None,
+    tp: int | None = None,
+    sp: int | None = None,
 ) -> DeepSpeedConfig:
-    """Read, check and resolve a configuration for ``world_size`` ranks, ``ways`` of which share one batch. None: those
-    that share layers by tensor_parallel.autotp_size; 1: ``world_size`` counts data-parallel ranks already.
+    """Read, check and resolve a configuration for ``world_size`` ranks; ``tp`` share a layer and ``sp`` each sequence.
+    None: as the configuration says; 1 for both: ``world_size`` counts data-parallel ranks already.
 
     ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of
     JSON, or a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before
@@ -152,7 +165,7 @@ def load_config(
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")
     source = source.source if isinstance(source, DeepSpeedConfig) else source
-    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support, degree=ways)
+    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support, tp=tp, sp=sp)
     for note in [] if lenient else report.notes:  # zero.Init reads the same configuration first; one mention is enough
         logger.warning("%s", note)
     report.raise_faults()
