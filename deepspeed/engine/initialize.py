@@ -42,6 +42,7 @@ from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.profiling.start_report import report_start
 from deepspeed.profiling.timeline.observer import observe
+from deepspeed.sequence.memory import save_memory
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.layout import Granularity
@@ -199,6 +200,7 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
+    save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
     mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()

@@ -79,7 +79,7 @@ class Sum:
     """Sum of gradients of one tensor, in fp32 for narrower ones; ``result`` rounds it once."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._dtype, self.total = like.dtype, None
+        self._dtype = like.dtype
         self._wide = torch.promote_types(like.dtype, torch.float32)
         self.total: torch.Tensor | None = None
 
@@ -102,7 +102,6 @@ class _Work:
     run: Compute
     dims: tuple[int, ...]
     tiles: list[tuple[int, int]]
-    whole: int = 0  # tensors after the cut ones that every tile sees whole
     join: int = 0  # dimension along which outputs of tiles are joined
     reduction: Reduction | None = None  # else
     params: list[torch.Tensor] = field(default_factory=list)
@@ -163,9 +162,9 @@ class _Tiled(torch.autograd.Function):
                         shape[work.join] = sum(length for _, length in work.tiles)
                         joined = out.new_empty(shape)
                     joined.narrow(work.join, *tile).copy_(out)
+        ctx.lengths = [out.shape[work.join] for out in outputs] if work.reduction is None else []
         if joined is not None:
             return joined
-        ctx.lengths = [out.shape[work.join] for out in outputs] if work.reduction is None else []
         if work.reduction is not None:
             return torch.stack(outputs).sum(0)
         return outputs[0].clone() if len(outputs) == 1 else torch.cat(outputs, work.join)
@@ -174,42 +173,61 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         work, inputs = ctx.work, ctx.saved_tensors
-        params = [p for p in work.params if p.requires_grad]
-        sums = [Sum(p) for p in params]
-        cut = len(work.dims)
-        grads = [torch.zeros_like(t) if need and i < cut else None for i, (t, need) in enumerate(zip(inputs, ctx.needs, strict=True))]
-        wholes = {i: Sum(inputs[i]) for i in range(cut, len(inputs)) if ctx.needs[i]}
-        others: dict[torch.Tensor, Sum] = {}
+        found = _Gradients(work, inputs, ctx.needs)
         start = 0
         with held(work.params), ctx.surroundings.again(), torch.enable_grad():
             for number, tile in enumerate(work.tiles):
-                leaves = [t.detach().requires_grad_(need) for t, need in zip(work.cut(inputs, tile), ctx.needs, strict=True)]
+                pairs = zip(work.cut(inputs, tile), ctx.needs, strict=True)
+                leaves = [tensor.detach().requires_grad_(need) for tensor, need in pairs]
                 out = work.run(*leaves)
-                length = ctx.lengths[number] if getattr(ctx, "lengths", None) else tile[1]
+                length = ctx.lengths[number] if ctx.lengths else tile[1]
                 part = grad * work.share(tile) if work.reduction else grad.narrow(work.join, start, length)
                 start += length
-                if not out.requires_grad:
-                    continue
-                more = _unlisted(out, {*params, *leaves})
-                wanted = [t for t in leaves if t.requires_grad]
-                found = torch.autograd.grad(out, [*wanted, *params, *more], part, allow_unused=True)
-                del out
-                _add(found[len(wanted) :], [*sums, *(others.setdefault(p, Sum(p)) for p in more)])
-                for i, value in zip((i for i, need in enumerate(ctx.needs) if need), found, strict=False):
-                    if i < cut and value is not None:
-                        grads[i].narrow(work.dims[i], *tile).copy_(value)  # type: ignore[union-attr]
-                    elif i >= cut:
-                        wholes[i].add(value)
-        for i, total in wholes.items():
-            grads[i] = total.result(inputs[i])
-        _accumulate(others)
-        results = iter([total.result(p) for total, p in zip(sums, params, strict=True)])
-        return None, None, *grads, *(next(results) if p.requires_grad else None for p in work.params)
+                if out.requires_grad:
+                    found.take(tile, leaves, out, part)
+        return None, None, *found.of_inputs(), *found.of_params()
 
 
-def _add(grads: Sequence[torch.Tensor | None], sums: Sequence[Sum]) -> None:
-    for grad, total in zip(grads, sums, strict=True):
-        total.add(grad)
+class _Gradients:
+    """Gradients of a tiled function, as the tiles bring them."""
+
+    def __init__(self, work: _Work, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
+        self._work, self._inputs, self._needs = work, inputs, needs
+        self._params = {p: Sum(p) for p in work.params if p.requires_grad}
+        self._unlisted: dict[torch.Tensor, Sum] = {}
+        count = len(work.dims)
+        self._cut = {i: torch.zeros_like(inputs[i]) for i in range(count) if needs[i]}
+        self._whole = {i: Sum(inputs[i]) for i in range(count, len(inputs)) if needs[i]}
+
+    def take(
+        self, tile: tuple[int, int], leaves: list[torch.Tensor], output: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        """Compute the gradients of a tile from that of its ``output``."""
+        more = _unlisted(output, {*self._params, *leaves})
+        sums = self._params | {p: self._unlisted.setdefault(p, Sum(p)) for p in more}
+        needed = [i for i, need in enumerate(self._needs) if need]
+        wanted = [*(leaves[i] for i in needed), *sums]
+        values = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+        for i, value in zip(needed, values, strict=False):
+            if i in self._whole:
+                self._whole[i].add(value)
+            elif value is not None:
+                self._cut[i].narrow(self._work.dims[i], *tile).copy_(value)
+        for total, value in zip(sums.values(), values[len(needed) :], strict=True):
+            total.add(value)
+
+    def of_inputs(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each input, or None."""
+        whole = {i: total.result(self._inputs[i]) for i, total in self._whole.items()}
+        return [(self._cut | whole).get(i) for i in range(len(self._inputs))]
+
+    def of_params(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each parameter; others that tiles have read get theirs here, once for all tiles."""
+        if self._unlisted:
+            with torch.enable_grad():
+                views = [param.view_as(param) for param in self._unlisted]
+            torch.autograd.backward(views, [total.result(param) for param, total in self._unlisted.items()])
+        return [self._params[p].result(p) if p in self._params else None for p in self._work.params]
 
 
 def _unlisted(output: torch.Tensor, listed: set[torch.Tensor]) -> list[torch.Tensor]:
@@ -225,14 +243,6 @@ def _unlisted(output: torch.Tensor, listed: set[torch.Tensor]) -> list[torch.Ten
             found[leaf] = None
         stack += [following for following, _ in node.next_functions]
     return [*found]
-
-
-def _accumulate(sums: Mapping[torch.Tensor, Sum]) -> None:
-    """Give parameters that nobody named their gradient, once for all tiles, through a small backward of its own."""
-    if sums:
-        with torch.enable_grad():
-            views = [param.view_as(param) for param in sums]
-        torch.autograd.backward(views, [total.result(param) for param, total in sums.items()])
 
 
 def _parameters(owners: Iterable[Any], compute_params: Iterable[Any] | None) -> list[torch.Tensor]:
@@ -266,7 +276,7 @@ def tiled(
     lengths = [tensor.shape[dim] for tensor, dim in zip(cut, dims, strict=True)]
     if len(set(lengths)) != 1:
         raise UsageError(f"tensors that are cut into tiles together have lengths {lengths}; they have to be equal")
-    work = _Work(run, tuple(dims), pieces(lengths[0], tiles), len(whole), join, reduction)
+    work = _Work(run, tuple(dims), pieces(lengths[0], tiles), join, reduction)
     out: torch.Tensor = _Tiled.apply(work, len(cut) + len(whole), *cut, *whole, *params)
     return out
 
