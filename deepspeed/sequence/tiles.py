@@ -107,8 +107,8 @@ class _Work:
     params: list[torch.Tensor] = field(default_factory=list)
 
     def cut(self, tensors: Sequence[torch.Tensor], tile: tuple[int, int]) -> list[torch.Tensor]:
-        """Return the inputs of a tile."""
-        cut = [tensor.narrow(dim, *tile) for tensor, dim in zip(tensors, self.dims, strict=False)]
+        """Return the inputs of a tile, contiguous as those of the whole are."""
+        cut = [tensor.narrow(dim, *tile).contiguous() for tensor, dim in zip(tensors, self.dims, strict=False)]
         return cut + list(tensors[len(self.dims) :])
 
     def share(self, tile: tuple[int, int]) -> float:
