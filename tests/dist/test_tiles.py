@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.sequence import logits, memory
 from deepspeed.sequence.tiles import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from deepspeed.tools.verify.grads import scaled_error
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness.decoders import WIDTH, WORDS, Llama
 from tests.harness.experts import StackedBlock
 from tests.harness.training import make_config, start
@@ -138,3 +138,61 @@ def test_tiles_train_as_the_whole_does_where_ranks_have_other_numbers_of_them(po
     prepare, stage, options, changes = CELLS[cell]
     for errors in pool2.run(_parity, prepare, stage, options, {"optimizer": ADAMW, **changes}):
         assert max(errors.values()) <= 1e-6, errors
+
+
+class _Pair(nn.Module):
+    """Two layers that ZeRO gathers one at a time, as nothing repeats, with a parameter that no module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.scale = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, shards: int) -> torch.Tensor:
+        for _ in range(2):
+            x = x + TiledMLP.apply(_between, self, x, shards, [self.up.weight]) if shards else x + _between(self, x)
+        return x.square().mean()
+
+
+def _between(module: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = module.down(module.up(x).tanh()) @ module.scale
+    return out
+
+
+def _own_numbers(divergence: str, frozen: bool) -> tuple[float, list[int], int]:
+    """Largest error of gradients; gathers of each step, with 1 tile first; gradients per parameter."""
+    rank, gathers, fired = dist.get_rank(), list[int](), list[str]()
+    model, plain = _Pair(), _Pair()
+    for one in (model, plain):
+        one.up.requires_grad_(not frozen)
+    engine = start(model, make_config(3, zero={"divergence": divergence}))
+    worst = 0.0
+    for step, shards in enumerate((1, 5, 5, 3 + rank, 2 + 3 * rank, 1)):
+        x = [torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(step * 2 + r)) for r in range(2)]
+        plain.zero_grad()
+        (sum(plain(part, 0) for part in x) / 2).backward()  # type: ignore[union-attr]
+        before = engine.runtime.counts.gathers
+        handles = [p.register_post_accumulate_grad_hook(lambda _, name=n: fired.append(name)) for n, p in model.named_parameters() if step == 1 and p.requires_grad]
+        engine.backward(engine(x[rank], shards))
+        gathers.append(engine.runtime.counts.gathers - before)
+        for handle in handles:
+            handle.remove()
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                worst = max(worst, scaled_error(safe_get_full_grad(param), dict(plain.named_parameters())[name].grad))
+        engine.step()
+        with torch.no_grad():
+            for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                if param.requires_grad:
+                    wanted.copy_(safe_get_full_fp32_param(param))
+    engine.destroy()
+    return worst, gathers, max(fired.count(name) for name in fired)
+
+
+@pytest.mark.parametrize(("divergence", "frozen"), [("tolerate", False), ("error", True), ("assume_none", False)])
+def test_no_tile_gathers_and_each_parameter_gets_one_gradient(pool2: Any, divergence: str, frozen: bool) -> None:
+    for worst, gathers, fired in pool2.run(_own_numbers, divergence, frozen):
+        assert worst <= 1e-6
+        assert max(gathers) == gathers[0]  # with one tile, and nothing foreseen yet
+        assert fired == 1
