@@ -66,6 +66,10 @@ class UsageError(DeepSpeedError, RuntimeError, AssertionError):
     """Raised when a call cannot work in this order or state (step before backward, ...) or with these arguments."""
 
 
+class SequenceError(UsageError, ValueError):
+    """Raised when a model, a batch or a number of heads cannot be divided over the ranks that share a sequence."""
+
+
 class ReleasedParameterError(DeepSpeedError, RuntimeError):
     """Raised when the values of a sharded parameter are read while they are not on this rank."""
 

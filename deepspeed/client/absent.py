@@ -17,11 +17,9 @@ INSTEAD = {
     "runtime.checkpoint_engine": "engine.save_checkpoint; checkpoint.async saves behind the program",
     "runtime.data_pipeline": "a dataset, collate_fn or data_sampler of your own decides what comes when",
     "runtime.domino": "the block tensor_parallel splits layers, whose sums travel beside the backward",
-    "runtime.sequence_parallel": "tensor_parallel.sequence_parallel_norms keeps parts of the sequence between layers",
     "runtime.swap_tensor": "drives belong to the engine: offload_optimizer and offload_param with device nvme",
     "runtime.torch_autocast": "autocast belongs to the engine: the block torch_autocast",
     "runtime.zenflow": "the block zero_optimization.zenflow updates chosen columns at once and the rest later",
-    "sequence": "tensor_parallel.sequence_parallel_norms keeps parts of the sequence between layers",
 }
 
 

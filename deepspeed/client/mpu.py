@@ -22,8 +22,8 @@ _GETTERS = {
 @dataclass(frozen=True)
 class Ways:
     """Arguments of ``build_mesh``. ``group``: the ranks of the engine, None for the whole world; ``order`` is there
-    where the client has cut all ranks. ``gathered``: it gathers the losses of one sequence with torch's ``all_gather``,
-    whose backward sums them once more, so that gradients are averaged over sequence-parallel ranks too.
+    where the client has cut all ranks. ``registered``: the mpu of a client that has divided attention, and gathers
+    the losses of a sequence with torch's ``all_gather``, whose backward sums: gradients are averaged over it, too.
     """
 
     pp: int = 1
@@ -32,7 +32,7 @@ class Ways:
     group: dist.ProcessGroup | None = None
     order: tuple[int, ...] | None = None
     known: tuple[dist.ProcessGroup, ...] = ()
-    gathered: bool = False
+    registered: Any = None
 
     @property
     def shared(self) -> int:
@@ -67,9 +67,8 @@ def ways_of_mpu(mpu: Any, backend: str) -> Ways:
             "the pipeline-, data-, sequence- and tensor-parallel sizes must multiply to their number"
         )
     order = tuple(rank for _, rank in sorted(zip((place for place, _ in places), world.ranks, strict=True)))
-    gathered = getattr(mpu, "gathers_losses", False)
-    known = tuple(groups.values())
-    return Ways(sizes["pp"], sizes["sp"], sizes["tp"], order=order, known=known, gathered=gathered)
+    registered, known = mpu if hasattr(mpu, "disable_in_eval") else None, tuple(groups.values())
+    return Ways(sizes["pp"], sizes["sp"], sizes["tp"], order=order, known=known, registered=registered)
 
 
 def ways_of_mesh(mesh_param: Any) -> Ways:

@@ -43,6 +43,7 @@ from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.profiling.start_report import report_start
 from deepspeed.profiling.timeline.observer import observe
 from deepspeed.sequence.memory import save_memory
+from deepspeed.sequence.wire import wire_sequences
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.layout import Granularity
@@ -200,6 +201,7 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
+    wire_sequences(model, cfg, mesh, dims, lasting)
     save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
     mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
     _log_collectives(cfg, mesh)
@@ -210,7 +212,7 @@ def _assemble(
     if base is not None:
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
-    facts, facts_of = _facts(cfg, mesh, feeds=mesh.data.size * (dims.sp if dims.gathered else 1)), None
+    facts, facts_of = _facts(cfg, mesh, feeds=(mesh.zero if dims.registered else mesh.data).size), None
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
@@ -247,7 +249,7 @@ def _optimizer(
 
 def _mesh(backend: str, cfg: DeepSpeedConfig, plan: ZeroPlan, dims: Ways) -> Mesh:
     control = plan.divergence != "assume_none"
-    cut = {name: way for name, way in vars(dims).items() if name != "gathered"}
+    cut = {name: way for name, way in vars(dims).items() if name != "registered"}
     return build_mesh(backend, inner_size=plan.inner_size, control=control, reducing=plan.reducing, **cut)
 
 

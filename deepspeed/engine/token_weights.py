@@ -24,7 +24,8 @@ _ADVICE = "call engine.set_batch_tokens(count) between the forward and backward(
 class TokenWeights:
     """Token counts of one window on one rank. Nothing is read from the device."""
 
-    def __init__(self, config: DeepSpeedConfig, device: torch.device) -> None:
+    def __init__(self, config: DeepSpeedConfig, device: torch.device, sequence: AxisGroup) -> None:
+        self._sequence = sequence  # the ranks that share each batch
         self._shift, self._narrow = config.normalize == "next_tokens", config.fp16.enabled
         self._count: torch.Tensor | int | None = None  # of the last forward
         self._forwards, self._twice = 0, False  # since the last backward; another has weighed its loss already
@@ -58,12 +59,17 @@ class TokenWeights:
     def note(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a forward that sets out: count its labels, given by name or in a mapping."""
         given = [kwargs, *(value for value in inputs if hasattr(value, "keys"))]
-        labels = next((g["labels"] for g in given if isinstance(g.get("labels"), torch.Tensor)), None)
+        labels, parts = (
+            next((g[name] for g in given if isinstance(g.get(name), torch.Tensor)), None)
+            for name in ("labels", "shift_labels")
+        )
         self._twice = any(g.get("num_items_in_batch") is not None for g in given)
         self._forwards, self.noted = 1 if self._anew else self._forwards + 1, self.noted + 1
         self._count, self._anew = None, False
         if labels is not None:
             self._count = (labels[..., 1:] if self._shift else labels).ne(IGNORED).sum()
+        elif parts is not None:  # of a sequence that was cut
+            self._count = sum_in_place(parts.ne(IGNORED).sum(), self._sequence)
 
     def withdraw(self, noted: int) -> None:
         """Withdraw a failed forward, if it was noted; ``noted``: how many forwards were when it began."""

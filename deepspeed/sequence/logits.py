@@ -43,6 +43,17 @@ class _Loss:
         logits = _after(self.steps, out)
         return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self.smoothing)
 
+    def gradient(self, out: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of ``out`` [rows, words] from that of the losses; with one more tensor of its size."""
+        with torch.enable_grad():
+            logits = _after(self.steps, out.requires_grad_())
+        of_logits = torch.softmax(logits.detach(), -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self.smoothing:
+            of_logits -= self.smoothing / of_logits.shape[-1]
+        of_logits.scatter_add_(1, labels[:, None], of_logits.new_full((len(labels), 1), self.smoothing - 1))
+        of_logits = of_logits.mul_(grad[:, None]).to(logits.dtype)
+        return of_logits if logits is out else torch.autograd.grad(logits, out, of_logits)[0]
+
 
 def _after(steps: Sequence[_Step], value: torch.Tensor) -> torch.Tensor:
     for run, args, kwargs in steps:
@@ -87,11 +98,9 @@ class _LinearLoss(torch.autograd.Function):
             for tile in ctx.tiles:
                 places = keep.narrow(0, *tile)
                 rows = hidden.index_select(0, places)
-                out = functional.linear(rows, weight).requires_grad_()
-                with torch.enable_grad():
-                    losses = ctx.loss(out, labels.narrow(0, *tile))
-                (of_out,) = torch.autograd.grad(losses, out, grad.narrow(0, *tile))
-                del out, losses
+                out = functional.linear(rows, weight)
+                of_out = ctx.loss.gradient(out, labels.narrow(0, *tile), grad.narrow(0, *tile))
+                del out
                 if of_hidden is not None:
                     of_hidden.index_copy_(0, places, (of_out @ weight).to(hidden.dtype))
                 if of_weight is not None and of_out.dtype == rows.dtype == wide:

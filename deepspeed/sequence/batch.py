@@ -1,0 +1,117 @@
+"""Batches cut along the sequence: each rank gets its part of the tokens, and the targets that these predict."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from deepspeed.accelerator.device import map_tensors
+from deepspeed.errors import SequenceError
+from deepspeed.zero.regions import bounds
+
+IGNORED = -100  # the label of what has no loss
+_FILL = {"labels": IGNORED, "shift_labels": IGNORED}
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Return for each token of ``labels`` [rows, tokens] the label of the next one; the last has none."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+def shape_fault(batch: dict[str, Any], needed: tuple[str, ...]) -> str:
+    """Return why ``batch`` cannot be cut: it lacks what is ``needed``, or tensors differ in shape; empty if it can."""
+    missing = [name for name in needed if not isinstance(batch.get(name), torch.Tensor)]
+    if missing:
+        return f"the batch has no tensor {' and '.join(repr(name) for name in missing)}, only {sorted(batch)}"
+    shape = batch[needed[0]].shape[:2]
+    for name in ("labels", "shift_labels", "position_ids", "attention_mask"):
+        value = batch.get(name)
+        one = name == "position_ids" and isinstance(value, torch.Tensor) and value.shape == (1, shape[-1])
+        if isinstance(value, torch.Tensor) and value.shape != shape and not one:
+            return f"{name} has the shape {tuple(value.shape)}, and {needed[0]} {tuple(shape)}; make them equal"
+    return ""
+
+
+def whole_batch(batch: dict[str, Any], ids: torch.Tensor, ranks: int) -> dict[str, Any]:
+    """Return ``batch`` with position ids and shifted labels, and padded to one token a rank if it is shorter.
+
+    ``ids``: its tensor of tokens [rows, tokens, ...].
+    """
+    tokens, out = ids.shape[1], dict(batch)
+    if out.get("position_ids") is None:
+        out["position_ids"] = torch.arange(tokens, device=ids.device).expand(ids.shape[0], -1)
+    if out.get("shift_labels") is None:
+        out["shift_labels"] = shifted(out["labels"])
+    for name, value in out.items() if tokens < ranks else ():
+        if _along(value, ids):
+            more = (0, 0) * (value.dim() - 2) + (0, ranks - tokens)
+            out[name] = F.pad(value, more, value=_FILL.get(name, 0))
+    return out
+
+
+def _along(value: Any, ids: torch.Tensor) -> bool:
+    """Return whether ``value`` has an entry for each token."""
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == ids.shape[1]
+
+
+def part_of(batch: dict[str, Any], ids: torch.Tensor, rank: int, ranks: int) -> dict[str, Any]:
+    """Return what of ``batch`` belongs to the tokens of ``rank`` among ``ranks``; parts differ by at most one token."""
+    edges = bounds(ids.shape[1], ranks)
+    part = slice(edges[rank], edges[rank + 1])
+    return {name: value[:, part].contiguous() if _along(value, ids) else value for name, value in batch.items()}
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Iterator over ``dl``, whose batches differ between the ranks of ``sp_group``: it takes one from each of these,
+    and yields them one after the other, cut along the sequence so that each rank has its part.
+
+    Batches are dicts with ``input_ids``, ``labels`` and ``position_ids``, [rows, tokens] each; ``labels`` become
+    ``shift_labels``. ValueError on all ranks for other batches, and for a length that ``sp_world_size`` does not
+    divide. Tensors are on the host. It has ``sp_world_size`` times as many batches as ``dl``.
+    """
+
+    def __init__(self, dl: Iterable[Any], sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        self.dl, self.device = dl, device
+        self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
+        self.iter: Iterator[Any] = iter(())
+        self.micro_batches: deque[dict[str, Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size  # type: ignore[arg-type]
+
+    def __iter__(self) -> "UlyssesSPDataLoaderAdapter":
+        self.iter = iter(self.dl)
+        self.micro_batches.clear()
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if not self.micro_batches:
+            self.refill()
+        return self.micro_batches.popleft()
+
+    def refill(self) -> None:
+        """Take one batch from each rank. Collective. StopIteration on all ranks where one has no more."""
+        batch = next(self.iter, None)
+        batch = None if batch is None else map_tensors(dict(batch), lambda tensor: tensor.cpu())
+        everyone: list[Any] = [None] * self.sp_world_size
+        dist.all_gather_object(everyone, batch, group=self.sp_group)
+        if any(one is None for one in everyone):
+            raise StopIteration
+        for owner, one in enumerate(everyone):
+            fault = shape_fault(one, ("input_ids", "labels", "position_ids"))
+            tokens = 0 if fault else one["input_ids"].shape[1]
+            if not fault and tokens % self.sp_world_size:
+                fault = f"its {tokens} tokens do not divide over {self.sp_world_size} ranks; pad to a multiple"
+            if fault:
+                raise SequenceError(f"UlyssesSPDataLoaderAdapter, batch of sequence-parallel rank {owner}: {fault}")
+            whole = whole_batch(one, one["input_ids"], self.sp_world_size)
+            del whole["labels"]
+            self.micro_batches.append(part_of(whole, one["input_ids"], self.sp_rank, self.sp_world_size))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dl", "iter"):  # not made yet: a copy or an unpickled one
+            raise AttributeError(name)
+        return getattr(self.dl, name)

@@ -1,0 +1,136 @@
+"""Which tokens of a sequence each rank has, and which documents the whole of it consists of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import AxisGroup, all_gather, failures
+from deepspeed.errors import SequenceError
+from deepspeed.sequence.heads import HeadPlan, plan_heads, to_heads, to_tokens
+
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Attention of whole documents: q, k, v [documents, heads, tokens, width], and how many heads of q follow each other on
+one of k; 0: there are as many. Returns [documents, tokens, heads, width].
+"""
+_PADDING = -2  # in place of a position; it does not follow on itself, nor does position 0 follow on it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Cut of the sequences of one batch. ``lengths``: tokens of each rank. ``documents``: (first token, length) of each
+    among all tokens of all rows, row after row; no token attends to one outside its own.
+    """
+
+    group: AxisGroup
+    rows: int
+    lengths: tuple[int, ...]
+    documents: tuple[tuple[int, int], ...]
+    device: torch.device = field(compare=False)
+
+    @property
+    def tokens(self) -> int:
+        """Return the length of the whole sequences."""
+        return sum(self.lengths)
+
+    @property
+    def plain(self) -> bool:
+        """Return whether each row is one document."""
+        return len(self.documents) == self.rows
+
+    def heads(self, queries: int, keys: int) -> HeadPlan:
+        """Return which of so many heads each rank computes."""
+        return plan_heads(queries, keys, self.group.size)
+
+    @cached_property
+    def by_length(self) -> list[torch.Tensor]:
+        """Return the token numbers [documents, length] of the documents of each length."""
+        firsts: dict[int, list[int]] = {}
+        for first, length in self.documents:
+            firsts.setdefault(length, []).append(first)
+        numbers = torch.arange(self.tokens, device=self.device)
+        return [torch.tensor(at, device=self.device)[:, None] + numbers[:length] for length, at in firsts.items()]
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """Return where documents begin, and the end of the last, as kernels for documents of any length want them."""
+        edges = [first for first, _ in self.documents] + [self.rows * self.tokens]
+        return torch.tensor(edges, dtype=torch.int32, device=self.device)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, core: Core, *, whole: bool = False
+    ) -> torch.Tensor:
+        """Return the attention of this rank's tokens [rows, tokens, heads, width] from [rows, heads, tokens, width].
+
+        ``core`` runs once for the documents of each length; with ``whole`` it gets the rows as they are, and has to
+        keep documents apart by itself. Collective, in the backward too.
+        """
+        plan = self.heads(query.shape[1], key.shape[1])
+        owners = (plan.queries, plan.keys, plan.keys)
+        query, key, value = to_heads((query, key, value), owners, self.group, self.lengths)
+        groups = plan.groups(self.group.index)
+        if not groups:
+            index = torch.tensor(plan.index[self.group.index], device=key.device)
+            key, value = key.index_select(1, index), value.index_select(1, index)
+        run = core if whole or self.plain else self._in_documents(core)
+        return to_tokens(run(query, key, value, groups), plan.queries, self.group, self.lengths)
+
+    def _in_documents(self, core: Core) -> Core:
+        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: int) -> torch.Tensor:
+            flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
+            outputs = []
+            for numbers in self.by_length:
+                q, k, v = (part[numbers].transpose(1, 2) for part in flat)
+                outputs.append(core(q, k, v, groups).flatten(0, 1))
+            order = torch.cat([numbers.flatten() for numbers in self.by_length])
+            return torch.cat(outputs)[torch.argsort(order)].unflatten(0, (self.rows, self.tokens))
+
+        return run
+
+
+def in_turn(numbers: Sequence[int | torch.Tensor], group: AxisGroup, device: torch.device) -> torch.Tensor:
+    """Return the integers of all ranks [ranks, numbers]. Collective."""
+    mine = torch.stack([torch.as_tensor(number, device=device).to(torch.int64) for number in numbers])
+    full = mine.new_empty(group.size * len(numbers))
+    all_gather(full, mine, group).wait()
+    return full.view(group.size, -1)
+
+
+def agreed(
+    numbers: Sequence[int | torch.Tensor], fault: Exception | None, group: AxisGroup, device: torch.device
+) -> torch.Tensor:
+    """Return ``in_turn``; where a rank has a ``fault``, raise it there, and SequenceError with its text elsewhere."""
+    told = in_turn([int(fault is not None), *numbers], group, device)
+    if bool(told[:, 0].any()):
+        texts = failures(fault, group)
+        raise fault or SequenceError("; ".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+    return told[:, 1:]
+
+
+def codes_of(position_ids: torch.Tensor, mask: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Return positions [rows, tokens] with padding, where ``mask`` is zero, marked."""
+    codes = position_ids.to(torch.int64).expand(rows, -1)
+    return codes if mask is None else codes.masked_fill(~mask.bool(), _PADDING)
+
+
+def joined(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the codes of whole sequences from those of this rank's part of each. Collective."""
+    padded = nn.functional.pad(codes, (0, max(lengths) - codes.shape[1])).contiguous()
+    full = padded.new_empty(group.size, *padded.shape)
+    all_gather(full.view(-1), padded.view(-1), group).wait()
+    return torch.cat([part[:, :length] for part, length in zip(full, lengths, strict=True)], dim=1)
+
+
+def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int]) -> Layout:
+    """Return the layout of whole sequences with these ``codes`` [rows, tokens]: a document begins where positions do
+    not go on. Waits for the device.
+    """
+    rows, tokens = codes.shape
+    begins = torch.ones_like(codes, dtype=torch.bool)
+    before, after = codes[:, :-1], codes[:, 1:]
+    begins[:, 1:] = (after != before + 1) & ~((before == _PADDING) & (after == _PADDING))
+    firsts = begins.view(-1).nonzero().view(-1).tolist()
+    sizes = [stop - first for first, stop in zip(firsts, [*firsts[1:], rows * tokens], strict=True)]
+    return Layout(group, rows, tuple(lengths), tuple(zip(firsts, sizes, strict=True)), codes.device)

@@ -1,0 +1,129 @@
+"""``UlyssesSPAttentionHF``: attention of Transformers over sequence-parallel ranks for clients that weigh losses."""
+
+import importlib
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.comm.collectives import require_group
+from deepspeed.comm.mesh.groups import group_over
+from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology
+from deepspeed.errors import SequenceError
+from deepspeed.sequence.attention import PREFIX, family_of, registered
+from deepspeed.sequence.wire import check
+
+_OLDEST = (4, 51, 3)
+_WHO = "register_with_transformers"
+
+
+class SequenceMpu:
+    """Process groups of a job whose consecutive ranks share sequences, for ``deepspeed.initialize(mpu=...)``."""
+
+    def __init__(self, topology: Topology, *, disable_in_eval: bool) -> None:
+        self.disable_in_eval, self._topology, self._rank = disable_in_eval, topology, dist.get_rank()
+
+    def _axis(self, *names: str) -> Axis:
+        return self._topology.axis(self._rank, *names)
+
+    def _group(self, *names: str) -> Any:
+        axis, world = self._axis(*names), dist.group.WORLD
+        return world if axis.size == dist.get_world_size() or world is None else group_over(world, axis.ranks)
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return the process group of the ranks that share this rank's sequences."""
+        return self._group("sp")
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return how many ranks share one sequence."""
+        return self._axis("sp").size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return the place of this rank's part in the sequence."""
+        return self._axis("sp").index
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the process group of the ranks that have the same part of other sequences."""
+        return self._group("dp")
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return how many groups of ranks get different sequences."""
+        return self._axis("dp").size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the place of this rank's group among those."""
+        return self._axis("dp").index
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        """Return the process group of all ranks, over which ZeRO shards."""
+        return self._group("dp", "sp")
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the number of all ranks."""
+        return self._axis("dp", "sp").size
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """Return this rank's place among all."""
+        return self._axis("dp", "sp").index
+
+
+class UlyssesSPAttentionHF:
+    """Attention on all tokens of a part of the heads, for models of Transformers."""
+
+    @staticmethod
+    def register_with_transformers(
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,  # noqa: FBT001, FBT002 - the order that clients know
+        disable_in_eval: bool = False,  # noqa: FBT001, FBT002
+        max_length: int | None = None,
+    ) -> SequenceMpu | None:
+        """Register the attention ``ulysses`` with Transformers; return the mpu for ``deepspeed.initialize``, which lets
+        the model use it, or None for one rank.
+
+        The client cuts batches (``UlyssesSPDataLoaderAdapter``) and gathers the losses of a sequence's ranks with
+        torch's differentiable ``all_gather``, weighed by their targets. ValueError for what cannot be divided.
+
+        Args:
+            model_name_or_path: A loaded model, or where its configuration is.
+            core_attn_implementation: What computes it: sdpa, flex_attention, a flash implementation or a hub's kernel.
+            sequence_parallel_size: Consecutive ranks that share a sequence.
+            micro_batch_size: Has no effect, as any number of rows is taken.
+            seq_length: Tokens, needed where ``seq_length_is_variable`` is false; ``max_length`` is an older name.
+            disable_in_eval: Each rank evaluates whole batches by itself.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        require_group(_WHO)
+        transformers = importlib.import_module("transformers")
+        version = tuple(int(part) for part in transformers.__version__.split(".")[:3] if part.isdigit())
+        if version < _OLDEST:
+            raise SequenceError(f"{_WHO} needs transformers 4.51.3 or newer, not {transformers.__version__}")
+        length = seq_length if seq_length is not None else max_length
+        if not seq_length_is_variable and (length is None or length % sequence_parallel_size):
+            raise SequenceError(
+                f"{_WHO}: seq_length is {length}; where seq_length_is_variable is false, it is needed, a multiple of "
+                f"{sequence_parallel_size}"
+            )
+        if not family_of(core_attn_implementation):
+            registered(core_attn_implementation, transformers)  # which says why not
+        model = model_name_or_path
+        if hasattr(model, "config"):
+            current = model.config._attn_implementation
+            if current != core_attn_implementation and not current.startswith(PREFIX):
+                raise SequenceError(
+                    f"{_WHO}: the model was loaded with attention {current!r}, and core_attn_implementation is "
+                    f"{core_attn_implementation!r}; load it with attn_implementation={core_attn_implementation!r}"
+                )
+            check(model, sequence_parallel_size)
+        else:
+            config = transformers.AutoConfig.from_pretrained(model).get_text_config()
+            if config.num_attention_heads < sequence_parallel_size:
+                raise SequenceError(
+                    f"{_WHO}: {sequence_parallel_size} ranks, but {config.num_attention_heads} attention heads"
+                )
+        registered(core_attn_implementation, transformers, name=PREFIX)
+        world = tuple(range(dist.get_world_size()))
+        return SequenceMpu(dense_topology(world, sp=sequence_parallel_size), disable_in_eval=disable_in_eval)

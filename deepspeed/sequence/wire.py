@@ -1,0 +1,234 @@
+"""Sequence parallelism for models of Transformers as they are: hooks on the outermost models, attention by its name.
+
+A forward in training gets its part of the batch, with the targets of its tokens, and its loss becomes that of all
+tokens of the sequence: the ranks' losses are weighed by their tokens and summed, while the gradient of each goes its
+own way, as the gradients of parameters are summed over the ranks of a sequence anyway.
+"""
+
+import inspect
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.client.mpu import Ways
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.mesh.groups import Mesh
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import DeepSpeedConfigError, SequenceError
+from deepspeed.monitor.log import log_dist
+from deepspeed.sequence.attention import PREFIX, registered, running
+from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, whole_batch
+from deepspeed.sequence.layout import Layout, agreed, codes_of, joined, layout_of
+from deepspeed.tensor.differentiable import sum_parts
+from deepspeed.zero.regions import bounds, widths
+
+_KEY = "sequence_parallel_size"
+_KINDS = {"full_attention", "sliding_attention"}
+# Layers that carry a state along the sequence, by their class.
+_STATEFUL = re.compile(r"Mamba|RWKV|Rwkv|xLSTM|Recurrent|DeltaNet|ShortConv|LinearAttention|RetNet|Hyena")
+_PRIME = 65_521
+
+
+def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> None:
+    """Let ``model`` work on parts of sequences, where the configuration or a registered client asks for it.
+
+    ``back`` undoes it. A model that is none of Transformers is left to its own attention. Raises DeepSpeedConfigError,
+    a ValueError, for one whose attention cannot be divided.
+    """
+    client = dims.registered
+    if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
+        return
+    tops = outermost(model)
+    if not tops:
+        text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
+        if cfg.sequence.attention != "auto":
+            raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
+        log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
+        return
+    for top in tops:
+        check(top, mesh.sp.size, tp=mesh.tp.size)
+        attach_attention(top, back)
+        _Hooks(mesh.sp, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(top, back)
+    log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}")
+
+
+def outermost(model: nn.Module) -> list[Any]:
+    """Return the models of Transformers in ``model`` that are inside no other one."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, transformers.PreTrainedModel)]
+    paths = [path for path, _ in found]
+    inner = [p for p in paths if any(p != o and p.startswith(f"{o}." if o else "") for o in paths)]
+    return [module for path, module in found if path not in inner]
+
+
+def check(model: Any, ranks: int, *, tp: int = 1) -> None:
+    """Raise DeepSpeedConfigError, which names the reason, where ``ranks`` cannot divide the sequences of ``model``."""
+    config = model.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
+    kinds += sorted({type(m).__name__ for m in model.modules() if _STATEFUL.search(type(m).__name__)})
+    who = f"{_KEY} is {ranks}, but {type(model).__name__}"
+    if kinds:
+        raise DeepSpeedConfigError(
+            f"{who} has layers of the kind {', '.join(kinds)}: they carry a state along the sequence, or have a "
+            f"mask of their own, which each part would begin anew. Set {_KEY} to 1"
+        )
+    takes = inspect.signature(model.forward).parameters
+    if not model._can_set_attn_implementation() or "position_ids" not in takes or "kwargs" not in takes:
+        raise DeepSpeedConfigError(
+            f"{who} does not take position ids and keywords of the loss, or does not compute attention through the "
+            f"registry of Transformers. Set {_KEY} to 1"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads // tp < ranks:
+        raise DeepSpeedConfigError(
+            f"{who} has {heads} attention heads{f' on {tp} tensor-parallel ranks' if tp > 1 else ''}, and each rank "
+            f"needs one. Set {_KEY} to {heads // tp} or less"
+        )
+
+
+def attach_attention(model: Any, back: ExitStack) -> None:
+    """Let ``model`` call attention over sequence-parallel ranks, which works by the implementation that it has now."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        core = getattr(config, "_attn_implementation", None)
+        if core is None or core.startswith(PREFIX):
+            continue
+        try:
+            name = registered(core, sys.modules["transformers"])
+        except SequenceError as error:
+            raise DeepSpeedConfigError(f"{_KEY}: {type(model).__name__}: {error}") from None
+        back.callback(setattr, config, "_attn_implementation_internal", core)
+        config._attn_implementation_internal = name
+
+
+@dataclass
+class _Run:
+    """One forward under way, from the hook before it to the one after. ``counts`` [ranks]: targets of each rank."""
+
+    module: nn.Module
+    entered: ExitStack
+    counts: torch.Tensor | None = None
+    summed: bool = False
+
+
+class _Hooks:
+    """Hooks of one model. ``cuts``: whole batches are cut, and losses weighed; else the client does both."""
+
+    def __init__(self, group: AxisGroup, *, cuts: bool, in_eval: bool) -> None:
+        self._group, self._cuts, self._in_eval = group, cuts, in_eval
+        self._runs: list[_Run] = []
+
+    def attach(self, model: nn.Module, back: ExitStack) -> None:
+        """Attach the hooks to ``model`` and the models inside it, of which a client may call each."""
+        for module in model.modules():
+            if hasattr(module, "config") and "position_ids" in inspect.signature(module.forward).parameters:
+                back.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                back.callback(module.register_forward_hook(self._after, always_call=True).remove)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._runs:  # inside another of the models
+            return None
+        names = inspect.signature(module.forward).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        labels, targets = given.get("labels"), given.get("shift_labels")
+        parts = not self._cuts or (targets is not None and (labels is None or labels is targets))
+        run, layout = _Run(module, ExitStack()), None
+        if parts and (module.training or self._in_eval or self._cuts):
+            given, layout = self._of_parts(given, run)
+        elif not parts and module.training:
+            given, layout = self._cut(given, run)
+        self._runs.append(run)
+        run.entered.enter_context(running(layout))
+        return (), given
+
+    def _cut(self, given: dict[str, Any], run: _Run) -> tuple[dict[str, Any], Layout]:
+        """Cut a whole batch, the same on all ranks."""
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        fault = shape_fault(given, (name, "labels"))
+        group, ids, device = self._group, given.get(name), self._device(run.module)
+        error = SequenceError(f"sequence parallelism: {fault}") if fault else None
+        numbers: list[int | torch.Tensor] = [0, 0, 0]
+        if not fault:
+            assert ids is not None
+            checked = [ids, *(given.get(key) for key in ("labels", "position_ids", "attention_mask"))]
+            numbers = [ids.shape[0], ids.shape[1], sum(_checksum(value) for value in checked if value is not None)]
+        told = agreed(numbers, error, group, device)
+        if bool((told != told[0]).any()):
+            shapes = ", ".join(f"rank {r}: {tuple(row[:2])}" for r, row in zip(group.ranks, told.tolist(), strict=True))
+            raise SequenceError(
+                f"the ranks of one sequence got different batches ([rows, tokens] of {shapes}). Take them from "
+                "engine.deepspeed_io, wrap the loader in UlyssesSPDataLoaderAdapter, or sample by data-parallel ranks"
+            )
+        assert ids is not None
+        batch = whole_batch({key: value for key, value in given.items() if value is not None}, ids, group.size)
+        ids = batch[name]
+        targets, edges = batch["shift_labels"], bounds(ids.shape[1], group.size)
+        run.counts = torch.stack([part.ne(IGNORED).sum() for part in targets.split(widths(edges), dim=1)])
+        codes = codes_of(batch["position_ids"], batch.get("attention_mask"), ids.shape[0])
+        part = part_of(batch, ids, group.index, group.size)
+        part["labels"] = part["shift_labels"]
+        run.summed = given.get("num_items_in_batch") is not None
+        return part, layout_of(codes, group, widths(edges))
+
+    def _of_parts(self, given: dict[str, Any], run: _Run) -> tuple[dict[str, Any], Layout]:
+        """Take a batch that was cut before: this rank has its part, with the positions of its tokens."""
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        fault = shape_fault(given, (name, "position_ids"))
+        error = SequenceError(f"a part of a sequence needs its position ids: {fault}") if fault else None
+        ids, targets = given.get(name), given.get("shift_labels")
+        numbers: list[int | torch.Tensor] = [0, 0, 0]
+        if not fault:
+            assert ids is not None
+            numbers = [ids.shape[0], ids.shape[1], 0 if targets is None else targets.ne(IGNORED).sum()]
+        told = agreed(numbers, error, self._group, self._device(run.module))
+        rows, lengths = told[:, 0].tolist(), told[:, 1].tolist()
+        if len(set(rows)) > 1 or min(lengths) == 0:
+            shapes = ", ".join(f"rank {r}: {s}" for r, s in zip(self._group.ranks, told[:, :2].tolist(), strict=True))
+            raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
+        assert ids is not None
+        codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
+        if self._cuts:
+            run.counts, run.summed = told[:, 2], given.get("num_items_in_batch") is not None
+            given = {**given, "labels": targets}
+        return given, layout_of(joined(codes.to(told.device), self._group, lengths), self._group, lengths)
+
+    def _device(self, module: nn.Module) -> torch.device:
+        return next(module.parameters()).device
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._runs or self._runs[-1].module is not module:
+            return None
+        run = self._runs.pop()
+        run.entered.close()
+        if output is None or run.counts is None:
+            return None
+        loss = output[0] if isinstance(output, tuple) else output.get("loss")
+        if loss is None:
+            return None
+        whole = self._weighed(loss, run)
+        if isinstance(output, tuple):
+            return (whole, *output[1:])
+        output["loss"] = whole
+        return output
+
+    def _weighed(self, loss: torch.Tensor, run: _Run) -> torch.Tensor:
+        """Return the loss of the sequence from that of this rank's tokens. Collective."""
+        assert run.counts is not None
+        count = run.counts[self._group.index]
+        if not run.summed:  # the mean over no token is no number
+            loss = torch.where(count > 0, loss, 0.0) * (count / run.counts.sum().clamp(min=1)).to(loss.dtype)
+        return sum_parts(loss, self._group)
+
+
+def _checksum(value: torch.Tensor) -> torch.Tensor:
+    """Return a number that depends on the values of ``value`` and their order."""
+    flat = value.detach().reshape(-1)
+    flat = flat.float().view(torch.int32) if flat.is_floating_point() else flat
+    return (flat.to(torch.int64) * (torch.arange(len(flat), device=flat.device) % _PRIME + 1)).sum()

@@ -1,0 +1,318 @@
+"""Sequences over ranks: losses, gradients, norms and parameters equal one process, whatever stage, heads, length."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import deepspeed
+from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
+from deepspeed.sequence.heads import plan_heads
+from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
+from deepspeed.tools.verify.grads import scaled_error
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness.faults import modules_replaced
+from tests.harness.pool import RankPool
+from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(180)
+ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+
+
+def config_of(sp: int, stage: int, **changes: Any) -> dict[str, Any]:
+    return make_config(
+        stage,
+        optimizer={"type": "AdamW", "params": ADAM},
+        gradient_clipping=0.5,
+        sequence_parallel_size=sp,
+        train_micro_batch_size_per_gpu=ROWS,
+        **changes,
+    )
+
+
+def parity(
+    sp: int, stage: int, kind: str, model: dict[str, Any], changes: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
+    changes = dict(changes or {})
+    recomputes, gas = changes.pop("recomputes", False), changes.get("gradient_accumulation_steps", 1)
+    with modules_replaced({"transformers": stand_in}):
+        ours, plain = decoder(**model), decoder(**model)
+        ours.recomputes = recomputes
+        engine = start(ours, config_of(sp, stage, **changes))
+        feeds, feed = engine.mesh.data.size, engine.mesh.data.index
+        optimizer, worst = torch.optim.AdamW(plain.parameters(), **ADAM), dict[str, float]()
+        weighed = engine._config.normalize != "micro_batches"
+
+        def note(what: str, error: float) -> None:
+            worst[what] = max(worst.get(what, 0.0), error)
+
+        for step in range(3):
+            optimizer.zero_grad()
+            total = 0
+            for micro in range(gas):
+                batches = [batch_of(kind, gas * step + micro, f) for f in range(feeds)]
+                losses = [plain(**batch)["loss"] for batch in batches]
+                weights = [int((b["labels"][:, 1:] != -100).sum()) if weighed else 1 for b in batches]
+                sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
+                loss = engine(**batches[feed])["loss"]
+                engine.backward(loss)
+                note("loss", abs(float(loss.detach() - losses[feed].detach())))
+                total += sum(weights)
+                if micro < gas - 1:
+                    engine.step()
+            for param in plain.parameters():
+                param.grad /= total
+            named = dict(plain.named_parameters())
+            if not weighed:
+                for name, param in engine.module.named_parameters():
+                    note("gradient", scaled_error(safe_get_full_grad(param), named[name].grad))
+            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+            optimizer.step()
+            engine.step()
+            note("norm", abs(engine.get_global_grad_norm() / norm - 1))
+        for name, param in engine.module.named_parameters():
+            note("parameter", scaled_error(safe_get_full_fp32_param(param), named[name].detach()))
+        engine.destroy()
+        note("given back", float(ours.config._attn_implementation != "sdpa"))
+    return worst
+
+
+GROUPED, UNEVEN, BOTH = {"heads": 4, "keys": 1}, {"heads": 6, "keys": 2}, {"heads": 6, "keys": 6}
+CELLS: dict[str, tuple[Any, ...]] = {
+    "sp 2, stage 0": (2, 0, "plain", {}),
+    "sp 2, stage 1, beside data parallelism": (2, 1, "odd", GROUPED),
+    "sp 2, stage 2, packed": (2, 2, "packed", {}),
+    "sp 2, stage 3, padded": (2, 3, "padded left", GROUPED),
+    "sp 4, stage 0, packed, heads of keys on several ranks": (4, 0, "packed", GROUPED),
+    "sp 4, stage 1, odd length, heads that ranks do not divide": (4, 1, "odd", UNEVEN),
+    "sp 4, stage 2, padded": (4, 2, "padded", BOTH),
+    "sp 4, stage 3": (4, 3, "plain", UNEVEN),
+    "a sequence shorter than its ranks": (4, 3, "short", {}),
+    "targets on one rank only": (4, 2, "no targets", {}),
+    "a window": (2, 2, "odd", {"window": 5}),
+    "a window in packed rows": (4, 3, "packed", {"window": 5, **GROUPED}),
+    "recomputed, accumulated": (2, 3, "packed", {}, {"recomputes": True, "gradient_accumulation_steps": 2}),
+    "weighed by tokens": (2, 1, "plain", {}, {"normalize": "next_tokens", "gradient_accumulation_steps": 2}),
+    "beside tensor parallelism": (
+        2,
+        3,
+        "odd",
+        {},
+        {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
+            {"patterns": [r"layers\.\d\.[qkv]_proj"]},
+            {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
+        ], "use_default_specs": False}}},
+    ),
+    "optimizer in host memory": (2, 2, "odd", {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_equals_one_process(pool4: RankPool, cell: str) -> None:
+    for errors in pool4.run(parity, *CELLS[cell]):
+        assert max(errors.values()) <= 2e-6, errors
+
+
+class _Attending(torch.nn.Module):
+    """Attention of a client's own, by ``DistributedAttention`` in either order of dimensions."""
+
+    def __init__(self, group: Any, *, tokens_first: bool, heads: int, keys: int) -> None:
+        super().__init__()
+        self.tokens_first, self.heads, self.keys = tokens_first, heads, keys
+        self.q, self.kv = torch.nn.Linear(8, heads * 6), torch.nn.Linear(8, 2 * keys * 6)
+        self.o = torch.nn.Linear(heads * 6, 1)
+        self.attend = DistributedAttention(self.local, group, 2, 0 if tokens_first else 1)
+
+    def local(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = 0.0) -> torch.Tensor:
+        """Causal attention of [tokens, rows, heads, width] or [rows, tokens, heads, width]."""
+        order = (1, 2, 0, 3) if self.tokens_first else (0, 2, 1, 3)
+        q, k, v = (part.permute(order) for part in (q, k, v))
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return out.permute((2, 0, 1, 3) if self.tokens_first else (0, 2, 1, 3))
+
+    def forward(self, hidden: torch.Tensor, turned: Any) -> torch.Tensor:
+        q = self.q(hidden).unflatten(-1, (self.heads, 6))
+        k, v = self.kv(hidden).unflatten(-1, (2 * self.keys, 6)).chunk(2, dim=2)
+        out = self.attend(q, k, v, 1 if self.tokens_first else 0, turned, scale=0.3)
+        return self.o(out.flatten(2)).square().sum()
+
+
+def attending(tokens_first: bool, heads: int, keys: int) -> float:  # noqa: FBT001
+    """The worst gradient of a client's attention over four ranks, beside one process."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(2)
+    single = dist.new_group([rank], use_local_synchronization=True)
+    ours, alone = (
+        _Attending(group, tokens_first=tokens_first, heads=heads, keys=keys) for group in (dist.group.WORLD, single)
+    )
+    alone.load_state_dict(ours.state_dict())
+    angle = torch.rand(8, 2)
+    turns = [torch.cat([fn(angle)] * 2, -1)[:, None, None] for fn in (torch.cos, torch.sin)]
+    hidden = torch.randn(8, 3, 8)
+    if not tokens_first:
+        hidden, turns = hidden.transpose(0, 1), [turn.transpose(0, 1) for turn in turns]
+    mine = hidden.chunk(world, 0 if tokens_first else 1)[rank]
+    ours(mine, turns).backward()
+    alone(hidden, turns).backward()
+    for param in ours.parameters():
+        dist.all_reduce(param.grad)
+    pairs = zip(ours.parameters(), alone.parameters(), strict=True)
+    return max(scaled_error(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("tokens_first", "heads", "keys"), [(True, 4, 4), (False, 6, 3), (False, 8, 2)])
+def test_attention_of_a_client_equals_one_process(pool4: RankPool, tokens_first: bool, heads: int, keys: int) -> None:  # noqa: FBT001
+    assert max(pool4.run(attending, tokens_first, heads, keys)) <= 2e-6
+
+
+def _turned() -> tuple[bool, float]:
+    """Whether an exchange, heads uneven, gives all tokens of some heads; and how far its undoing is from the input."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.randn(2, 8, 6, 3, generator=torch.Generator().manual_seed(1))
+    mine = whole.chunk(world, 1)[rank].clone().requires_grad_()
+    some = single_all_to_all(mine, 2, 1, 0, dist.group.WORLD)
+    first = plan_heads(6, 6, world).queries[rank]
+    back = single_all_to_all(some, 1, 2, 0, dist.group.WORLD)
+    back.square().sum().backward()
+    assert mine.grad is not None
+    right = torch.equal(some, whole[:, :, first.start : first.stop]) and torch.equal(mine.grad, 2 * mine.detach())
+    return right, float((back - mine).abs().max())
+
+
+def test_an_exchange_turns_tokens_into_heads_and_back(pool4: RankPool) -> None:
+    assert pool4.run(_turned) == [(True, 0.0)] * 4
+
+
+def _asked() -> dict[str, Any]:
+    with modules_replaced({"transformers": stand_in}):
+        engine = start(decoder(), config_of(2, 1, data_parallel_size=2))
+        said = {
+            family: tuple(getattr(groups, f"_get_{family}_{what}")() for what in ("world_size", "rank"))
+            for family in ("sequence_parallel", "sequence_data_parallel", "data_parallel")
+        }
+        ranks = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
+        said |= {"ranks": ranks, "batch": engine.train_batch_size(), "shards": engine.mesh.groups[0].size}
+        loader = engine.deepspeed_io([{"n": n} for n in range(8)], batch_size=2)
+        said["loaded"] = [batch["n"].tolist() for batch in loader]
+        engine.destroy()
+    return said
+
+
+def test_the_ranks_of_a_sequence_are_consecutive_and_share_batches_and_shards(pool4: RankPool) -> None:
+    said = pool4.run(_asked)
+    for rank, one in enumerate(said):
+        wanted = {
+            "sequence_parallel": (2, rank % 2),
+            "sequence_data_parallel": (4, rank),
+            "data_parallel": (2, rank // 2),
+        }
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert one | wanted | {"ranks": pair, "batch": 2 * ROWS, "shards": 4} == one
+    assert said[0]["loaded"] == said[1]["loaded"] != said[2]["loaded"] == said[3]["loaded"]
+
+
+def _adapted(labels: bool, tokens: int) -> Any:  # noqa: FBT001
+    group, rank = dist.group.WORLD, dist.get_rank()
+    ids = torch.arange(tokens)[None] + 100 * rank
+    row = {"input_ids": ids, "position_ids": torch.arange(tokens)[None]} | ({"labels": ids} if labels else {})
+    loader = UlyssesSPDataLoaderAdapter([row], rank, group, dist.get_world_size(), torch.device("cpu"))
+    try:
+        return len(loader), [{name: value[0].tolist() for name, value in batch.items()} for batch in loader]
+    except ValueError as error:
+        return str(error)
+
+
+def test_the_adapter_cuts_the_batch_of_each_rank_with_targets_from_across_the_border(pool2: RankPool) -> None:
+    for rank, (length, batches) in enumerate(pool2.run(_adapted, True, 4)):
+        assert length == 2
+        for owner, batch in enumerate(batches):
+            ids = [100 * owner + n for n in (0, 1, 2, 3, -100)]
+            ids[4] = -100
+            part = slice(2 * rank, 2 * rank + 2)
+            assert batch == {
+                "input_ids": ids[part],
+                "position_ids": [0, 1, 2, 3][part],
+                "shift_labels": ids[1:][part],
+            }
+
+
+def test_the_adapter_refuses_on_every_rank_what_it_cannot_cut(pool2: RankPool) -> None:
+    for text in pool2.run(_adapted, False, 4):
+        assert "rank 0: the batch has no tensor 'labels'" in text
+    for text in pool2.run(_adapted, True, 5):
+        assert "5 tokens do not divide over 2 ranks" in text
+
+
+def _faulty(fault: str) -> list[str]:
+    """What a forward, or ``initialize``, says, and whether the engine trains afterwards."""
+    options: dict[str, Any] = {}
+    rank, found = dist.get_rank(), []
+    with modules_replaced({"transformers": stand_in}):
+        model = decoder(heads=2, keys=2) if fault == "heads" else decoder()
+        if fault == "eager":
+            model.config._attn_implementation_internal = "eager"
+        if fault == "state":
+            model.config.layer_types = ["full_attention", "linear_attention"]
+        if fault == "mesh":
+            options["mesh_param"] = (2, 2)
+        changes = {"data_parallel_size": 3} if fault == "data" else {}
+        if fault == "ranks":
+            changes["sequence_parallel_size"] = 3
+        try:
+            engine = start(model, {**config_of(4, 1), **changes}, **options)
+        except ValueError as error:
+            return [str(error)]
+        batch = batch_of("plain", 0, rank if fault == "different" else 0)
+        if fault == "labels" and rank == 1:
+            del batch["labels"]
+        if fault == "shape" and rank == 1:
+            batch = batch_of("odd", 0, 0)
+        if fault == "positions":
+            batch["shift_labels"] = batch.pop("labels")
+        try:
+            engine(**batch)
+        except deepspeed.errors.UsageError as error:
+            found.append(str(error))
+        loss = engine(**batch_of("plain", 0, 0))["loss"]
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+    return found
+
+
+FAULTS = {
+    "heads": "has 2 attention heads, and each rank needs one. Set sequence_parallel_size to 2 or less",
+    "eager": "attention 'eager' cannot be divided",
+    "state": "has layers of the kind linear_attention",
+    "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
+    "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
+    "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
+    "different": "the ranks of one sequence got different batches",
+    "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: (2, 16), rank 1: (2, 13)",
+    "labels": "the batch has no tensor 'labels'",
+    "positions": "a part of a sequence needs its position ids",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bad_input_gets_a_sentence_on_every_rank(pool4: RankPool, fault: str) -> None:
+    for found in pool4.run(_faulty, fault):
+        assert len(found) == 1 and FAULTS[fault] in found[0], found
+
+
+KINDS, MODELS = ("plain", "packed", "padded", "padded left", "odd"), ({}, GROUPED, UNEVEN, {"window": 5})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("sp", [2, 4])
+def test_training_equals_one_process_everywhere(pool4: RankPool, sp: int, stage: int, kind: str) -> None:
+    for model in MODELS:
+        for errors in pool4.run(parity, sp, stage, kind, model):
+            assert max(errors.values()) <= 2e-6, (model, errors)

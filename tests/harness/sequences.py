@@ -1,0 +1,161 @@
+"""A causal decoder with the interfaces of Transformers' models, for tests of sequence parallelism without that package.
+
+``stand_in`` is what is imported as ``transformers``: registries of attention and of masks, and the class of models. The
+masks of one process are dense, from the definition: causal, inside a document, inside a window, nothing of padding.
+"""
+
+import copy
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WORDS, WIDTH, ROWS = 29, 24, 2
+
+
+class _Registry:
+    known: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.known[name]
+
+    @classmethod
+    def register(cls, name: str, function: Any) -> None:
+        cls.known[name] = function
+
+
+class AttentionInterface(_Registry):
+    known: dict[str, Any] = {}
+
+
+class AttentionMaskInterface(_Registry):
+    known: dict[str, Any] = {}
+
+
+def dense_mask(*, attention_mask: Any, position_ids: Tensor, local_size: int | None, **_: Any) -> Tensor:
+    """Which token [rows, 1, tokens, tokens] sees which."""
+    number = torch.arange(position_ids.shape[1])
+    document = (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
+    seen = (number[:, None] >= number) & (document[:, :, None] == document[:, None, :])
+    if local_size is not None:
+        seen = seen & (number[:, None] - number < local_size)
+    if attention_mask is not None:
+        seen = seen & (attention_mask[:, None, :] > 0)
+    return (seen | torch.eye(len(number), dtype=torch.bool))[:, None]
+
+
+def sdpa(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Attention as the registry's function of that name: without a mask it is causal."""
+    k, v = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (k, v))
+    causal = attention_mask is None and options.get("is_causal", True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal).transpose(1, 2), None
+
+
+AttentionInterface.register("sdpa", sdpa)
+AttentionMaskInterface.register("sdpa", dense_mask)
+
+
+class Config(SimpleNamespace):
+    def get_text_config(self) -> "Config":
+        return self
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._attn_implementation_internal
+
+
+class PreTrainedModel(nn.Module):
+    def _can_set_attn_implementation(self) -> bool:
+        return True
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.width = config, config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(WIDTH, config.num_attention_heads * self.width)
+        self.k_proj = nn.Linear(WIDTH, config.num_key_value_heads * self.width)
+        self.v_proj = nn.Linear(WIDTH, config.num_key_value_heads * self.width)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.width, WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+        q, k, v = (
+            project(hidden).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attend = AttentionInterface()[self.config._attn_implementation]
+        return self.o_proj(attend(self, q, k, v, mask, **kwargs)[0].flatten(2))
+
+
+class Decoder(PreTrainedModel):
+    """Two layers, the positions added to the embeddings. ``heads``, ``keys``: heads of queries and of keys."""
+
+    def __init__(self, heads: int = 4, keys: int = 4, *, window: int | None = None) -> None:
+        super().__init__()
+        names = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 6, "sliding_window": window}
+        self.config = Config(**names, _attn_implementation_internal="sdpa", layer_types=["full_attention"] * 2)
+        self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(Attention(self.config) for _ in range(2))
+        self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.recomputes = False
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        labels: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape[0], -1)
+        mask = AttentionMaskInterface()[self.config._attn_implementation](
+            attention_mask=attention_mask, position_ids=position_ids, local_size=self.config.sliding_window
+        )
+        hidden = self.embed(input_ids) + self.positions(position_ids)
+        for layer in self.layers:
+            if self.recomputes and self.training:
+                hidden = hidden + torch.utils.checkpoint.checkpoint(layer, hidden, mask, use_reentrant=False)
+            else:
+                hidden = hidden + layer(hidden, mask)
+        logits, loss = self.lm_head(self.norm(hidden)), None
+        if labels is not None:
+            targets = kwargs.get("shift_labels")
+            targets = F.pad(labels[:, 1:], (0, 1), value=-100) if targets is None else targets
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+stand_in = ModuleType("transformers")
+for part in (AttentionInterface, AttentionMaskInterface, PreTrainedModel):
+    setattr(stand_in, part.__name__, part)
+
+
+def decoder(**options: Any) -> Decoder:
+    """A decoder, the same on each call."""
+    torch.manual_seed(5)
+    return Decoder(**options).train()
+
+
+def batch_of(kind: str, step: int, feed: int) -> dict[str, Tensor]:
+    """Rows of tokens with prompts of different lengths, which have no loss; ``kind`` says what is special."""
+    tokens = {"odd": 13, "short": 3}.get(kind, 16)
+    ids = torch.randint(1, WORDS, (ROWS, tokens), generator=torch.Generator().manual_seed(100 * step + feed))
+    labels = ids.clone()
+    labels[0, : 2 * feed + step] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if kind == "packed":
+        rows = (7, 6, 3), (1, 12, 3)
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    if kind in ("padded", "padded left"):
+        mask = torch.ones_like(ids)
+        mask[0, slice(9, None) if kind == "padded" else slice(6)] = 0
+        labels[mask == 0] = -100
+        labels[0, 6] = -100  # else padding predicts it
+        batch["attention_mask"] = mask
+    if kind == "no targets":  # but in the first part
+        labels[:, 5:] = -100
+    return copy.deepcopy(batch)
