@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.model.sequence import SequenceConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.log import log_dist
@@ -43,7 +44,9 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
     said: list[int] = []
     for mlp in mlps:
         _replace(mlp, _TiledForward(mlp, block.mlp_tiles, said), back)
-    if block.offload_activations:
+    if block.offload_activations and get_accelerator().device_name() == "cpu":
+        log_dist("sequence.offload_activations has no effect: on the CPU activations are in host memory anyway")
+    elif block.offload_activations:
         manager, forward = get_checkpoint_hidden_states_offloading_ctx_manager(), model.forward
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
