@@ -2,9 +2,10 @@
 
     python benchmarks/long_sequences.py
 
-Needs transformers. Hidden size 256, 2 blocks, 4 heads, 128,256 words, fp32, ZeRO-3, AdamW. Each row is a run of its own:
-a short step first, which makes the optimizer's state, then one of all tokens. Memory is resident memory of a rank above
-that before the model was built; "above weights" leaves out what stays after a step. About two minutes on two cores.
+Needs transformers. Hidden size 256, 2 blocks, 4 heads, 128,256 words, fp32, ZeRO-3, AdamW. Each row is a run of its
+own: a short step first, which makes the optimizer's state, then one of all tokens. Memory is resident memory of a rank
+above that before the model was built; "above weights" leaves out what stays after the short step. About two minutes on
+two cores.
 """
 
 import argparse
@@ -86,7 +87,8 @@ def main() -> None:
     if args.rank:
         rank(json.loads(args.rank))
         return
-    print("| tokens | logits and gradient (GiB a rank) | peak (GiB a rank) | above weights | growth |\n|---|---|---|---|---|")
+    print("| tokens | logits and gradient (GiB a rank) | peak (GiB a rank) | above weights | growth |")
+    print("|---|---|---|---|---|", flush=True)
     above: list[float] = []
     wrong = []
     for tokens in args.tokens:
@@ -99,7 +101,9 @@ def main() -> None:
         if (tokens <= 16384 and peak > LIMIT_GIB) or growth > LIMIT_GROWTH:
             wrong.append(tokens)
     if wrong and args.loss != "whole":
-        raise SystemExit(f"over {LIMIT_GIB} GiB at 16,384 tokens, or more than {LIMIT_GROWTH} times per doubling: {wrong}")
+        raise SystemExit(
+            f"over {LIMIT_GIB} GiB at 16,384 tokens, or more than {LIMIT_GROWTH} times per doubling: {wrong}"
+        )
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def vocab_parallel_cross_entropy(
     """
     if backend != "torch" or reduction not in ("mean", "sum", "none"):
         raise UsageError(
-            f"vocab_parallel_cross_entropy: backend {backend!r}, reduction {reduction!r}: there is the backend 'torch', "
-            "with 'mean', 'sum' and 'none'"
+            f"vocab_parallel_cross_entropy: backend {backend!r}, reduction {reduction!r}: there is the backend "
+            "'torch', with 'mean', 'sum' and 'none'"
         )
     tp, sp, width = _axis(tp_group), _axis(sp_group), logits.shape[-1]
     if vocab_start_index is None and tp is None:

@@ -22,7 +22,8 @@ from deepspeed.zero.param import metadata_functions
 
 MIB = 2**20
 # Logits of a tile, in fp32. A tile reads and writes the gradient of the whole head, which larger tiles do less often.
-TILE_BYTES, DEVICE_TILE_BYTES = 32 * MIB, 512 * MIB
+# On the CPU it is more than the 32 MiB up to which glibc keeps the memory of freed tensors: several tiles' worth.
+TILE_BYTES, DEVICE_TILE_BYTES = 40 * MIB, 512 * MIB
 LAZY_FROM = 4  # tiles; below, the logits are no peak
 _Step = tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]
 
@@ -148,7 +149,9 @@ class LazyHead:
         if not self._said and hidden.requires_grad:
             self._said = True
             size = rows * sample.shape[-1] * 4 / 2**30
-            text = f"logits of {rows:,} tokens and {sample.shape[-1]:,} words take {size:.1f} GiB in fp32, their gradient"
+            text = (
+                f"logits of {rows:,} tokens and {sample.shape[-1]:,} words take {size:.1f} GiB in fp32, their gradient"
+            )
             log_dist(f"{text} as much: the loss is computed in {tiles} tiles or less (key sequence.loss)")
         return LazyLogits(self, hidden, (), sample)
 
@@ -178,7 +181,8 @@ class LazyLogits(torch.Tensor):
     _head: LazyHead
     _hidden: torch.Tensor
     _steps: tuple[_Step, ...]
-    _values: torch.Tensor | None
+    _whole: torch.Tensor | None = None
+    _in_graph = False
 
     def __new__(
         cls, head: LazyHead, hidden: torch.Tensor, steps: tuple[_Step, ...], sample: torch.Tensor
@@ -186,7 +190,7 @@ class LazyLogits(torch.Tensor):
         """Make logits of the dtype and the number of words of ``sample``."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=sample.dtype, device=sample.device)
-        made._head, made._hidden, made._steps, made._values = head, hidden, steps, None
+        made._head, made._hidden, made._steps = head, hidden, steps
         return made
 
     @classmethod
@@ -198,7 +202,7 @@ class LazyLogits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         lazy = _LAZY.get(func)
-        if lazy is not None and isinstance(logits, LazyLogits) and logits._values is None:
+        if lazy is not None and isinstance(logits, LazyLogits) and logits._whole is None:
             rest = args[1:] if args else ()
             named = kwargs if args else {name: value for name, value in kwargs.items() if name != "input"}
             found = lazy(logits, func, *rest, **named)
@@ -207,18 +211,20 @@ class LazyLogits(torch.Tensor):
         return func(*map_tensors(args, _valued), **map_tensors(kwargs, _valued))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Compute the values for code below torch's functions."""
         return func(*map_tensors(args, _valued), **map_tensors(kwargs or {}, _valued))
 
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def whole(self) -> torch.Tensor:
         """Return all logits; they are computed at the first call, and again where only now a gradient is wanted."""
         with torch._C.DisableTorchFunctionSubclass():
-            grad = torch.is_grad_enabled() and self._hidden.requires_grad
-            if self._values is None or (grad and not self._values.requires_grad):
+            if self._whole is None or (torch.is_grad_enabled() and not self._in_graph):
+                self._in_graph = torch.is_grad_enabled()
                 whole = self._head.ask(self._hidden, lambda head, hidden: head.forward(hidden))
-                self._values = _after(self._steps, whole)
-            return self._values
+                self._whole = _after(self._steps, whole)
+            return self._whole
 
     def _like(self, hidden: torch.Tensor, *steps: _Step, dtype: torch.dtype | None = None) -> "LazyLogits":
         sample = torch.empty(0, self.shape[-1], dtype=dtype or self.dtype, device=self.device)
@@ -226,7 +232,7 @@ class LazyLogits(torch.Tensor):
 
 
 def _valued(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.values() if isinstance(tensor, LazyLogits) else tensor
+    return tensor.whole() if isinstance(tensor, LazyLogits) else tensor
 
 
 def _each(logits: LazyLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +320,19 @@ def _cross_entropy(
     return logits._head.ask(logits._hidden, run)
 
 
-_SCALAR = ("mul", "div", "true_divide", "add", "sub", "neg", "tanh", "__mul__", "__rmul__", "__truediv__", "__add__")
+_SCALAR: tuple[str, ...] = (
+    "mul",
+    "div",
+    "true_divide",
+    "add",
+    "sub",
+    "neg",
+    "tanh",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__add__",
+)
 _SCALAR += ("__radd__", "__sub__", "float", "double", "half", "bfloat16", "to")
 _LAZY: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.Tensor, name): _each for name in _SCALAR},

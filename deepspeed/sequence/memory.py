@@ -66,7 +66,7 @@ def _replace(module: nn.Module, forward: Callable[..., Any], back: ExitStack) ->
                 module.forward = before
 
     back.callback(undo)
-    module.forward = forward  # type: ignore[assignment]
+    module.forward = forward
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
@@ -131,6 +131,7 @@ class _TiledForward:
             return 1
         if not self._said:
             self._said.append(tiles)
-            text = f"intermediate values of {type(self._module).__name__} take {nbytes / 2**30:.1f} GiB with their gradients"
+            values = f"intermediate values of {type(self._module).__name__} and their gradients"
+            text = f"{values} take {nbytes / 2**30:.1f} GiB"
             log_dist(f"{text}: it is computed in {tiles} tiles or less, again in the backward (key sequence.mlp_tiles)")
         return tiles

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -109,7 +109,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self._out.append(kept)
         while len(self._out) > (self._in_flight if self._streams else 0):
             oldest = self._out.popleft()
-            accelerator.current_stream().wait_event(oldest.event)  # so that whoever gets its memory comes after the copy
+            accelerator.current_stream().wait_event(
+                oldest.event
+            )  # so that whoever gets its memory comes after the copy
             oldest.tensor = None
 
     def _fetch(self, kept: _Kept) -> None:
@@ -127,7 +129,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, _Kept):
-            return kept  # type: ignore[no-any-return]
+            return cast(torch.Tensor, kept)
         self._recent.clear()
         while self._out:  # those stay on the device, until their copies are through at least
             get_accelerator().current_stream().wait_event(self._out.popleft().event)

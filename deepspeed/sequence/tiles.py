@@ -199,9 +199,7 @@ class _Gradients:
         self._cut = {i: torch.zeros_like(inputs[i]) for i in range(count) if needs[i]}
         self._whole = {i: Sum(inputs[i]) for i in range(count, len(inputs)) if needs[i]}
 
-    def take(
-        self, tile: tuple[int, int], leaves: list[torch.Tensor], output: torch.Tensor, grad: torch.Tensor
-    ) -> None:
+    def take(self, tile: tuple[int, int], leaves: list[torch.Tensor], output: torch.Tensor, grad: torch.Tensor) -> None:
         """Compute the gradients of a tile from that of its ``output``."""
         more = _unlisted(output, {*self._params, *leaves})
         sums = self._params | {p: self._unlisted.setdefault(p, Sum(p)) for p in more}
@@ -355,10 +353,19 @@ def sequence_tiled_compute(
         compute_params: Parameters that ``fn`` reads; those of modules among the arguments are found without.
         output_reduction: "mean" (weighed by the positions of a tile) or "sum" of scalars; None joins tensors.
     """
-    keys = list(kwargs_to_shard), list(kwargs_to_pass)
-    how = compute_params, output_unshard_dimension, output_reduction
-    values = [*kwargs_to_shard.values(), *kwargs_to_pass.values()]
-    return SequenceTiledCompute.apply(fn, seqlen, shards, *keys, grad_requiring_tensor_key, *how, *values)
+    return SequenceTiledCompute.apply(
+        fn,
+        seqlen,
+        shards,
+        list(kwargs_to_shard),
+        list(kwargs_to_pass),
+        grad_requiring_tensor_key,
+        compute_params,
+        output_unshard_dimension,
+        output_reduction,
+        *kwargs_to_shard.values(),
+        *kwargs_to_pass.values(),
+    )
 
 
 class TiledMLP:

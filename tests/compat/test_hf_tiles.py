@@ -3,17 +3,17 @@
 from typing import Any
 
 import pytest
-
-transformers = pytest.importorskip("transformers")
-
 import torch
 import torch.distributed as dist
 
 from deepspeed.sequence import logits
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_grad
+from tests.compat.common import need
 from tests.harness.training import make_config, start
 
+need("transformers")
+pytestmark = pytest.mark.timeout(240)
 WORDS = 97
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON: dict[str, Any] = {**SIZES, "vocab_size": WORDS, "intermediate_size": 48}
@@ -27,6 +27,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _model(kind: str) -> Any:
+    import transformers
+
     name, sizes = CONFIGS[kind]
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     torch.manual_seed(0)

@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.sequence import logits, memory
-from deepspeed.sequence.tiles import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
+from deepspeed.sequence.tiles import TiledMLP
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness.decoders import WIDTH, WORDS, Llama
+from tests.harness.decoders import WORDS, Llama
 from tests.harness.experts import StackedBlock
 from tests.harness.training import make_config, start
 
@@ -173,7 +173,11 @@ def _own_numbers(divergence: str, frozen: bool) -> tuple[float, list[int], int]:
         plain.zero_grad()
         (sum(plain(part, 0) for part in x) / 2).backward()  # type: ignore[union-attr]
         before = engine.runtime.counts.gathers
-        handles = [p.register_post_accumulate_grad_hook(lambda _, name=n: fired.append(name)) for n, p in model.named_parameters() if step == 1 and p.requires_grad]
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda _, name=n: fired.append(name))
+            for n, p in model.named_parameters()
+            if step == 1 and p.requires_grad
+        ]
         engine.backward(engine(x[rank], shards))
         gathers.append(engine.runtime.counts.gathers - before)
         for handle in handles:

@@ -41,7 +41,9 @@ def _of_the_cpu(self: OffloadActivations, tensor: torch.Tensor) -> bool:
 @pytest.mark.parametrize("streams", [True, False])
 def test_gradients_are_bitwise_the_same(monkeypatch: Any, reentrant: bool, streams: bool) -> None:
     monkeypatch.setattr(OffloadActivations, "moves", _of_the_cpu)
-    make = functools.partial(get_checkpoint_hidden_states_offloading_ctx_manager, use_streams=streams, min_offload_bytes=64)
+    make = functools.partial(
+        get_checkpoint_hidden_states_offloading_ctx_manager, use_streams=streams, min_offload_bytes=64
+    )
     plain = _gradients(contextlib.nullcontext(), reentrant=reentrant)
     manager = make(keep_last_count=2)
     for again in range(1, 3):

@@ -39,7 +39,10 @@ def _gradients(loss: torch.Tensor, *of: torch.Tensor, **options: Any) -> list[to
 
 
 def _error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(found, wanted, strict=True))
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max())
+        for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 13, 8), (13, 8)])
@@ -123,7 +126,9 @@ def test_a_function_of_keywords_in_tiles() -> None:
         out = sequence_tiled_compute(compute, 12, 5, {"x": cut}, passed, "x", None, axis, reduction)
         assert torch.allclose(out if axis else out.transpose(0, 1), whole, atol=1e-6)
         assert _error(_gradients(out.sum(), *of), wanted) <= 1e-6
-    mean = sequence_tiled_compute(lambda **given: compute(**given).mean(), 12, 5, {"x": x}, passed, "x", mlp.parameters())
+    mean = sequence_tiled_compute(
+        lambda **given: compute(**given).mean(), 12, 5, {"x": x}, passed, "x", mlp.parameters()
+    )
     assert abs(float(mean.detach() / whole.detach().mean()) - 1) <= 1e-6
 
 
@@ -169,7 +174,10 @@ def test_a_loss_of_lazy_logits_is_that_of_all_and_rows_without_a_label_reach_no_
         words = (torch.tanh(words / 3) * 3)[:, :-1].float().contiguous().view(-1, 11)
         losses.append(functional.cross_entropy(words, target.view(-1), **options))
     assert torch.allclose(losses[0], losses[1], atol=1e-6)
-    found, wanted = (_gradients((loss * torch.arange(1, loss.numel() + 1).view(loss.shape)).sum(), hidden, head.weight) for loss in losses)
+    found, wanted = (
+        _gradients((loss * torch.arange(1, loss.numel() + 1).view(loss.shape)).sum(), hidden, head.weight)
+        for loss in losses
+    )
     assert _error(found, wanted) <= 1e-6
     assert sum(seen) == 2 * 8 and max(seen) <= 3  # 8 of 12 have a label; forward and backward
 
@@ -180,11 +188,15 @@ def test_lazy_logits_are_logits(monkeypatch: Any) -> None:
     assert type(words) is LazyLogits and words.shape == whole.shape and words.dtype == whole.dtype
     part = words[:, -1:, :] * 2
     assert type(part) is LazyLogits and torch.equal(part + 0 * whole[:, -1:], whole[:, -1:] * 2)
-    assert torch.equal(words[..., :-1, :].argmax(-1), whole[:, :-1].argmax(-1)) and words._values is None
+    assert torch.equal(words[..., :-1, :].argmax(-1), whole[:, :-1].argmax(-1)) and words._whole is None
     assert torch.equal(words[torch.tensor([[True] * 7, [False] * 7])].logsumexp(-1), whole[0].logsumexp(-1))
-    assert [torch.equal(a.softmax(-1), b.softmax(-1)) for a, b in zip(words.split(1), whole.split(1), strict=True)] == [True] * 2
-    assert torch.equal(words[..., 3], whole[..., 3]) and torch.equal(torch.cat([words, whole]), torch.cat([whole, whole]))
-    assert words._values is not None
+    assert [torch.equal(a.softmax(-1), b.softmax(-1)) for a, b in zip(words.split(1), whole.split(1), strict=True)] == [
+        True
+    ] * 2
+    assert torch.equal(words[..., 3], whole[..., 3]) and torch.equal(
+        torch.cat([words, whole]), torch.cat([whole, whole])
+    )
+    assert words._whole is not None
     words.zero_()
     assert not words.any()
     with torch.no_grad():
