@@ -21,7 +21,7 @@ from deepspeed.sequence.layout import Core, Layout
 PREFIX = "ulysses"
 _REST = "cannot be divided over the ranks of a sequence; set sequence_parallel_size to 1"
 FAMILIES = ("sdpa", "flash", "flex")
-_RUNNING: ContextVar[Layout | None] = ContextVar("deepspeed_sequence_layout", default=None)
+_RUNNING: ContextVar[tuple[Layout | None, float]] = ContextVar("deepspeed_sequence", default=(None, 1.0))
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,20 @@ class Masked:
 
 
 @contextmanager
-def running(layout: Layout | None) -> Iterator[None]:
-    """Let masks that are made inside be those of ``layout``; None: of what each rank has by itself."""
-    token = _RUNNING.set(layout)
+def running(layout: Layout | None, share: float = 1.0) -> Iterator[None]:
+    """Let masks made inside be those of ``layout``; None: of what each rank has by itself. ``share``: of a loss
+    that all ranks of a sequence compute alike, the share that each is to return.
+    """
+    token = _RUNNING.set((layout, share))
     try:
         yield
     finally:
         _RUNNING.reset(token)
 
 
-def is_running() -> bool:
-    """Return whether a forward on parts of sequences is under way."""
-    return _RUNNING.get() is not None
+def in_progress() -> tuple[Layout | None, float]:
+    """Return the layout of the forward on parts of sequences that is under way, if one is, and the share."""
+    return _RUNNING.get()
 
 
 def family_of(core: str) -> str:
@@ -72,7 +74,7 @@ def registered(core: str, transformers: ModuleType, *, name: str = "") -> str:
 
 def _mask(core: str, transformers: ModuleType, *args: Any, **kwargs: Any) -> Any:
     """Make what the layers get as a mask, in the place of the mask function of ``core``."""
-    layout = _RUNNING.get()
+    layout, _ = in_progress()
     if layout is None:
         return transformers.AttentionMaskInterface()[core](*args, **kwargs)
     own = kwargs.get("use_vmap") or "or_mask" in getattr(kwargs.get("mask_function"), "__qualname__", "")
@@ -101,7 +103,7 @@ def _attention(core: str, transformers: ModuleType, module: Any, *qkv: torch.Ten
     mask = qkv[3] if len(qkv) > 3 else kwargs.pop("attention_mask", None)
     inner = transformers.AttentionInterface()[core]
     if not isinstance(mask, Masked):
-        if is_running():
+        if in_progress()[0] is not None:
             raise SequenceError(
                 f"{type(module).__name__} has a mask that transformers.masking_utils did not make; it {_REST}"
             )

@@ -84,6 +84,7 @@ class DistributedAttention(nn.Module):
         if query.dim() != 4:
             raise SequenceError(f"DistributedAttention takes tensors of 4 dimensions, not {tuple(query.shape)}")
         if group.size == 1:
+            query, key = _rotated((query, key), rotary_pos_emb)
             return self.local_attn(query, key, value, *args, **kwargs)
         order = (
             batch_dim_idx,
@@ -99,8 +100,7 @@ class DistributedAttention(nn.Module):
             index = torch.tensor(plan.index[group.index], device=key.device)
             whole[1:] = [part.index_select(1, index) for part in whole[1:]]
         q, k, v = (part.permute(_undone(order)) for part in whole)
-        if rotary_pos_emb is not None:
-            q, k = (_rotated(part, *rotary_pos_emb) for part in (q, k))
+        q, k = _rotated((q, k), rotary_pos_emb)
         context = self.local_attn(q, k, v, *args, **kwargs)
         tokens_first = (order[0], order[2], order[1], order[3])
         return to_tokens(context.permute(tokens_first), plan.queries, group, lengths).permute(_undone(tokens_first))
@@ -111,8 +111,14 @@ def _undone(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
-def _rotated(value: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    width = cosine.shape[-1]
-    turned, rest = value[..., :width], value[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cosine + torch.cat([-second, first], dim=-1) * sine, rest], dim=-1)
+def _rotated(values: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
+    """Return ``values`` with the first features turned by ``angles`` (cosine, sine): halves of them are the pairs."""
+    if angles is None:
+        return values
+    cosine, sine = angles
+    results = []
+    for value in values:
+        turned, rest = value[..., : cosine.shape[-1]], value[..., cosine.shape[-1] :]
+        first, second = turned.chunk(2, dim=-1)
+        results.append(torch.cat([turned * cosine + torch.cat([-second, first], dim=-1) * sine, rest], dim=-1))
+    return results

@@ -22,6 +22,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, SequenceError
 from deepspeed.monitor.log import log_dist
 from deepspeed.sequence.attention import PREFIX, registered, running
+from deepspeed.sequence.balance import balance_whole_sequences
 from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, whole_batch
 from deepspeed.sequence.layout import Layout, agreed, codes_of, joined, layout_of
 from deepspeed.tensor.differentiable import sum_parts
@@ -53,6 +54,7 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     for top in tops:
         check(top, mesh.sp.size, tp=mesh.tp.size)
         attach_attention(top, back)
+        balance_whole_sequences(top)
         _Hooks(mesh.sp, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(top, back)
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}")
 
@@ -145,7 +147,7 @@ class _Hooks:
         elif not parts and module.training:
             given, layout = self._cut(given, run)
         self._runs.append(run)
-        run.entered.enter_context(running(layout))
+        run.entered.enter_context(running(layout, 1 / self._group.size if run.summed else 1.0))
         return (), given
 
     def _cut(self, given: dict[str, Any], run: _Run) -> tuple[dict[str, Any], Layout]:
