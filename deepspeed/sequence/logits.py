@@ -129,9 +129,9 @@ class LazyHead:
         self.module, self._always = module, always
         self.forward: Callable[..., torch.Tensor] = module.forward
         weight = module._parameters.get("weight")
-        own = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-        self._linear = own and weight is not None and module._parameters.get("bias") is None
-        self._said = False
+        plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+        self._linear = plain and weight is not None and module._parameters.get("bias") is None
+        self._logged = False
 
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Return logits, lazy ones where all of them would be large; or what a request asks for."""
@@ -146,8 +146,8 @@ class LazyHead:
         tiles = self.tiles(rows, sample.shape[-1], hidden.device)
         if tiles < LAZY_FROM and not self._always:
             return self.forward(hidden)
-        if not self._said and hidden.requires_grad:
-            self._said = True
+        if not self._logged and hidden.requires_grad:
+            self._logged = True
             size = rows * sample.shape[-1] * 4 / 2**30
             text = (
                 f"logits of {rows:,} tokens and {sample.shape[-1]:,} words take {size:.1f} GiB in fp32, their gradient"
@@ -205,9 +205,9 @@ class LazyLogits(torch.Tensor):
         if lazy is not None and isinstance(logits, LazyLogits) and logits._whole is None:
             rest = args[1:] if args else ()
             named = kwargs if args else {name: value for name, value in kwargs.items() if name != "input"}
-            found = lazy(logits, func, *rest, **named)
-            if found is not NotImplemented:
-                return found
+            result = lazy(logits, func, *rest, **named)
+            if result is not NotImplemented:
+                return result
         return func(*map_tensors(args, _valued), **map_tensors(kwargs, _valued))
 
     @classmethod
@@ -289,8 +289,8 @@ def _argmax(logits: LazyLogits, func: Any, dim: int | None = None, keepdim: bool
         return torch.cat([_after(logits._steps, head.forward(rows.narrow(0, *tile))).argmax(-1) for tile in tiles])
 
     with torch.no_grad():
-        found = logits._head.ask(flat, run).view(logits.shape[:-1])
-    return found.unsqueeze(-1) if keepdim else found
+        chosen = logits._head.ask(flat, run).view(logits.shape[:-1])
+    return chosen.unsqueeze(-1) if keepdim else chosen
 
 
 def _cross_entropy(

@@ -41,9 +41,9 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
             f"sequence.mlp_tiles is {block.mlp_tiles}, and no layer of {type(model).__name__} has an MLP under the "
             f"names {', '.join(_MLP_NAMES)}. Delete the key, or call TiledMLP.apply in the model"
         )
-    said: list[int] = []
+    logged: list[int] = []
     for mlp in mlps:
-        _replace(mlp, _TiledForward(mlp, block.mlp_tiles, said), back)
+        _replace(mlp, _TiledForward(mlp, block.mlp_tiles, logged), back)
     if block.offload_activations and get_accelerator().device_name() == "cpu":
         log_dist("sequence.offload_activations has no effect: on the CPU activations are in host memory anyway")
     elif block.offload_activations:
@@ -72,8 +72,8 @@ def _replace(module: nn.Module, forward: Callable[..., Any], back: ExitStack) ->
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
     """Yield output layers whose logits go to a loss over words."""
     for module in model.modules():
-        found = getattr(type(module), "get_output_embeddings", None)
-        head = found(module) if found is not None and hasattr(module, "loss_function") else None
+        getter = getattr(type(module), "get_output_embeddings", None)
+        head = getter(module) if getter is not None and hasattr(module, "loss_function") else None
         if isinstance(head, nn.Module):
             yield head
 
@@ -93,16 +93,16 @@ def _mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 def _is_stack(module: nn.Module) -> bool:
     """Tell whether ``module`` has experts stacked in its own parameters."""
-    number, own = getattr(module, "num_experts", 0), [*module.parameters(recurse=False)]
-    stacked = isinstance(number, int) and all(p.dim() and p.shape[0] == number for p in own)
-    return stacked and any(p.dim() == 3 for p in own)  # a router has a matrix
+    number, params = getattr(module, "num_experts", 0), [*module.parameters(recurse=False)]
+    stacked = isinstance(number, int) and all(p.dim() and p.shape[0] == number for p in params)
+    return stacked and any(p.dim() == 3 for p in params)  # a router has a matrix
 
 
 class _TiledForward:
     """The ``forward`` of an MLP, or of stacked experts, in ``tiles`` tiles or as many as bytes ask for."""
 
-    def __init__(self, module: nn.Module, tiles: int | str, said: list[int]) -> None:
-        self._module, self._tiles, self._said = module, tiles, said
+    def __init__(self, module: nn.Module, tiles: int | str, logged: list[int]) -> None:
+        self._module, self._tiles, self._logged = module, tiles, logged
         self.forward: Callable[..., torch.Tensor] = module.forward
         self._stacked = _is_stack(module)
 
@@ -129,8 +129,8 @@ class _TiledForward:
         tiles = math.ceil(nbytes / tile_bytes(hidden.device))
         if tiles < _MLP_FROM:
             return 1
-        if not self._said:
-            self._said.append(tiles)
+        if not self._logged:
+            self._logged.append(tiles)
             values = f"intermediate values of {type(self._module).__name__} and their gradients"
             text = f"{values} take {nbytes / 2**30:.1f} GiB"
             log_dist(f"{text}: it is computed in {tiles} tiles or less, again in the backward (key sequence.mlp_tiles)")

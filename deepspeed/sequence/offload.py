@@ -28,13 +28,13 @@ class HostBuffers:
         """Return memory for a contiguous copy of ``like``."""
         nbytes = like.numel() * like.element_size()
         with self._lock:
-            found = next((buffer for buffer in self._free if buffer.numel() == nbytes), None)
-            if found is not None:
-                self._free = deque(buffer for buffer in self._free if buffer is not found)
-        if found is None:
-            found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            found = get_accelerator().pin_memory(found) if self._pinned else found
-        return found.view(like.dtype).view(like.shape)
+            buffer = next((free for free in self._free if free.numel() == nbytes), None)
+            if buffer is not None:
+                self._free = deque(free for free in self._free if free is not buffer)
+        if buffer is None:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            buffer = get_accelerator().pin_memory(buffer) if self._pinned else buffer
+        return buffer.view(like.dtype).view(like.shape)
 
     def give(self, values: torch.Tensor) -> None:
         """Take back the memory of ``values``, which no copy uses any more."""
@@ -44,7 +44,7 @@ class HostBuffers:
                 self._free.popleft()
 
 
-class _Kept:
+class _Activation:
     """One activation: on the device, in host memory, or under way."""
 
     def __init__(self, owner: "OffloadActivations", tensor: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class _Kept:
         self.tensor: torch.Tensor | None = tensor  # on the device
         self.host: torch.Tensor | None = None
         self.event: Any = None  # of the copy that was issued last
-        self.previous: Callable[[], _Kept | None] = lambda: None  # the backward asks for it next
+        self.previous: Callable[[], _Activation | None] = lambda: None  # the backward asks for it next
 
     def __del__(self) -> None:
         if self.host is not None:  # later copies are ordered behind those of this one by their common stream
@@ -66,9 +66,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         self.buffers = HostBuffers(buffers, pinned=pinned)
         self._smallest, self._in_flight, self._last = smallest, in_flight, last
-        self._out: deque[_Kept] = deque()  # their copies to the host may be under way
-        self._recent: deque[_Kept] = deque()  # kept on the device, as the backward begins with them
-        self._newest: Callable[[], _Kept | None] = lambda: None
+        self._out: deque[_Activation] = deque()  # their copies to the host may be under way
+        self._recent: deque[_Activation] = deque()  # kept on the device, as the backward begins with them
+        self._newest: Callable[[], _Activation | None] = lambda: None
         self._streams = streams
         self._stream: Any = None
         self.copied = 0  # tensors to the host so far
@@ -87,7 +87,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.moves(tensor):
             return tensor
-        kept = _Kept(self, tensor.detach())
+        kept = _Activation(self, tensor.detach())
         kept.previous = self._newest
         self._newest = weakref.ref(kept)
         self._recent.append(kept)
@@ -95,7 +95,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             self._send(self._recent.popleft())
         return kept
 
-    def _send(self, kept: _Kept) -> None:
+    def _send(self, kept: _Activation) -> None:
         """Start the copy of ``kept`` to the host; its memory on the device is free after at most ``in_flight`` more."""
         assert kept.tensor is not None
         accelerator, side = get_accelerator(), self._side()
@@ -114,7 +114,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             )  # so that whoever gets its memory comes after the copy
             oldest.tensor = None
 
-    def _fetch(self, kept: _Kept) -> None:
+    def _fetch(self, kept: _Activation) -> None:
         """Start the copy of ``kept`` to the device."""
         if kept.tensor is not None or kept.host is None:
             return
@@ -128,7 +128,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             kept.event.record(side)
 
     def _unpack(self, kept: Any) -> torch.Tensor:
-        if not isinstance(kept, _Kept):
+        if not isinstance(kept, _Activation):
             return cast(torch.Tensor, kept)
         self._recent.clear()
         while self._out:  # those stay on the device, until their copies are through at least

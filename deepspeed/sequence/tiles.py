@@ -32,7 +32,7 @@ def pieces(length: int, tiles: int) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def held(params: Iterable[torch.Tensor]) -> Iterator[None]:
+def gathered(params: Iterable[torch.Tensor]) -> Iterator[None]:
     """Gather sharded ``params`` and hold them inside, where modules that own them run without communication."""
     units = {id(unit): unit for p in params if (unit := getattr(p, "_ds_unit", None)) is not None}
     by_keeper: dict[Any, list[Any]] = {}
@@ -96,7 +96,7 @@ class Sum:
 
 
 @dataclass
-class _Work:
+class _TiledWork:
     """What is done with each tile: ``run(*tiles, *whole)``, where tile i is cut from tensor i along ``dims[i]``."""
 
     run: Compute
@@ -117,7 +117,7 @@ class _Work:
         return tile[1] / length if self.reduction == "mean" and length else 1.0
 
 
-def _checked(output: Any, work: _Work) -> torch.Tensor:
+def _checked(output: Any, work: _TiledWork) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         raise UsageError(
             f"a tiled function has to return one tensor, and {_name(work.run)} returned a {type(output).__name__}; "
@@ -141,7 +141,7 @@ class _Tiled(torch.autograd.Function):
     """Node of a tiled function; inputs: the cut tensors, those that tiles see whole, the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, count: int, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, work: _TiledWork, count: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.work, ctx.surroundings = work, Surroundings(tensors[0].device)
         work.params = list(tensors[count:])
         inputs = tensors[:count]
@@ -149,7 +149,7 @@ class _Tiled(torch.autograd.Function):
         ctx.needs = [tensor.requires_grad for tensor in inputs]
         outputs: list[torch.Tensor] = []
         joined: torch.Tensor | None = None
-        with held(work.params):
+        with gathered(work.params):
             for tile in work.tiles:
                 out = _checked(work.run(*work.cut(inputs, tile)), work)
                 if work.reduction is not None:
@@ -173,9 +173,9 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         work, inputs = ctx.work, ctx.saved_tensors
-        found = _Gradients(work, inputs, ctx.needs)
+        grads = _Gradients(work, inputs, ctx.needs)
         start = 0
-        with held(work.params), ctx.surroundings.again(), torch.enable_grad():
+        with gathered(work.params), ctx.surroundings.again(), torch.enable_grad():
             for number, tile in enumerate(work.tiles):
                 pairs = zip(work.cut(inputs, tile), ctx.needs, strict=True)
                 leaves = [tensor.detach().requires_grad_(need) for tensor, need in pairs]
@@ -184,14 +184,14 @@ class _Tiled(torch.autograd.Function):
                 part = grad * work.share(tile) if work.reduction else grad.narrow(work.join, start, length)
                 start += length
                 if out.requires_grad:
-                    found.take(tile, leaves, out, part)
-        return None, None, *found.of_inputs(), *found.of_params()
+                    grads.take(tile, leaves, out, part)
+        return None, None, *grads.of_inputs(), *grads.of_params()
 
 
 class _Gradients:
     """Gradients of a tiled function, as the tiles bring them."""
 
-    def __init__(self, work: _Work, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
+    def __init__(self, work: _TiledWork, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
         self._work, self._inputs, self._needs = work, inputs, needs
         self._params = {p: Sum(p) for p in work.params if p.requires_grad}
         self._unlisted: dict[torch.Tensor, Sum] = {}
@@ -230,7 +230,7 @@ class _Gradients:
 
 def _unlisted(output: torch.Tensor, listed: set[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors for which autograd would accumulate a gradient of ``output``, and which are not ``listed``."""
-    found, seen, stack = dict[torch.Tensor, None](), set[Any](), [output.grad_fn]
+    leaves, seen, stack = dict[torch.Tensor, None](), set[Any](), [output.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -238,19 +238,19 @@ def _unlisted(output: torch.Tensor, listed: set[torch.Tensor]) -> list[torch.Ten
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor) and leaf not in listed:
-            found[leaf] = None
+            leaves[leaf] = None
         stack += [following for following, _ in node.next_functions]
-    return [*found]
+    return [*leaves]
 
 
 def _parameters(owners: Iterable[Any], compute_params: Iterable[Any] | None) -> list[torch.Tensor]:
     """Return the parameters of the modules among ``owners``, and those that the caller has named."""
-    found: dict[torch.Tensor, None] = {}
+    params: dict[torch.Tensor, None] = {}
     for owner in owners:
         owner = getattr(owner, "__self__", owner)
         if isinstance(owner, nn.Module):
-            found |= dict.fromkeys(owner.parameters())
-    return [*(found | dict.fromkeys(p for p in compute_params or () if isinstance(p, torch.Tensor)))]
+            params |= dict.fromkeys(owner.parameters())
+    return [*(params | dict.fromkeys(p for p in compute_params or () if isinstance(p, torch.Tensor)))]
 
 
 def tiled(
@@ -274,7 +274,7 @@ def tiled(
     lengths = [tensor.shape[dim] for tensor, dim in zip(cut, dims, strict=True)]
     if len(set(lengths)) != 1:
         raise UsageError(f"tensors that are cut into tiles together have lengths {lengths}; they have to be equal")
-    work = _Work(run, tuple(dims), pieces(lengths[0], tiles), join, reduction)
+    work = _TiledWork(run, tuple(dims), pieces(lengths[0], tiles), join, reduction)
     out: torch.Tensor = _Tiled.apply(work, len(cut) + len(whole), *cut, *whole, *params)
     return out
 
@@ -317,7 +317,7 @@ class SequenceTiledCompute:
         whole = {key: value for key, value in rest.items() if isinstance(value, torch.Tensor) and value.requires_grad}
         whole = {key: value for key, value in whole.items() if not isinstance(value, nn.Parameter)}
         fixed = {key: value for key, value in rest.items() if key not in whole}
-        own = [value for value in fixed.values() if isinstance(value, nn.Parameter)]
+        named_params = [value for value in fixed.values() if isinstance(value, nn.Parameter)]
 
         def run(*values: torch.Tensor) -> torch.Tensor:
             return fn(**dict(zip([*cut, *whole], values, strict=True)), **fixed)
@@ -330,7 +330,7 @@ class SequenceTiledCompute:
             whole=list(whole.values()),
             join=output_unshard_dimension,
             reduction=output_reduction,
-            params=_parameters([fn, *fixed.values()], [*(compute_params or ()), *own]),
+            params=_parameters([fn, *fixed.values()], [*(compute_params or ()), *named_params]),
         )
 
 

@@ -240,15 +240,15 @@ class Runtime:
 
         Collective where a unit is absent. Outside of any forward and backward nothing is held.
         """
-        held = [unit for unit in units if unit.movable and (unit.users or self.fetch_on_demand(unit))]
-        before, self._repeated = self._repeated, self._repeated.union(held)
-        for unit in held:
+        users = [unit for unit in units if unit.movable and (unit.users or self.fetch_on_demand(unit))]
+        before, self._repeated = self._repeated, self._repeated.union(users)
+        for unit in users:
             unit.add_user()
         try:
             yield
         finally:
             self._repeated = before
-            for unit in held:
+            for unit in users:
                 unit.drop_user()
 
     def begin_backward(self) -> None:
