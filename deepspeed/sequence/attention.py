@@ -77,9 +77,9 @@ def _mask(core: str, transformers: ModuleType, *args: Any, **kwargs: Any) -> Any
     layout, _ = in_progress()
     if layout is None:
         return transformers.AttentionMaskInterface()[core](*args, **kwargs)
-    own = kwargs.get("use_vmap") or "or_mask" in getattr(kwargs.get("mask_function"), "__qualname__", "")
+    special = kwargs.get("use_vmap") or "or_mask" in getattr(kwargs.get("mask_function"), "__qualname__", "")
     causal, window = "allow_is_bidirectional_skip" not in kwargs, kwargs.get("local_size")
-    if own or (window and not causal):
+    if special or (window and not causal):
         raise SequenceError(
             f"the attention of {type(kwargs.get('config')).__name__} has a mask of its own beside the causal one, "
             f"which {_REST}"

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from deepspeed.accelerator.device import map_tensors
+from deepspeed.comm.collectives import gather_objects
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import SequenceError
 from deepspeed.zero.regions import bounds
 
@@ -96,8 +97,7 @@ class UlyssesSPDataLoaderAdapter:
         """Take one batch from each rank. Collective. StopIteration on all ranks where one has no more."""
         batch = next(self.iter, None)
         batch = None if batch is None else map_tensors(dict(batch), lambda tensor: tensor.cpu())
-        everyone: list[Any] = [None] * self.sp_world_size
-        dist.all_gather_object(everyone, batch, group=self.sp_group)
+        everyone = gather_objects(batch, plain_mesh("", group=self.sp_group).job)
         if any(one is None for one in everyone):
             raise StopIteration
         for owner, one in enumerate(everyone):

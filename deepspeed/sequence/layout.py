@@ -102,11 +102,11 @@ def agreed(
     numbers: Sequence[int | torch.Tensor], fault: Exception | None, group: AxisGroup, device: torch.device
 ) -> torch.Tensor:
     """Return ``in_turn``; where a rank has a ``fault``, raise it there, and SequenceError with its text elsewhere."""
-    told = in_turn([int(fault is not None), *numbers], group, device)
-    if bool(told[:, 0].any()):
+    answers = in_turn([int(fault is not None), *numbers], group, device)
+    if bool(answers[:, 0].any()):
         texts = failures(fault, group)
         raise fault or SequenceError("; ".join(f"rank {rank}: {text}" for rank, text in texts.items()))
-    return told[:, 1:]
+    return answers[:, 1:]
 
 
 def codes_of(position_ids: torch.Tensor, mask: torch.Tensor | None, rows: int) -> torch.Tensor:

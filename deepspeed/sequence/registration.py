@@ -3,11 +3,9 @@
 import importlib
 from typing import Any
 
-import torch.distributed as dist
-
 from deepspeed.comm.collectives import require_group
-from deepspeed.comm.mesh.groups import group_over
-from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology
+from deepspeed.comm.mesh.groups import group_over, plain_mesh
+from deepspeed.comm.mesh.topology import Axis, dense_topology
 from deepspeed.errors import SequenceError
 from deepspeed.sequence.attention import PREFIX, family_of, registered
 from deepspeed.sequence.wire import check
@@ -19,15 +17,16 @@ _WHO = "register_with_transformers"
 class SequenceMpu:
     """Process groups of a job whose consecutive ranks share sequences, for ``deepspeed.initialize(mpu=...)``."""
 
-    def __init__(self, topology: Topology, *, disable_in_eval: bool) -> None:
-        self.disable_in_eval, self._topology, self._rank = disable_in_eval, topology, dist.get_rank()
+    def __init__(self, sequence_parallel_size: int, *, disable_in_eval: bool) -> None:
+        self.disable_in_eval, self._job = disable_in_eval, plain_mesh("").job
+        self._topology = dense_topology(self._job.ranks, sp=sequence_parallel_size)
 
     def _axis(self, *names: str) -> Axis:
-        return self._topology.axis(self._rank, *names)
+        return self._topology.axis(self._job.ranks[self._job.index], *names)
 
     def _group(self, *names: str) -> Any:
-        axis, world = self._axis(*names), dist.group.WORLD
-        return world if axis.size == dist.get_world_size() or world is None else group_over(world, axis.ranks)
+        axis, world = self._axis(*names), self._job.pg
+        return world if axis.size == self._job.size or world is None else group_over(world, axis.ranks)
 
     def get_sequence_parallel_group(self) -> Any:
         """Return the process group of the ranks that share this rank's sequences."""
@@ -125,5 +124,4 @@ class UlyssesSPAttentionHF:
                     f"{_WHO}: {sequence_parallel_size} ranks, but {config.num_attention_heads} attention heads"
                 )
         registered(core_attn_implementation, transformers, name=PREFIX)
-        world = tuple(range(dist.get_world_size()))
-        return SequenceMpu(dense_topology(world, sp=sequence_parallel_size), disable_in_eval=disable_in_eval)
+        return SequenceMpu(sequence_parallel_size, disable_in_eval=disable_in_eval)

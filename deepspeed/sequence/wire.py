@@ -64,10 +64,10 @@ def outermost(model: nn.Module) -> list[Any]:
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return []
-    found = [(path, m) for path, m in model.named_modules() if isinstance(m, transformers.PreTrainedModel)]
-    paths = [path for path, _ in found]
+    models = [(path, m) for path, m in model.named_modules() if isinstance(m, transformers.PreTrainedModel)]
+    paths = [path for path, _ in models]
     inner = [p for p in paths if any(p != o and p.startswith(f"{o}." if o else "") for o in paths)]
-    return [module for path, module in found if path not in inner]
+    return [module for path, module in models if path not in inner]
 
 
 def check(model: Any, ranks: int, *, tp: int = 1) -> None:
@@ -161,9 +161,11 @@ class _Hooks:
             assert ids is not None
             checked = [ids, *(given.get(key) for key in ("labels", "position_ids", "attention_mask"))]
             numbers = [ids.shape[0], ids.shape[1], sum(_checksum(value) for value in checked if value is not None)]
-        told = agreed(numbers, error, group, device)
-        if bool((told != told[0]).any()):
-            shapes = ", ".join(f"rank {r}: {tuple(row[:2])}" for r, row in zip(group.ranks, told.tolist(), strict=True))
+        answers = agreed(numbers, error, group, device)
+        if bool((answers != answers[0]).any()):
+            shapes = ", ".join(
+                f"rank {r}: {tuple(row[:2])}" for r, row in zip(group.ranks, answers.tolist(), strict=True)
+            )
             raise SequenceError(
                 f"the ranks of one sequence got different batches ([rows, tokens] of {shapes}). Take them from "
                 "engine.deepspeed_io, wrap the loader in UlyssesSPDataLoaderAdapter, or sample by data-parallel ranks"
@@ -189,17 +191,19 @@ class _Hooks:
         if not fault:
             assert ids is not None
             numbers = [ids.shape[0], ids.shape[1], 0 if targets is None else targets.ne(IGNORED).sum()]
-        told = agreed(numbers, error, self._group, self._device(run.module))
-        rows, lengths = told[:, 0].tolist(), told[:, 1].tolist()
+        answers = agreed(numbers, error, self._group, self._device(run.module))
+        rows, lengths = answers[:, 0].tolist(), answers[:, 1].tolist()
         if len(set(rows)) > 1 or min(lengths) == 0:
-            shapes = ", ".join(f"rank {r}: {s}" for r, s in zip(self._group.ranks, told[:, :2].tolist(), strict=True))
+            shapes = ", ".join(
+                f"rank {r}: {s}" for r, s in zip(self._group.ranks, answers[:, :2].tolist(), strict=True)
+            )
             raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
         assert ids is not None
         codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
         if self._cuts:
-            run.counts, run.summed = told[:, 2], given.get("num_items_in_batch") is not None
+            run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
             given = {**given, "labels": targets}
-        return given, layout_of(joined(codes.to(told.device), self._group, lengths), self._group, lengths)
+        return given, layout_of(joined(codes.to(answers.device), self._group, lengths), self._group, lengths)
 
     def _device(self, module: nn.Module) -> torch.device:
         return next(module.parameters()).device

@@ -46,6 +46,7 @@ PAGES = {
     "profiling": "measures.md",
     "profiling.timeline": "observe.md",
     "reallocate": "weights.md",
+    "sequence": "long-sequences.md",
     "tensor": "tensor-parallelism.md",
     "tensor.generation": "rl.md",
     "tensor.prompts": "rl.md",

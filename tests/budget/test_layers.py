@@ -59,6 +59,7 @@ LAYERS = {
     "deepspeed.profiling": 6,
     "deepspeed.reallocate": 6,
     "deepspeed.reallocate.moves": 2,
+    "deepspeed.sequence": 6,
     "deepspeed.tensor": 6,
     "deepspeed.engine": 7,
     **dict.fromkeys(REEXPORTS, 8),

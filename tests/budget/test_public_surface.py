@@ -76,6 +76,7 @@ deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCo
 deepspeed.runtime.pipe.engine: DeepSpeedEngine PipelineEngine PipelineError
 deepspeed.runtime.pipe.module: LayerSpec PipelineModule TiedLayerSpec
 deepspeed.runtime.pipe.topology: PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology
+deepspeed.runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
 deepspeed.runtime.utils: partition_balanced partition_uniform
 deepspeed.runtime.utils: move_to_device see_memory_usage set_random_seed
 deepspeed.runtime.zero: GatheredParameters Init register_external_parameter

@@ -44,6 +44,14 @@ torch.manual_seed(0)
 # Ranks, and what stands before the blocks of a page.
 PAGES = {
     "experts.md": (2, ""),
+    "long-sequences.md": (
+        2,
+        """
+def attention(q, k, v):
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+""",
+    ),
     "index.md": (
         1,
         """

@@ -5,7 +5,7 @@ that kills it; those of models in parts are in ``faults_of_parts``. ``old`` is s
 it, and occurs once in its file; tests/pure/test_mutants.py holds that.
 """
 
-from tests.mutants.faults_of_parts import COMPILED, ELASTIC, EXPERTS, INTERRUPTS, PARTS, PIPELINES
+from tests.mutants.faults_of_parts import COMPILED, ELASTIC, EXPERTS, INTERRUPTS, PARTS, PIPELINES, SEQUENCES
 from tests.mutants.mutant import Mutant
 
 
@@ -522,5 +522,5 @@ _CHECKPOINTS = (
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS),
-    *(*PARTS, *EXPERTS, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
+    *(*PARTS, *EXPERTS, *SEQUENCES, *PIPELINES, *COMPILED, *ELASTIC, *INTERRUPTS),
 )

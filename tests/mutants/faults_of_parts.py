@@ -54,6 +54,74 @@ PARTS = (
     ),
 )
 
+_SEQUENCE = "tests/dist/test_sequence.py::test_training_equals_one_process"
+SEQUENCES = (
+    Mutant(
+        "SQ1",
+        "deepspeed/sequence/heads.py",
+        "range(part[0] // group, part[-1] // group + 1)",
+        "range(part[0] // group, part[0] // group + 1)",
+        (f"{_SEQUENCE}[sp 4, stage 1, odd length, heads that ranks do not divide]",),
+        "a rank gets every head of keys that its heads of queries read",
+    ),
+    Mutant(
+        "SQ2",
+        "deepspeed/sequence/layout.py",
+        "(after != before + 1)",
+        "(after < before)",
+        (f"{_SEQUENCE}[sp 2, stage 2, packed]",),
+        "a document of one token ends before the next one",
+    ),
+    Mutant(
+        "SQ3",
+        "deepspeed/sequence/wire.py",
+        "(count / run.counts.sum().clamp(min=1))",
+        "(count / run.counts.sum().clamp(min=1) * 0 + 1 / self._group.size)",
+        (f"{_SEQUENCE}[sp 2, stage 0]",),
+        "the losses of a sequence's parts are weighed by their targets",
+    ),
+    Mutant(
+        "SQ4",
+        "deepspeed/sequence/wire.py",
+        "loss = torch.where(count > 0, loss, 0.0) *",
+        "loss = loss *",
+        (f"{_SEQUENCE}[targets on one rank only]",),
+        "a part without targets has no loss",
+    ),
+    Mutant(
+        "SQ5",
+        "deepspeed/sequence/attention.py",
+        "max(0, start - window + 1)",
+        "start",
+        (f"{_SEQUENCE}[a window]",),
+        "the first queries of a block see what is before it",
+    ),
+    Mutant(
+        "SQ6",
+        "deepspeed/sequence/batch.py",
+        "labels[..., 1:], (0, 1)",
+        "labels[..., :-1], (1, 0)",
+        (f"{_SEQUENCE}[sp 2, stage 0]",),
+        "a token predicts the next one, also across the border of two parts",
+    ),
+    Mutant(
+        "SQ7",
+        "deepspeed/sequence/heads.py",
+        "[piece.numel() for piece in pieces], received=received)",
+        "[piece.numel() for piece in pieces][::-1], received=received[::-1])",
+        (f"{_SEQUENCE}[sp 4, stage 1, odd length, heads that ranks do not divide]",),
+        "outputs go back to the ranks that have the tokens",
+    ),
+    Mutant(
+        "SQ8",
+        "deepspeed/comm/mesh/groups.py",
+        'zero = over(topology.axis(rank, "dp_outer", "dp", "sp"))',
+        'zero = over(topology.axis(rank, "dp_outer", "dp"))',
+        (f"{_SEQUENCE}[sp 2, stage 1, beside data parallelism]",),
+        "ZeRO shards over the ranks of a sequence too",
+    ),
+)
+
 _EXPERTS = "tests/dist/test_experts.py"
 _CELL = f"{_EXPERTS}::test_training_equals_one_process"
 EXPERTS = (
