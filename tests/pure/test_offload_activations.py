@@ -75,3 +75,10 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert manager.copied == 0
     with pytest.raises(UsageError, match="keep_last_count is a whole number of at least 0, not -1"):
         get_checkpoint_hidden_states_offloading_ctx_manager(keep_last_count=-1)
+
+
+def test_only_what_a_forward_computed_on_a_device_moves() -> None:
+    manager = get_checkpoint_hidden_states_offloading_ctx_manager()
+    weight = nn.Parameter(torch.empty(512, device="meta"))
+    moves = [manager.moves(value) for value in (weight, weight * 2, (weight * 2).detach(), (weight * 2)[:8])]
+    assert moves == [False, True, False, False]
