@@ -44,6 +44,8 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     client = dims.registered
     if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
         return
+    if mesh.pp.size > 1:
+        raise DeepSpeedConfigError(f"{_KEY} beside pipeline stages is not in this release; set it to 1")
     tops = outermost(model)
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
