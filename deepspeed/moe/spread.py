@@ -1,6 +1,7 @@
 """Spreading the experts of a model over ranks: which modules are experts, and what replaces their forward."""
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +22,7 @@ from deepspeed.zero.layout import Place
 from deepspeed.zero.partition import UnitFacts
 
 FactsOf = Callable[[str, nn.Parameter], UnitFacts]
+_divided: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # of all models, by id
 _DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where tokens go to other ranks
 
 
@@ -113,6 +115,12 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
         yield path, module
 
 
+def divided_at(tensor: torch.Tensor) -> nn.Parameter | None:
+    """Return the parameter whose part of stacked experts on this rank ``tensor`` is, or shares memory with, or None."""
+    same = (p for p in list(_divided.values()) if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape)
+    return next((p for p in same if hasattr(p, "tp_place") and tuple(p.shape) != p.tp_place.shape), None)
+
+
 def _number(module: nn.Module) -> int:
     """Return how many experts ``module`` stacks in each of its own parameters; 0 where it does not."""
     number = getattr(module, "num_experts", 0)
@@ -177,6 +185,7 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
         marks = {"tp_place": place, "allreduce": False, "group_name": GROUP_NAME.format(group.size)}
         for mark, value in marks.items():
             setattr(param, mark, value)
+        _divided[id(param)] = param
         back.callback(_unmark, param, marks)
     compute = module.forward
 

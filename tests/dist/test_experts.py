@@ -218,7 +218,7 @@ def _next_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _pipeline(stage: int) -> list[float]:
+def pipeline(stage: int) -> list[float]:
     """Two stages, in each two ranks that divide the experts: differences of loss and norm from one process."""
     model = PipelineModule(staged(2), num_stages=2, loss_fn=_next_loss)
     config = make_config(stage, optimizer=ADAMW, gradient_clipping=0.5, gradient_accumulation_steps=2)
@@ -240,7 +240,7 @@ def _pipeline(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_pipeline_divides_experts_within_a_stage(pool4: Any, stage: int) -> None:
-    for apart in pool4.run(_pipeline, stage):
+    for apart in pool4.run(pipeline, stage):
         assert max(apart) < 1e-6
 
 

@@ -85,6 +85,12 @@ def parity(
 
 
 GROUPED, UNEVEN, BOTH = {"heads": 4, "keys": 1}, {"heads": 6, "keys": 2}, {"heads": 6, "keys": 6}
+
+
+def _by(attention: str) -> dict[str, Any]:
+    return {"sequence": {"attention": attention}}
+
+
 CELLS: dict[str, tuple[Any, ...]] = {
     "sp 2, stage 0": (2, 0, "plain", {}),
     "sp 2, stage 1, beside data parallelism": (2, 1, "odd", GROUPED),
@@ -113,6 +119,10 @@ CELLS: dict[str, tuple[Any, ...]] = {
             {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
         ], "use_default_specs": False}}},
     ),
+    "a ring of fewer heads than ranks": (4, 3, "odd", {"heads": 2, "keys": 1}),
+    "a ring, windows in packed rows": (4, 2, "packed", {"heads": 1, "keys": 1, "window": 5}),
+    "a ring alone, padded, recomputed": (2, 1, "padded left", {}, {"recomputes": True, **_by("ring")}),
+    "heads and a ring, packed": (4, 3, "packed", GROUPED, _by("both")),
     "optimizer in host memory": (2, 2, "odd", {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
 }  # fmt: skip
 
@@ -266,7 +276,9 @@ def _faulty(fault: str) -> list[str]:
             model.config.layer_types = ["full_attention", "linear_attention"]
         if fault == "mesh":
             options["mesh_param"] = (2, 2)
-        changes = {"data_parallel_size": 3} if fault == "data" else {}
+        changes: dict[str, Any] = {"data_parallel_size": 3} if fault == "data" else {}
+        if fault == "heads":
+            changes["sequence"] = {"attention": "ulysses"}
         if fault == "ranks":
             changes["sequence_parallel_size"] = 3
         if fault == "stages":

@@ -90,10 +90,10 @@ class Stacked(nn.Module):
 class StackedLlama(Llama):
     """Decoder with heads, whose attention tensor parallelism splits, and experts in place of its last layer's MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 4, k: int = 2) -> None:
         super().__init__()
         self.config.base_model_ep_plan = {"layers.*.mlp.experts": "ep_dispatch_experts"}
-        self.model.layers[-1].mlp = StackedBlock(4, 2)
+        self.model.layers[-1].mlp = StackedBlock(experts, k)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.cross_entropy(super().forward(ids % WORDS).flatten(0, 1), ids.roll(-1, 1).flatten() % WORDS)

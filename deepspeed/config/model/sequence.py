@@ -8,8 +8,8 @@ from deepspeed.config.model.values import Block, key
 class SequenceConfig(Block):
     """``sequence``: long sequences."""
 
-    attention: Literal["auto", "ulysses"] = key(
+    attention: Literal["auto", "ulysses", "ring", "both"] = key(
         "auto",
-        "How the ranks of one sequence compute attention: ulysses divides the heads; auto: that, for models of "
-        "Transformers.",
+        "How the ranks of one sequence compute attention: ulysses divides the heads; ring passes keys around; both: "
+        "heads among neighbours, keys around the rest; auto: ulysses, and both where there are fewer heads than ranks.",
     )
