@@ -223,6 +223,15 @@ def all_to_all(rows: torch.Tensor, group: AxisGroup, *, sent: list[int], receive
     return out
 
 
+def start_shift(values: torch.Tensor, out: torch.Tensor, group: AxisGroup) -> Collective:
+    """Start to send ``values`` to the next member, and to receive those of the one before into ``out``."""
+    end = group.note("shift", values)
+    before, behind = (group.index - 1) % group.size, (group.index + 1) % group.size
+    pairs = ((dist.irecv, out, before), (dist.isend, values.contiguous(), behind))
+    posted = [dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in pairs]
+    return Collective(dist.batch_isend_irecv(posted), out, values, then=(end,))
+
+
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:

@@ -17,10 +17,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from deepspeed.errors import SequenceError
 from deepspeed.sequence.layout import Core, Layout
+from deepspeed.sequence.ring import RingMask, attend_around
 
 PREFIX = "ulysses"
 _REST = "cannot be divided over the ranks of a sequence; set sequence_parallel_size to 1"
 FAMILIES = ("sdpa", "flash", "flex")
+_NOT_IN_A_RING = ("dropout", "softcap")
 _RUNNING: ContextVar[tuple[Layout | None, float]] = ContextVar("deepspeed_sequence", default=(None, 1.0))
 
 
@@ -111,6 +113,16 @@ def _attention(core: str, transformers: ModuleType, module: Any, *qkv: torch.Ten
         return inner(module, query, key, value, mask, **kwargs)
     if kwargs.get("position_bias") is not None:
         raise SequenceError(f"{type(module).__name__} adds a bias to attention, which cannot be divided over ranks")
+    window = kwargs.get("sliding_window") or mask.window
+    if mask.layout.ring is not None:
+        unfit = [name for name in _NOT_IN_A_RING if kwargs.get(name)]
+        if unfit or kwargs.get("s_aux") is not None:
+            raise SequenceError(
+                f"{type(module).__name__} has {', '.join(unfit) or 'sinks'} in its attention, which a ring of ranks "
+                "cannot have. Set sequence.attention to ulysses, and sequence_parallel_size to its heads at most"
+            )
+        seen = RingMask(mask.causal, mask.layout.document_of, window)
+        return attend_around(mask.layout, query, key, value, mask=seen, scale=kwargs.get("scaling")), None
     config = _Stand(module.config, _attn_implementation=core)
     kept = {name: item for name, item in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))}
     kept |= {"position_ids": None, "is_causal": mask.causal}
@@ -125,7 +137,6 @@ def _attention(core: str, transformers: ModuleType, module: Any, *qkv: torch.Ten
         return output
 
     family = family_of(core)
-    window = kwargs.get("sliding_window") or mask.window
     run: Core = {"sdpa": _by_document, "flash": _by_ends, "flex": _by_blocks}[family](call, mask, window)
     return mask.layout.attend(query, key, value, run, whole=family != "sdpa"), None
 
@@ -170,13 +181,10 @@ def _by_blocks(call: Callable[..., torch.Tensor], mask: Masked, window: int | No
     layout = mask.layout
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: int) -> torch.Tensor:
-        document = torch.bucketize(
-            torch.arange(layout.rows * layout.tokens, device=query.device), layout.ends, right=True
-        )
-        document = document.view(layout.rows, layout.tokens)
+        document = layout.document_of
 
         def seen(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            inside = document[row, q] == document[row, k]
+            inside = q == q if document is None else document[row, q] == document[row, k]
             if mask.causal:
                 inside = inside & (q >= k)
             return inside & (q - k < window) if window else inside

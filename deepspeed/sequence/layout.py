@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +19,20 @@ one of k; 0: there are as many. Returns [documents, tokens, heads, width].
 _PADDING = -2  # in place of a position; it does not follow on itself, nor does position 0 follow on it
 
 
+class RingGroups(NamedTuple):
+    """Ranks of one sequence as a grid: neighbours divide heads (``inner``), and keys go around the others (``outer``,
+    with the same number among their neighbours).
+    """
+
+    inner: AxisGroup
+    outer: AxisGroup
+
+
 @dataclass(frozen=True)
 class Layout:
     """Cut of the sequences of one batch. ``lengths``: tokens of each rank. ``documents``: (first token, length) of each
-    among all tokens of all rows, row after row; no token attends to one outside its own.
+    among all tokens of all rows, row after row; no token attends to one outside its own. ``ring``: the
+    groups where keys go around ranks.
     """
 
     group: AxisGroup
@@ -29,6 +40,7 @@ class Layout:
     lengths: tuple[int, ...]
     documents: tuple[tuple[int, int], ...]
     device: torch.device = field(compare=False)
+    ring: RingGroups | None = field(default=None, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -52,6 +64,14 @@ class Layout:
             firsts.setdefault(length, []).append(first)
         numbers = torch.arange(self.tokens, device=self.device)
         return [torch.tensor(at, device=self.device)[:, None] + numbers[:length] for length, at in firsts.items()]
+
+    @cached_property
+    def document_of(self) -> torch.Tensor | None:
+        """Return the document of each token [rows, tokens]; None where each row is one."""
+        if self.plain:
+            return None
+        numbers = torch.arange(self.rows * self.tokens, dtype=torch.int32, device=self.device)
+        return torch.bucketize(numbers, self.ends, right=True).view(self.rows, self.tokens)
 
     @cached_property
     def ends(self) -> torch.Tensor:
@@ -123,7 +143,7 @@ def joined(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int]) -> tor
     return torch.cat([part[:, :length] for part, length in zip(full, lengths, strict=True)], dim=1)
 
 
-def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int]) -> Layout:
+def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], ring: RingGroups | None = None) -> Layout:
     """Return the layout of whole sequences with these ``codes`` [rows, tokens]: a document begins where positions do
     not go on. Waits for the device.
     """
@@ -133,4 +153,4 @@ def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int]) -> 
     begins[:, 1:] = (after != before + 1) & ~((before == _PADDING) & (after == _PADDING))
     firsts = begins.view(-1).nonzero().view(-1).tolist()
     sizes = [stop - first for first, stop in zip(firsts, [*firsts[1:], rows * tokens], strict=True)]
-    return Layout(group, rows, tuple(lengths), tuple(zip(firsts, sizes, strict=True)), codes.device)
+    return Layout(group, rows, tuple(lengths), tuple(zip(firsts, sizes, strict=True)), codes.device, ring)

@@ -17,14 +17,15 @@ from torch import nn
 
 from deepspeed.client.mpu import Ways
 from deepspeed.comm.collectives import AxisGroup
-from deepspeed.comm.mesh.groups import Mesh
+from deepspeed.comm.mesh.groups import Mesh, with_group
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, SequenceError
 from deepspeed.monitor.log import log_dist
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
 from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, whole_batch
-from deepspeed.sequence.layout import Layout, agreed, codes_of, joined, layout_of
+from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
+from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
 from deepspeed.zero.regions import bounds, widths
 
@@ -35,28 +36,47 @@ _STATEFUL = re.compile(r"Mamba|RWKV|Rwkv|xLSTM|Recurrent|DeltaNet|ShortConv|Line
 _PRIME = 65_521
 
 
-def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> None:
+def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> Mesh:
     """Let ``model`` work on parts of sequences, where the configuration or a registered client asks for it.
 
-    ``back`` undoes it. A model that is none of Transformers is left to its own attention. Raises DeepSpeedConfigError,
-    a ValueError, for one whose attention cannot be divided.
+    Return ``mesh``, with more groups to destroy where keys go around a ring. ``back`` undoes the rest. A model that is
+    none of Transformers is left to its own attention. Raises DeepSpeedConfigError, a ValueError, for one whose
+    attention cannot be divided.
     """
     client = dims.registered
     if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
-        return
+        return mesh
+    if mesh.pp.size > 1:
+        raise DeepSpeedConfigError(f"{_KEY} beside pipeline stages is not in this release; set it to 1")
     tops = outermost(model)
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
         if cfg.sequence.attention != "auto":
             raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
         log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
-        return
+        return mesh
+    ways = min(check(top, mesh.sp.size, tp=mesh.tp.size, attention=cfg.sequence.attention) for top in tops)
+    mesh, ring = _with_ring(mesh, ways)
     for top in tops:
-        check(top, mesh.sp.size, tp=mesh.tp.size)
         attach_attention(top, back)
         balance_whole_sequences(top)
-        _Hooks(mesh.sp, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(top, back)
-    log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}")
+        _Hooks(mesh.sp, ring, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(
+            top, back
+        )
+    around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
+    log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}{around}")
+    return mesh
+
+
+def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:
+    """Return ``mesh`` with the groups of a ring of neighbourhoods of ``ways`` ranks, and these; None for one alone."""
+    ranks, place = mesh.sp.ranks, mesh.sp.index
+    if ways == len(ranks):
+        return mesh, None
+    first = place - place % ways
+    mesh, inner = with_group(mesh, "sequence/heads", ranks[first : first + ways])
+    mesh, outer = with_group(mesh, "sequence/ring", ranks[place % ways :: ways])
+    return mesh, RingGroups(inner, outer)
 
 
 def outermost(model: nn.Module) -> list[Any]:
@@ -70,8 +90,10 @@ def outermost(model: nn.Module) -> list[Any]:
     return [module for path, module in models if path not in inner]
 
 
-def check(model: Any, ranks: int, *, tp: int = 1) -> None:
-    """Raise DeepSpeedConfigError, which names the reason, where ``ranks`` cannot divide the sequences of ``model``."""
+def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") -> int:
+    """Return how many of the ``ranks`` of a sequence divide heads (``inner_ranks``). Raise DeepSpeedConfigError, which
+    names the reason, where they cannot divide the sequences of ``model``.
+    """
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
     kinds += sorted({type(m).__name__ for m in model.modules() if _STATEFUL.search(type(m).__name__)})
@@ -88,11 +110,13 @@ def check(model: Any, ranks: int, *, tp: int = 1) -> None:
             f"registry of Transformers. Set {_KEY} to 1"
         )
     heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and heads // tp < ranks:
+    ways = inner_ranks(ranks, heads // tp if isinstance(heads, int) else ranks, attention)
+    if isinstance(heads, int) and heads // tp < ways:
         raise DeepSpeedConfigError(
             f"{who} has {heads} attention heads{f' on {tp} tensor-parallel ranks' if tp > 1 else ''}, and each rank "
-            f"needs one. Set {_KEY} to {heads // tp} or less"
+            f"needs one. Set {_KEY} to {heads // tp} or less, or sequence.attention to auto"
         )
+    return ways
 
 
 def attach_attention(model: Any, back: ExitStack) -> None:
@@ -123,8 +147,8 @@ class _Run:
 class _Hooks:
     """Hooks of one model. ``cuts``: whole batches are cut, and losses weighed; else the client does both."""
 
-    def __init__(self, group: AxisGroup, *, cuts: bool, in_eval: bool) -> None:
-        self._group, self._cuts, self._in_eval = group, cuts, in_eval
+    def __init__(self, group: AxisGroup, ring: RingGroups | None, *, cuts: bool, in_eval: bool) -> None:
+        self._group, self._ring, self._cuts, self._in_eval = group, ring, cuts, in_eval
         self._runs: list[_Run] = []
 
     def attach(self, model: nn.Module, back: ExitStack) -> None:
@@ -179,7 +203,7 @@ class _Hooks:
         part = part_of(batch, ids, group.index, group.size)
         part["labels"] = part["shift_labels"]
         run.summed = given.get("num_items_in_batch") is not None
-        return part, layout_of(codes, group, widths(edges))
+        return part, layout_of(codes, group, widths(edges), self._ring)
 
     def _of_parts(self, given: dict[str, Any], run: _Run) -> tuple[dict[str, Any], Layout]:
         """Take a batch that was cut before: this rank has its part, with the positions of its tokens."""
@@ -203,7 +227,8 @@ class _Hooks:
         if self._cuts:
             run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
             given = {**given, "labels": targets}
-        return given, layout_of(joined(codes.to(answers.device), self._group, lengths), self._group, lengths)
+        whole = joined(codes.to(answers.device), self._group, lengths)
+        return given, layout_of(whole, self._group, lengths, self._ring)
 
     def _device(self, module: nn.Module) -> torch.device:
         return next(module.parameters()).device

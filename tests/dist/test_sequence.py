@@ -9,11 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import deepspeed
+from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness import pipes
 from tests.harness.faults import modules_replaced
 from tests.harness.pool import RankPool
 from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
@@ -83,6 +85,12 @@ def parity(
 
 
 GROUPED, UNEVEN, BOTH = {"heads": 4, "keys": 1}, {"heads": 6, "keys": 2}, {"heads": 6, "keys": 6}
+
+
+def _by(attention: str) -> dict[str, Any]:
+    return {"sequence": {"attention": attention}}
+
+
 CELLS: dict[str, tuple[Any, ...]] = {
     "sp 2, stage 0": (2, 0, "plain", {}),
     "sp 2, stage 1, beside data parallelism": (2, 1, "odd", GROUPED),
@@ -111,6 +119,10 @@ CELLS: dict[str, tuple[Any, ...]] = {
             {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
         ], "use_default_specs": False}}},
     ),
+    "a ring of fewer heads than ranks": (4, 3, "odd", {"heads": 2, "keys": 1}),
+    "a ring, windows in packed rows": (4, 2, "packed", {"heads": 1, "keys": 1, "window": 5}),
+    "a ring alone, padded, recomputed": (2, 1, "padded left", {}, {"recomputes": True, **_by("ring")}),
+    "heads and a ring, packed": (4, 3, "packed", GROUPED, _by("both")),
     "optimizer in host memory": (2, 2, "odd", {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
 }  # fmt: skip
 
@@ -264,9 +276,14 @@ def _faulty(fault: str) -> list[str]:
             model.config.layer_types = ["full_attention", "linear_attention"]
         if fault == "mesh":
             options["mesh_param"] = (2, 2)
-        changes = {"data_parallel_size": 3} if fault == "data" else {}
+        changes: dict[str, Any] = {"data_parallel_size": 3} if fault == "data" else {}
+        if fault == "heads":
+            changes["sequence"] = {"attention": "ulysses"}
         if fault == "ranks":
             changes["sequence_parallel_size"] = 3
+        if fault == "stages":
+            model = PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy)
+            changes = {"sequence_parallel_size": 2}
         try:
             engine = start(model, {**config_of(4, 1), **changes}, **options)
         except ValueError as error:
@@ -296,6 +313,7 @@ FAULTS = {
     "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
     "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
+    "stages": "sequence_parallel_size beside pipeline stages is not in this release",
     "different": "the ranks of one sequence got different batches",
     "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: (2, 16), rank 1: (2, 13)",
     "labels": "the batch has no tensor 'labels'",

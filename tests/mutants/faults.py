@@ -201,14 +201,6 @@ _PURE = (
         "weights that come back as they went change no master",
     ),
     Mutant(
-        "RA5",
-        "deepspeed/reallocate/exchange.py",
-        'if name in self._match.stored and hasattr(tensor, "_ds_unit"):',
-        'if hasattr(tensor, "_ds_unit"):',
-        ("tests/dist/test_reallocate.py::test_masters_that_are_ahead_of_what_is_not_moved_stay_ahead",),
-        "masters of what does not move keep updates that are not published yet",
-    ),
-    Mutant(
         "RA6",
         "deepspeed/reallocate/resting.py",
         "if isinstance(part, Place) and tuple(tensor.shape) == part.size:",

@@ -94,6 +94,11 @@ def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) ->
 
 # In the first three steps parameters are compared with those at rest, for what a forward has written through ``data``.
 LOOKED_FOR = {"blocking copy: zero/module/tree.py <listcomp>"}
+# Where other columns are chosen, their states change places, and the next update needs them.
+CHOOSING = {
+    f"blocking copy: zero/update/selective/{where}"
+    for where in ("columns.py compact", "columns.py <listcomp>", "policy.py _put_home")
+}
 # Where the client itself reads and moves states, it waits too.
 ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending", "asking"))]
 
@@ -105,6 +110,8 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
         allowed = allowed | UNPINNED
     if "-on-host" in name:
         allowed = allowed | LOOKED_FOR
+    if name.startswith("zenflow"):
+        allowed = allowed | CHOOSING
     if name.startswith("torn"):  # its last step is the one that makes room
         allowed = allowed | {
             "device.synchronize: tier/arena.py _slab",
@@ -219,7 +226,8 @@ ARENA = [name for name in CASES if "-on-" in name and not name.startswith(BESIDE
 def test_the_plan_is_what_is_page_locked(facts: dict[str, dict[str, Any]], name: str) -> None:
     """To the byte where only states are; buffers between memory and a drive are no more than planned."""
     pages, staging = facts[name]["pages"], facts[name]["planned"].get("staging buffers", 0)
-    assert pages <= facts[name]["host"].get("registered", 0) <= pages + staging and pages + staging
+    spare = facts[name]["planned"]["gradients"] // 2 if name == "zenflow-on-host" else 0  # if an update is late
+    assert pages - spare <= facts[name]["host"].get("registered", 0) <= pages + staging and pages + staging
 
 
 SAVES = [name for name in CASES if name.startswith("saving")]

@@ -8,10 +8,10 @@ from deepspeed.config.model.values import Block, Flag, Positive, key
 class SequenceConfig(Block):
     """``sequence``: long sequences."""
 
-    attention: Literal["auto", "ulysses"] = key(
+    attention: Literal["auto", "ulysses", "ring", "both"] = key(
         "auto",
-        "How the ranks of one sequence compute attention: ulysses divides the heads; auto: that, for models of "
-        "Transformers.",
+        "How the ranks of one sequence compute attention: ulysses divides the heads; ring passes keys around; both: "
+        "heads among neighbours, keys around the rest; auto: ulysses, and both where there are fewer heads than ranks.",
     )
     loss: Literal["auto", "tiled", "whole"] = key(
         "auto", "Logits and loss of a Hugging Face model, in tiles or whole; auto: tiles where logits would be the peak."

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import counted
 from deepspeed.monitor.log import logger
 from deepspeed.tools.verify.driver import Driver, Finding
 from deepspeed.tools.verify.ranks import RankFailure, RankPool, scratch
@@ -160,7 +161,7 @@ def live(job: SavingJob, witness: Witness) -> list[Message]:
         witness.hear(rank, message)
     missing = job.ranks - len({rank for _, rank, _ in messages})
     if missing:
-        raise Finding(f"{missing} ranks did not load within {_LIMIT_S:.0f} s")
+        raise Finding(f"{counted(missing, 'rank')} did not load within {_LIMIT_S:.0f} s")
     return [tuple(message) for _, rank, message in messages if rank == 0]
 
 
@@ -192,7 +193,7 @@ def check_crashes(driver: Driver) -> int:
         messages = live(replace(job, background=False, saves=_MEASURED), witness)
         save_s = statistics.median_high(m[2] for m in messages if m[0] == "saved")  # until the checkpoint has its name
         times = f"a save takes {1000 * save_s:.0f} ms; killing one rank or all at random instants of it"
-        driver.say(f"{options.ranks} ranks, {times}")
+        driver.say(f"{counted(options.ranks, 'rank')}, {times}")
         for number in range(1, options.kills + 1):
             seed = options.seed + number - 1
             dice = random.Random(seed)

@@ -53,7 +53,7 @@ class ColumnsPlan(UpdateSettings):
         """
         chosen, columns = most_chosen(shapes, numel * parts, parts=parts, ratio=self.ratio)
         compared = sum(width_of(shape) for _, shape in shapes if len(shape) > 1)
-        sums = Bytes("sums of gradients of a window", Tier.HOST, 4 * numel, paged=True)
+        sums = Bytes("sums of gradients of a window", Tier.HOST, 4 * numel)  # the host alone works with them
         return [
             *[sums] * (1 + self.overlap),
             Bytes("states of chosen columns", Tier.DEVICE, chosen * (8 + slots)),

@@ -1,0 +1,232 @@
+"""Attention over a sequence that ranks divide, by passing keys and values around a ring (Liu et al. 2023).
+
+Each rank keeps its queries. Keys and values of all ranks come by, one part a turn, while the part before is used; the
+outputs of the parts are merged by their log-sum-exp, as Milakov and Gimelshein 2018 merge softmaxes. The backward goes
+around once more, and carries the gradients of keys and values home.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deepspeed.comm.collectives import AxisGroup, Collective, start_shift
+from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
+from deepspeed.sequence.layout import Layout
+
+_TILE = 1 << 24  # scores at once, where no kernel of torch serves
+_aten = torch.ops.aten
+
+
+class RingMask(NamedTuple):
+    """Who sees whom. ``documents`` [batch, length]: the document of each token of the whole sequence, which sees its
+    own alone; ``window``: how many tokens back one sees, itself counted. None: no limit.
+    """
+
+    causal: bool = True
+    documents: torch.Tensor | None = None
+    window: int | None = None
+
+
+class _Block:
+    """Attention of the ``queries`` of one rank to the ``keys`` of one, numbers in the sequence, with its backward."""
+
+    def __init__(self, mask: RingMask, queries: range, keys: range, scale: float) -> None:
+        self._mask, self._scale, self._first, self._start = mask, scale, queries.start, keys.start
+        self._plain = mask.documents is None and (mask.window is None or queries.stop - keys.start <= mask.window)
+        self._diagonal = mask.causal and queries == keys
+        nearest = queries.start - (keys.stop - 1)  # tokens between the first query and the last key
+        late = mask.causal and keys.start > queries.start
+        self.is_empty = late or (mask.window is not None and nearest >= mask.window)  # no query sees any key
+
+    def _kernel(self, q: torch.Tensor) -> str:
+        if not self._plain:
+            return ""
+        return q.device.type if q.device.type == "cpu" or q.element_size() == 2 else ""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs [b, h, n, d] and log-sum-exps [b, h, n] in fp32."""
+        kernel = self._kernel(q)
+        if kernel == "cpu":
+            out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, self._diagonal, scale=self._scale
+            )
+            return out.float(), total
+        if kernel:
+            out, total = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self._diagonal, scale=self._scale)[:2]
+            return out.float(), total
+        out, total = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        for part, scores in self._scores(q, k):
+            total[:, :, part] = lse = scores.logsumexp(-1)
+            shown = torch.where(lse.isfinite(), lse, 0.0)  # a query that sees nothing here has weights of zero
+            out[:, :, part] = (scores - shown[..., None]).exp() @ v.float()
+        return out, total
+
+    def backward(
+        self, grad: torch.Tensor, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, total: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return this block's part of the gradients of the ``tensors`` (q, k, v); ``out``, ``total`` of all blocks."""
+        q, k, v = tensors
+        kernel = self._kernel(q)
+        if kernel == "cpu":
+            parts: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, total, 0.0, self._diagonal, scale=self._scale
+            )
+            return parts
+        if kernel:
+            none, seed = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
+            sizes = (none, none, q.shape[2], k.shape[2])
+            parts = _aten._scaled_dot_product_flash_attention_backward(
+                grad, q, k, v, out, total, *sizes, 0.0, self._diagonal, seed, none, scale=self._scale
+            )
+            return parts
+        wide, seen = grad.float(), torch.where(total.isfinite(), total, 0.0)
+        delta = (wide * out.float()).sum(-1)
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in tensors)
+        for part, scores in self._scores(q, k):
+            weights = (scores - seen[:, :, part, None]).exp()
+            dv += weights.transpose(-1, -2) @ wide[:, :, part]
+            inner = weights * (wide[:, :, part] @ v.float().transpose(-1, -2) - delta[:, :, part, None])
+            dq[:, :, part] = inner @ k.float() * self._scale
+            dk += inner.transpose(-1, -2) @ q[:, :, part].float() * self._scale
+        return dq, dk, dv
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows of queries and their scaled scores, -inf for what they do not see."""
+        step = max(1, _TILE // (q.shape[0] * q.shape[1] * k.shape[2]))
+        keys, places = k.float().transpose(-1, -2), torch.arange(k.shape[2], device=k.device) + self._start
+        for begin in range(0, q.shape[2], step):
+            part = slice(begin, min(begin + step, q.shape[2]))
+            rows = torch.arange(part.start, part.stop, device=q.device) + self._first
+            back = rows[:, None] - places
+            seen = (back >= 0) if self._mask.causal else torch.ones_like(back, dtype=torch.bool)
+            if self._mask.window is not None:
+                seen = seen & (back < self._mask.window)
+            if self._mask.documents is not None:
+                seen = seen & (self._mask.documents[:, rows, None] == self._mask.documents[:, None, places])
+            scores = q[:, :, part].float() @ keys * self._scale
+            yield part, scores.masked_fill(~(seen[:, None] if seen.dim() == 3 else seen), float("-inf"))
+
+
+class _Way(NamedTuple):
+    """What all turns need. ``rows``: numbers of the tokens of each rank."""
+
+    group: AxisGroup
+    rows: list[range]
+    mask: RingMask
+    scale: float
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, kv: torch.Tensor, way: _Way) -> Any:
+        ctx.way = way
+        out = torch.zeros_like(q, dtype=torch.float32)
+        total = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+        for block, held in _turns(kv, way):
+            if not block.is_empty:
+                part, lse = block.forward(q, *held.unbind(0))
+                after = torch.logaddexp(total, lse)
+                shown = torch.where(after.isfinite(), after, 0.0)
+                out = out * (total - shown).exp()[..., None] + part * (lse - shown).exp()[..., None]
+                total = after
+        ctx.save_for_backward(q, kv, out, total)
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        way: _Way = ctx.way
+        q, kv, out, total = ctx.saved_tensors
+        grad, out = grad.contiguous(), out.to(q.dtype)
+        dq, carried = torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(kv, dtype=torch.float32)
+        for block, held in _turns(kv, way):
+            if not block.is_empty:
+                k, v = held.unbind(0)
+                parts = block.backward(grad, (q, k, v), out, total)
+                dq += parts[0]
+                carried[:, :, :, : held.shape[3]] += torch.stack([part.float() for part in parts[1:]])
+            carried = _passed_on(carried, way.group)
+        return dq.to(q.dtype), carried.to(kv.dtype), None
+
+
+def _passed_on(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    arriving = torch.empty_like(values)
+    start_shift(values, arriving, group).wait()
+    return arriving
+
+
+def _turns(kv: torch.Tensor, way: _Way) -> Iterator[tuple[_Block, torch.Tensor]]:
+    """Yield the block of each turn and the keys and values of it, while the next ones are on their way."""
+    group, held = way.group, kv
+    for turn in range(group.size):
+        source = (group.index - turn) % group.size
+        arriving, moving = held, list[Collective]()
+        if turn < group.size - 1:
+            arriving = torch.empty_like(held)
+            moving.append(start_shift(held, arriving, group))
+        keys = way.rows[source]
+        yield _Block(way.mask, way.rows[group.index], keys, way.scale), held[:, :, :, : len(keys)]
+        for transfer in moving:
+            transfer.wait()
+        held = arriving
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AxisGroup,
+    *,
+    mask: RingMask,
+    lengths: Sequence[int] | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return the attention [b, h, n, d] of this rank's queries to the keys of all ranks of ``group``.
+
+    ``q`` [b, h, n, d] and ``k``, ``v`` [b, kv heads, n, d] are this rank's part of the sequence, in rank order.
+    ``lengths``: the n of each rank; None: equal ones. Softmax and sums are in fp32. Collective, in the backward too.
+    Memory beside the arguments: two parts of keys and values, and their gradients in the backward.
+    """
+    edges = [0, *accumulate([q.shape[2]] * group.size if lengths is None else lengths)]
+    rows = [range(*pair) for pair in pairwise(edges)]
+    many, missing = q.shape[1] // k.shape[1], max(map(len, rows)) - q.shape[2]
+    # One size travels, as a rank has to know what comes.
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (k, v)]
+    kv = torch.stack([x.repeat_interleave(many, dim=1) if many > 1 else x for x in padded])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    result: torch.Tensor = _Ring.apply(q, kv, _Way(group, rows, mask, scale))
+    return result
+
+
+def inner_ranks(ranks: int, heads: int, attention: str) -> int:
+    """Return how many neighbours among the ``ranks`` of one sequence divide its ``heads``; keys go around the others.
+
+    ``attention`` is the key ``sequence.attention``: "ulysses": all of them; "ring": none; "both": the most that leave a
+    ring; "auto": the most.
+    """
+    if attention == "ulysses":
+        return ranks
+    fit = [ways for ways in range(1, ranks + 1) if ranks % ways == 0 and ways <= heads]
+    return {"ring": 1, "both": max(ways for ways in fit if ways < ranks)}.get(attention, fit[-1])
+
+
+def attend_around(
+    layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: RingMask, scale: float | None
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens [rows, tokens, heads, width] from [rows, heads, tokens, width].
+
+    Neighbours divide the heads of their tokens, whose keys go around the others. Collective, in the backward too.
+    """
+    assert layout.ring is not None
+    inner, outer = layout.ring
+    ways = inner.size
+    blocks = [layout.lengths[first : first + ways] for first in range(0, len(layout.lengths), ways)]
+    near, plan = blocks[outer.index], plan_heads(q.shape[1], k.shape[1], ways)
+    q, k, v = to_heads((q, k, v), (plan.queries, plan.keys, plan.keys), inner, near)
+    if not plan.groups(inner.index):
+        index = torch.tensor(plan.index[inner.index], device=k.device)
+        k, v = k.index_select(1, index), v.index_select(1, index)
+    out = ring_attention(q, k, v, outer, mask=mask, lengths=[sum(block) for block in blocks], scale=scale)
+    return to_tokens(out.transpose(1, 2), plan.queries, inner, near)
