@@ -201,12 +201,8 @@ def _assemble(
     register_topology(mesh.topology if dims.shared > 1 else None)
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
-<<<<<<< HEAD
-    wire_sequences(model, cfg, mesh, dims, lasting)
-    save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
-=======
     mesh = wire_sequences(model, cfg, mesh, dims, lasting)
->>>>>>> seqcore
+    save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
     mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
