@@ -1,6 +1,7 @@
 """Sequences over ranks: losses, gradients, norms and parameters equal one process, whatever stage, heads, length."""
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness import pipes
 from tests.harness.faults import modules_replaced
-from tests.harness.pool import RankPool
+from tests.harness.pool import RankFailure, RankPool
 from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
 from tests.harness.training import make_config, start
 
@@ -325,6 +326,36 @@ FAULTS = {
 def test_bad_input_gets_a_sentence_on_every_rank(pool4: RankPool, fault: str) -> None:
     for found in pool4.run(_faulty, fault):
         assert len(found) == 1 and FAULTS[fault] in found[0], found
+
+
+def _alone(how: str) -> str:
+    """What a rank hears when the second one fails between two exchanges."""
+    with modules_replaced({"transformers": stand_in}):
+        engine = start(decoder(), config_of(2, 3))
+        if dist.get_rank() == 1:
+            engine.module.layers[1].register_forward_pre_hook(lambda *_: os._exit(3) if how == "dies" else 1 / 0)
+        try:
+            engine.backward(engine(**batch_of("plain", 0, engine.mesh.data.index))["loss"])
+            engine.step()
+        except (ZeroDivisionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            engine.destroy()
+    return ""
+
+
+def test_a_rank_that_fails_between_exchanges_ends_the_waits_of_the_others() -> None:
+    with RankPool(4) as pool:
+        said = pool.run(_alone, "raises", time_limit=60)
+    assert said[1].startswith("ZeroDivisionError")
+    assert all("RankFailedError" in text and "division by zero" in text for text in (said[0], *said[2:])), said
+
+
+def test_a_rank_that_dies_between_exchanges_ends_the_waits_of_the_others() -> None:
+    with RankPool(2) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(_alone, "dies", time_limit=60)
+    text = str(caught.value)
+    assert "rank 0: finished" in text and "rank 1: died" in text, text
 
 
 KINDS, MODELS = ("plain", "packed", "padded", "padded left", "odd"), ({}, GROUPED, UNEVEN, {"window": 5})
