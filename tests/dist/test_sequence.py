@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import deepspeed
 from deepspeed.pipe import PipelineModule
-from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
+from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_batch
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
@@ -37,12 +37,21 @@ def config_of(sp: int, stage: int, **changes: Any) -> dict[str, Any]:
     )
 
 
+def _part(batch: dict[str, Any], group: Any) -> dict[str, Any]:
+    """This rank's part of ``batch``, as the adapter delivers it."""
+    ids = batch["input_ids"]
+    whole = whole_batch(batch, ids, group.size)
+    del whole["labels"]
+    return part_of(whole, ids, group.index, group.size)
+
+
 def parity(
     sp: int, stage: int, kind: str, model: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
     changes = dict(changes or {})
-    recomputes, gas = changes.pop("recomputes", False), changes.get("gradient_accumulation_steps", 1)
+    recomputes, cuts = changes.pop("recomputes", False), changes.pop("cuts", False)
+    gas = changes.get("gradient_accumulation_steps", 1)
     with modules_replaced({"transformers": stand_in}):
         ours, plain = decoder(**model), decoder(**{**model, "attention": "sdpa"})
         ours.recomputes = recomputes
@@ -62,7 +71,7 @@ def parity(
                 losses = [plain(**batch)["loss"] for batch in batches]
                 weights = [int((b["labels"][:, 1:] != -100).sum()) if weighed else 1 for b in batches]
                 sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
-                loss = engine(**batches[feed])["loss"]
+                loss = engine(**(_part(batches[feed], engine.mesh.sp) if cuts else batches[feed]))["loss"]
                 engine.backward(loss)
                 note("loss", abs(float(loss.detach() - losses[feed].detach())))
                 total += sum(weights)
@@ -110,6 +119,10 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "by kernels for masks of blocks": (2, 2, "padded", {"window": 5, "attention": "flex"}),
     "recomputed, accumulated": (2, 3, "packed", {}, {"recomputes": True, "gradient_accumulation_steps": 2}),
     "weighed by tokens": (2, 1, "plain", {}, {"normalize": "next_tokens", "gradient_accumulation_steps": 2}),
+    "parts that were cut before, weighed by tokens": (
+        4, 3, "packed", {}, {"cuts": True, "normalize": "next_tokens", "gradient_accumulation_steps": 2}
+    ),
+    "parts that were cut before, of an odd length": (2, 1, "odd", UNEVEN, {"cuts": True}),
     "beside tensor parallelism": (
         2,
         3,
