@@ -1,6 +1,7 @@
 """Sequences over ranks: losses, gradients, norms and parameters equal one process, whatever stage, heads, length."""
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import torch.nn.functional as F
 
 import deepspeed
 from deepspeed.pipe import PipelineModule
-from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
+from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_batch
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness import pipes
 from tests.harness.faults import modules_replaced
-from tests.harness.pool import RankPool
+from tests.harness.pool import RankFailure, RankPool
 from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
 from tests.harness.training import make_config, start
 
@@ -36,12 +37,21 @@ def config_of(sp: int, stage: int, **changes: Any) -> dict[str, Any]:
     )
 
 
+def _part(batch: dict[str, Any], group: Any) -> dict[str, Any]:
+    """This rank's part of ``batch``, as the adapter delivers it."""
+    ids = batch["input_ids"]
+    whole = whole_batch(batch, ids, group.size)
+    del whole["labels"]
+    return part_of(whole, ids, group.index, group.size)
+
+
 def parity(
     sp: int, stage: int, kind: str, model: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
     changes = dict(changes or {})
-    recomputes, gas = changes.pop("recomputes", False), changes.get("gradient_accumulation_steps", 1)
+    recomputes, cuts = changes.pop("recomputes", False), changes.pop("cuts", False)
+    gas = changes.get("gradient_accumulation_steps", 1)
     with modules_replaced({"transformers": stand_in}):
         ours, plain = decoder(**model), decoder(**{**model, "attention": "sdpa"})
         ours.recomputes = recomputes
@@ -61,7 +71,7 @@ def parity(
                 losses = [plain(**batch)["loss"] for batch in batches]
                 weights = [int((b["labels"][:, 1:] != -100).sum()) if weighed else 1 for b in batches]
                 sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
-                loss = engine(**batches[feed])["loss"]
+                loss = engine(**(_part(batches[feed], engine.mesh.sp) if cuts else batches[feed]))["loss"]
                 engine.backward(loss)
                 note("loss", abs(float(loss.detach() - losses[feed].detach())))
                 total += sum(weights)
@@ -109,6 +119,10 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "by kernels for masks of blocks": (2, 2, "padded", {"window": 5, "attention": "flex"}),
     "recomputed, accumulated": (2, 3, "packed", {}, {"recomputes": True, "gradient_accumulation_steps": 2}),
     "weighed by tokens": (2, 1, "plain", {}, {"normalize": "next_tokens", "gradient_accumulation_steps": 2}),
+    "parts that were cut before, weighed by tokens": (
+        4, 3, "packed", {}, {"cuts": True, "normalize": "next_tokens", "gradient_accumulation_steps": 2}
+    ),
+    "parts that were cut before, of an odd length": (2, 1, "odd", UNEVEN, {"cuts": True}),
     "beside tensor parallelism": (
         2,
         3,
@@ -325,6 +339,36 @@ FAULTS = {
 def test_bad_input_gets_a_sentence_on_every_rank(pool4: RankPool, fault: str) -> None:
     for found in pool4.run(_faulty, fault):
         assert len(found) == 1 and FAULTS[fault] in found[0], found
+
+
+def _alone(how: str) -> str:
+    """What a rank hears when the second one fails between two exchanges."""
+    with modules_replaced({"transformers": stand_in}):
+        engine = start(decoder(), config_of(2, 3))
+        if dist.get_rank() == 1:
+            engine.module.layers[1].register_forward_pre_hook(lambda *_: os._exit(3) if how == "dies" else 1 / 0)
+        try:
+            engine.backward(engine(**batch_of("plain", 0, engine.mesh.data.index))["loss"])
+            engine.step()
+        except (ZeroDivisionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            engine.destroy()
+    return ""
+
+
+def test_a_rank_that_fails_between_exchanges_ends_the_waits_of_the_others() -> None:
+    with RankPool(4) as pool:
+        said = pool.run(_alone, "raises", time_limit=60)
+    assert said[1].startswith("ZeroDivisionError")
+    assert all("RankFailedError" in text and "division by zero" in text for text in (said[0], *said[2:])), said
+
+
+def test_a_rank_that_dies_between_exchanges_ends_the_waits_of_the_others() -> None:
+    with RankPool(2) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(_alone, "dies", time_limit=60)
+    text = str(caught.value)
+    assert "rank 0: finished" in text and "rank 1: died" in text, text
 
 
 KINDS, MODELS = ("plain", "packed", "padded", "padded left", "odd"), ({}, GROUPED, UNEVEN, {"window": 5})

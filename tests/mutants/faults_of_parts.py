@@ -164,6 +164,12 @@ SEQUENCES = (
         "return tensor.nbytes",
         ("tests/pure/test_offload_activations.py::test_only_what_a_forward_computed_on_a_device_moves",),
         "weights stay where they are",
+        "SQ9",
+        "deepspeed/engine/token_weights.py",
+        "sum_in_place(parts.ne(IGNORED).sum(), self._sequence)",
+        "parts.ne(IGNORED).sum()",
+        (f"{_SEQUENCE}[parts that were cut before, weighed by tokens]",),
+        "a part of a sequence is weighed by the tokens of the whole",
     ),
 )
 
@@ -249,7 +255,7 @@ PIPELINES = (
     Mutant(
         "PL4",
         "deepspeed/zero/sync/failures.py",
-        "            collectives.break_off(mesh.tp)\n",
+        "            for group in sharers:\n                collectives.break_off(group)\n",
         "",
         (f"{_CUT}::test_a_rank_that_fails_alone_does_not_leave_those_waiting_that_share_its_layers[forward]",),
         "a rank that fails alone frees those that wait for it inside a layer",
