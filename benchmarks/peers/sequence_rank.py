@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 import deepspeed
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 
 

@@ -11,6 +11,7 @@ from deepspeed.client.attrs import answers
 from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
+from deepspeed.moe.state import load_moe_state_dict
 
 
 class EngineFacts:
@@ -123,6 +124,21 @@ class EngineFacts:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
 
+    load_moe_state_dict = staticmethod(load_moe_state_dict)
+    _expert_loads: Any = None  # where they are counted
+
+    def expert_loads(self) -> dict[str, Any]:
+        """Return the loads of each layer's experts in the last window, over all ranks, by the layer's path: ``experts``
+        and ``ranks`` (choices of each), ``dropped``, ``skew``, ``rank_skew``. UsageError where they are not counted.
+        """
+        if self._expert_loads is None:
+            raise UsageError(
+                "expert_loads(): loads are not counted. They are for a model with experts over ranks, with a monitor "
+                "(csv_monitor, tensorboard, ...) or expert_parallel.load_balance_coeff in the configuration"
+            )
+        loads: dict[str, Any] = self._expert_loads.read()
+        return loads
+
     def _save_moe_checkpoint(self, *args: Any, **options: Any) -> bool:
         """Save as ``save_checkpoint``, whose files have the experts of all ranks."""
         return bool(self.save_checkpoint(*args, **options))
@@ -136,9 +152,6 @@ class EngineFacts:
     )
     register_compile_pass = pending_function(
         "engine.register_compile_pass", "engine.compile(backend=...) takes every backend of torch.compile."
-    )
-    load_moe_state_dict = pending_function(
-        "engine.load_moe_state_dict", "engine.load_checkpoint reads experts over any number of ranks."
     )
     get_compile_time = pending_function("engine.get_compile_time", "torch._dynamo.utils.compile_times() has them.")
 

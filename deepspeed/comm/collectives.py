@@ -214,24 +214,6 @@ def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return values
 
 
-def all_to_all(rows: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Send ``sent[r]`` consecutive rows to each member r; return the ``received[r]`` rows of each, in member order."""
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    end = group.note("all_to_all", rows)
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group.pg)
-    end()
-    return out
-
-
-def start_shift(values: torch.Tensor, out: torch.Tensor, group: AxisGroup) -> Collective:
-    """Start to send ``values`` to the next member, and to receive those of the one before into ``out``."""
-    end = group.note("shift", values)
-    before, behind = (group.index - 1) % group.size, (group.index + 1) % group.size
-    pairs = ((dist.irecv, out, before), (dist.isend, values.contiguous(), behind))
-    posted = [dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in pairs]
-    return Collective(dist.batch_isend_irecv(posted), out, values, then=(end,))
-
-
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
@@ -297,20 +279,24 @@ def is_of_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
 
 
-def break_off(group: AxisGroup) -> None:
+def break_off(group: AxisGroup) -> set[int]:
     """End all waits for this rank over ``group``, and this rank's for others: for good, from any thread. A wait on gloo
     that runs out of time closes its connections. Of nccl the communicator is aborted: the kernel in which this rank's
-    device waits ends, and other machines see the connections go.
+    device waits ends, and other machines see the connections go. Return the ranks whose connections were gone already.
     """
+    gone = set()
     if group.backend != "gloo" and group.pg is not None and group.size > 1:
         with contextlib.suppress(RuntimeError):  # not every backend can
             group.pg.abort()
     peers = [peer for peer in range(group.size) if peer != group.index and group.backend == "gloo"]
     for peer in peers:  # one that has ended leaves the others' connections open
-        with contextlib.suppress(RuntimeError, ValueError):  # ended already
+        try:
             work = dist.irecv(torch.empty(1, device="cpu"), group=group.pg, group_src=peer, tag=_NOBODYS_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
+        except (RuntimeError, ValueError) as error:  # ended already, or now
+            gone |= set() if "Timed out" in str(error) else {group.ranks[peer]}
+    return gone
 
 
 _NOBODYS_TAG = 1 << 20

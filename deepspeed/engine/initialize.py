@@ -201,7 +201,7 @@ def _assemble(
     lasting.callback(forget_topology, mesh.topology)
     split(model, cfg, mesh, base, lasting)
     mesh = wire_sequences(model, cfg, mesh, dims, lasting)
-    mesh, of_experts = spread_experts(model, cfg.expert_parallel, mesh, lasting)
+    mesh, of_experts, loads = spread_experts(model, cfg, mesh, lasting, base)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
@@ -223,6 +223,7 @@ def _assemble(
     kind = DualPipeVEngine if isinstance(model, DualPipeVModule) else kind
     engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, monitor=monitor, lasting=lasting)
     engine._checkpoints.group_names = order
+    loads.follow(engine)
     return engine
 
 

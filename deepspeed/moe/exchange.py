@@ -5,17 +5,23 @@ experts, with the weights of those, and one weighted sum comes back from each: a
 travels twice, not eight times.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_to_all
-from deepspeed.tensor.differentiable import anchored, cut_parts, exchange_rows, join_parts
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
+from deepspeed.errors import UsageError
+from deepspeed.monitor.log import rank as own_rank
+from deepspeed.tensor.differentiable import anchored, cut_parts, exchange_rows, join_parts, start_rows
 from deepspeed.zero.regions import bounds
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Local experts: (hidden [pairs, H], local expert [pairs, 1], weight [pairs, 1]) -> weighted outputs [pairs, H]."""
+
+
+LAYER = "a layer of experts"  # one of which no path is known
 
 
 class Routes(NamedTuple):
@@ -31,11 +37,20 @@ class Routes(NamedTuple):
     pairs: int
 
 
-def plan_routes(index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int = 1) -> Routes:
+def plan_routes(
+    index: torch.Tensor,
+    group: AxisGroup,
+    experts: int,
+    *,
+    etp: int = 1,
+    fault: torch.Tensor | None = None,
+    layer: str = LAYER,
+) -> Routes:
     """Return the routes of tokens with the chosen experts ``index`` [tokens, k], of which each rank holds ``experts``.
 
     ``etp`` neighbouring ranks hold parts of the same experts: a token goes to all of them. A choice outside the experts
-    of all ranks is dropped. Collective; the host waits once for the counts.
+    of all ranks is dropped. Collective; the host waits once for the counts. ``fault``, a flag on the device, travels
+    with them: all ranks raise UsageError, which names ``layer``, where any rank's scores are not finite.
     """
     homes = group.size // etp
     home = torch.where((index >= 0) & (index < experts * homes), index // experts, homes)
@@ -43,15 +58,28 @@ def plan_routes(index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int
     goes = goes[:, :-1].T.repeat_interleave(etp, dim=0)
     each = torch.zeros(homes + 1, dtype=torch.int64, device=index.device)
     pairs = each.scatter_add_(0, home.reshape(-1), torch.ones_like(home).reshape(-1))[:-1].repeat_interleave(etp)
-    counts = torch.stack([goes.sum(1), pairs], dim=1)
+    flags = torch.zeros_like(pairs) if fault is None else fault.to(pairs.dtype).expand_as(pairs)
+    counts = torch.stack([goes.sum(1), pairs, flags], dim=1)
     ones = [1] * group.size
     arriving = all_to_all(counts, group, sent=ones, received=ones)
     sent, received = torch.stack([counts, arriving]).tolist()
-    rows = [count for count, _ in sent]
+    if faulty := [rank for rank, (_, _, bad) in zip(group.ranks, received, strict=True) if bad]:
+        raise _not_finite(layer, faulty)
+    rows = [count for count, _, _ in sent]
     rank, tokens = torch.nonzero_static(goes, size=sum(rows)).unbind(1)
     owner = rank[:, None] // etp
     local = torch.where(home[tokens] == owner, index[tokens] - owner * experts, -1)
-    return Routes(tokens, local, rows, [count for count, _ in received], sum(count for _, count in received))
+    arrivals = [count for count, _, _ in received]
+    return Routes(tokens, local, rows, arrivals, sum(pairs for _, pairs, _ in received))
+
+
+def _not_finite(layer: str, ranks: Iterable[int]) -> UsageError:
+    listed = ", ".join(map(str, ranks))
+    return UsageError(
+        f"the router of {layer} answered scores that are not finite (inf or nan), for tokens of rank {listed}: no "
+        "expert can be chosen by them. Check this batch and the loss of the last steps; lower the learning rate, or "
+        "keep the router in fp32"
+    )
 
 
 def through_experts(
@@ -64,31 +92,55 @@ def through_experts(
     compute: Compute,
     etp: int = 1,
     sharers: AxisGroup | None = None,
+    layer: str = LAYER,
+    meanwhile: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """Return the sum of the chosen experts' weighted outputs for each token of ``hidden`` [tokens, H].
 
     ``index``, ``weights``: [tokens, k] experts and their weights. Each rank of ``group`` holds ``experts`` of them, in
     rank order, which ``compute`` applies. Sums are taken in fp32. Collective, in the backward too. Without a ``group``
     all experts are here. ``etp`` neighbouring ranks hold parts of the same experts, whose outputs add up. The ranks of
-    ``sharers`` have the same tokens (tensor parallelism), and each sends a part of them.
+    ``sharers`` have the same tokens (tensor parallelism), and each sends a part of them. ``meanwhile`` is called while
+    tokens travel. UsageError, on all ranks, for weights that are not finite; ``layer`` is its name there.
     """
-    if sharers is not None and sharers.size > 1:
-        edges = bounds(len(hidden), sharers.size)
-        part = slice(edges[sharers.index], edges[sharers.index + 1])
-        hidden, weights = (cut_parts(whole, sharers, 0, edges=edges) for whole in (hidden, weights))
-        out = through_experts(hidden, index[part], weights, group=group, experts=experts, compute=compute, etp=etp)
-        return join_parts(out, sharers, 0, edges=edges)
+    fault = ~torch.isfinite(weights.detach()).all()
     if group is None:
-        row, choice = torch.nonzero(index >= 0).unbind(1)
+        kept = index >= 0
+        pairs, bad = torch.stack([kept.sum(), fault]).tolist()
+        if bad:
+            raise _not_finite(layer, [own_rank()])
+        row, choice = torch.nonzero_static(kept, size=pairs).unbind(1)
         outputs = compute(hidden[row], index[row, choice, None], weights[row, choice, None])
         return _sum_rows(outputs, row, len(hidden)).to(hidden.dtype)
-    routes = plan_routes(index, group, experts, etp=etp)
+    shared = sharers if sharers is not None and sharers.size > 1 else None
+    if shared is not None:
+        edges = bounds(len(hidden), shared.size)
+        part = slice(edges[shared.index], edges[shared.index + 1])
+        index = index[part]
+        hidden, weights = (cut_parts(whole, shared, 0, edges=edges) for whole in (hidden, weights))
+    routes = plan_routes(index, group, experts, etp=etp, fault=fault, layer=layer)
+    out = _exchanged(hidden, weights, routes, group, compute, meanwhile)
+    return out if shared is None else join_parts(out, shared, 0, edges=edges)
+
+
+def _exchanged(
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    routes: Routes,
+    group: AxisGroup,
+    compute: Compute,
+    meanwhile: Callable[[], object] | None,
+) -> torch.Tensor:
     sizes = {"sent": routes.sent, "received": routes.received}
     # Every rank takes part in the collectives of the backward, whatever of this needs a gradient on it.
     start = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled())
-    rows = exchange_rows(anchored(hidden[routes.tokens], start), group, **sizes)
-    scales = exchange_rows(anchored(weights[routes.tokens], start), group, **sizes)
-    local = all_to_all(routes.local, group, **sizes)
+    come_rows = start_rows(anchored(hidden[routes.tokens], start), group, **sizes)
+    come_scales = start_rows(anchored(weights[routes.tokens], start), group, **sizes)
+    local, transfer = start_all_to_all(routes.local, group, **sizes)
+    if meanwhile is not None:
+        meanwhile()
+    rows, scales = come_rows(), come_scales()
+    transfer.wait()
     row, choice = torch.nonzero_static(local >= 0, size=routes.pairs).unbind(1)
     outputs = compute(rows[row], local[row, choice, None], scales[row, choice, None])
     if not routes.pairs:  # the weights have a gradient all the same: ranks reduce in one order

@@ -1,13 +1,14 @@
 """``MoE``: a layer of experts, each a copy of a module of the client's, on one rank or spread over several."""
 
 import copy
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.client.comm.groups import GETTERS
+from deepspeed.client.comm.groups import GETTERS, create_expert_groups
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
@@ -22,8 +23,13 @@ class Experts(nn.Module):
         super().__init__()
         self.deepspeed_experts = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local_experts)])
         self._z3_leaf = True  # which experts run depends on the tokens, what is gathered does not
+        self.group_name = expert_group_name
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark all parameters as those of experts, also of adapters that were put on them."""
         for param in self.deepspeed_experts.parameters():
-            param.allreduce, param.group_name = False, expert_group_name  # type: ignore[attr-defined]
+            param.allreduce, param.group_name = False, self.group_name  # type: ignore[attr-defined]
 
     def number_from(self, first: int) -> None:
         """Name the experts by their numbers among those of all ranks, from ``first`` on."""
@@ -33,8 +39,11 @@ class Experts(nn.Module):
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted outputs [pairs, H] of pairs of a row ``hidden`` [H] and a local expert ``index`` [1]."""
         experts = list(self.deepspeed_experts._modules.values())
+        if len(experts) == 1:
+            return _output(experts[0](hidden)) * weights
         order = torch.argsort(index[:, 0], stable=True)
-        counts = torch.bincount(index[:, 0], minlength=len(experts)).tolist()
+        # not bincount, for whose length the host would wait once more
+        counts = index.new_zeros(len(experts)).scatter_add_(0, index[:, 0], torch.ones_like(index[:, 0])).tolist()
         parts = hidden[order].split(counts)
         # Those without a token run too: their weights then have a gradient on each rank, and ranks reduce in one order.
         outputs = [_output(expert(part)) for expert, part in zip(experts, parts, strict=True)]
@@ -110,6 +119,7 @@ class MoE(nn.Module):
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:  # noqa: FBT001, FBT002
         """Make the group of the experts, as ``deepspeed.initialize`` does. Collective."""
+        create_expert_groups(self.ep_size, None, use_data_before_expert_parallel_)
         pg = GETTERS["get_expert_parallel_group"](self.expert_group_name)
         self.set_group(plain_mesh("", group=pg).job)
 
@@ -117,8 +127,15 @@ class MoE(nn.Module):
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (output in the shape of ``hidden_states`` [..., H], auxiliary loss, choices of each expert [E])."""
-        output = self.deepspeed_moe(hidden_states, used_token)
-        if self.use_residual:
-            mixed = F.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * mixed[..., :1] + _output(self.mlp(hidden_states)) * mixed[..., 1:]
-        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        if not self.use_residual:
+            output = self.deepspeed_moe(hidden_states, used_token)
+            return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        dense = functools.cache(lambda: self._dense_branch(hidden_states))
+        output = self.deepspeed_moe(hidden_states, used_token, meanwhile=dense)
+        share, beside = dense()  # computed while tokens travelled, if they did
+        return output * share + beside, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+    def _dense_branch(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the share of the experts, and the weighted output of the expert that sees every token."""
+        mixed = F.softmax(self.coefficient(hidden), dim=-1)
+        return mixed[..., :1], _output(self.mlp(hidden)) * mixed[..., 1:]

@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
-from deepspeed.moe.exchange import through_experts
+from deepspeed.moe.exchange import LAYER, through_experts
 
 _JITTER = 1e-2  # half the width of the factors on a gate's input (Fedus et al. 2021)
 Gating = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -252,14 +252,25 @@ class MOELayer(nn.Module):
         self.ep_group_name, self.ep_size, self.num_local_experts = ep_group_name, ep_size, num_local_experts
         self.group: AxisGroup | None = None
         self.sharers: AxisGroup | None = None
+        self.path = LAYER  # in the model, where it is known
+        self.note: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # of chosen experts, and of loads
         self.l_aux, self.exp_counts = torch.zeros(()), torch.zeros((), dtype=torch.int64)
 
     def set_group(self, group: AxisGroup, sharers: AxisGroup | None = None) -> None:
         """Set the ranks that hold the experts, and those with the same tokens."""
         self.group, self.gate.ep_group, self.sharers = group, group.pg, sharers
 
-    def forward(self, hidden: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs, in the shape of ``hidden`` [..., H]. Collective over the expert-parallel ranks."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Return the outputs, in the shape of ``hidden`` [..., H]. Collective over the expert-parallel ranks.
+
+        ``meanwhile`` is called while tokens travel.
+        """
         if self.group is None and self.ep_size > 1:
             raise UsageError(
                 f"the experts of this layer are on {self.ep_size} ranks; call deepspeed.initialize before a forward"
@@ -269,6 +280,17 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = routing.loss, routing.counts
         compute: Callable[..., torch.Tensor] = self.experts
         weights = routing.weights.to(hidden.dtype)
-        where = {"group": self.group, "sharers": self.sharers, "experts": self.num_local_experts}
-        out: torch.Tensor = through_experts(flat, routing.chosen, weights, compute=compute, **where)  # type: ignore[arg-type]
+        if self.note is not None:
+            self.note(routing.chosen, routing.counts)
+        out = through_experts(
+            flat,
+            routing.chosen,
+            weights,
+            group=self.group,
+            sharers=self.sharers,
+            experts=self.num_local_experts,
+            compute=compute,
+            layer=self.path,
+            meanwhile=meanwhile,
+        )
         return out.view(hidden.shape)

@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.client.comm.groups import forget_topology, register_topology
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
+from deepspeed.comm.mesh.topology import dense_topology
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.loads import ExpertLoads
 from deepspeed.moe.utils import GROUP_NAME, is_moe_param
 from deepspeed.monitor.log import log_dist
+from deepspeed.optim.registry import granularity
 from deepspeed.zero.layout import Place
 from deepspeed.zero.partition import UnitFacts
 
@@ -27,33 +32,78 @@ _DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where t
 
 
 def spread_experts(
-    model: nn.Module, block: ExpertParallelConfig, mesh: Mesh, back: ExitStack
-) -> tuple[Mesh, dict[str, Mesh]]:
+    model: nn.Module,
+    config: DeepSpeedConfig,
+    mesh: Mesh,
+    back: ExitStack,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> tuple[Mesh, dict[str, Mesh], ExpertLoads]:
     """Divide the experts of ``model`` over ranks; return ``mesh`` with their groups, and the mesh of each group name.
 
-    Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by ``block``.
-    ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO takes them over. Raises
-    DeepSpeedConfigError where numbers do not divide, or a pattern matches nothing; nothing has changed then.
+    Those of ``deepspeed.moe.layer.MoE`` say by themselves over how many; stacked ones of Transformers go by the block
+    ``expert_parallel``. ``back`` restores the modules. The parameters stay the same objects, and are cut when ZeRO
+    takes them over. Loads are counted for monitors, and to balance them. Raises DeepSpeedConfigError where numbers do
+    not divide, a pattern matches nothing, or ``optimizer`` looks at more than a rank has of the stacked ones; nothing
+    has changed then.
     """
+    block = config.expert_parallel
+    balance = block.load_balance_coeff if block.enabled else None
     if block.ways > 1 and mesh.pp.size > 1:
         raise DeepSpeedConfigError(
             "expert_parallel is for models of Transformers, not for pipeline stages: delete the block, and build the "
             "layers with deepspeed.moe.layer.MoE"
         )
-    layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
-    stacked = dict(_stacked(model, block)) if block.ways > 1 else {}
+    _check_optimizer(optimizer, block)
+    if config.use_data_before_expert_parallelism:
+        mesh = _data_first(mesh, back)
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    stacked = dict(_stacked(model, block)) if block.ways > 1 or balance is not None else {}
+    loads = ExpertLoads(balance)
+    if balance is not None or config.monitor_config.enabled:
+        for path, module in stacked.items():
+            loads.watch(model, path, _adapted(module)[0], block.autoep_size, back)
+        for path, layer in layers.items():
+            loads.watch(model, path, layer.deepspeed_moe, layer.ep_size, back)
+    sizes = [*(layer.ep_size for layer in layers.values()), *([block.ways] if stacked else [])]
     meshes: dict[str, Mesh] = {}
-    for ways in dict.fromkeys([*(layer.ep_size for layer in layers), *([block.ways] if stacked else [])]):
+    for ways in dict.fromkeys(size for size in sizes if size > 1):
         mesh, meshes[GROUP_NAME.format(ways)] = with_experts(mesh, ways)
-    for layer in layers:
-        layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
-    for module in stacked.values():
+    for path, layer in layers.items():
+        layer.deepspeed_moe.path = path
+        if layer.ep_size > 1:
+            layer.set_group(meshes[layer.expert_group_name].tp, mesh.tp)
+            layer.deepspeed_moe.experts.mark()  # type: ignore[operator]
+    for path, module in stacked.items() if block.ways > 1 else ():
         group = meshes[GROUP_NAME.format(block.ways)].tp
-        _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back)
-    if stacked:
-        number = next(iter(stacked.values())).num_experts
+        _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back, layer=path)
+    if stacked and block.ways > 1:
+        number = _adapted(next(iter(stacked.values())))[0].num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
-    return mesh, meshes
+    return mesh, meshes, loads
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, block: ExpertParallelConfig) -> None:
+    """Raise DeepSpeedConfigError where ``optimizer`` looks at whole tensors, of which a rank has some experts."""
+    by_matrix = getattr(optimizer, "by_matrix", False) and block.expert_tensor_parallel_size == 1
+    if block.ways > 1 and optimizer is not None and granularity(optimizer) == "parameter" and not by_matrix:
+        raise DeepSpeedConfigError(
+            f"expert_parallel: {type(optimizer).__name__} looks at whole tensors, of which a rank has some experts or "
+            "parts of them; use an element-wise optimizer (AdamW, SGD, Lion), or Muon without "
+            "expert_tensor_parallel_size"
+        )
+
+
+def _data_first(mesh: Mesh, back: ExitStack) -> Mesh:
+    """Return ``mesh`` in whose topology neighbours hold the same experts; the getters of groups know it."""
+    if mesh.tp.size > 1:
+        raise DeepSpeedConfigError(
+            "use_data_before_expert_parallelism cannot be combined with tensor parallelism, whose neighbours divide "
+            "the experts; set it to false"
+        )
+    topology = replace(mesh.topology or dense_topology(mesh.job.ranks), data_first=True)
+    register_topology(topology)
+    back.callback(forget_topology, topology)
+    return replace(mesh, topology=topology)
 
 
 def facts_with_experts(facts: UnitFacts, facts_of: FactsOf | None, meshes: dict[str, Mesh]) -> FactsOf | None:
@@ -94,11 +144,14 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
     }
     if not matching:
         raise DeepSpeedConfigError(
-            f"expert_parallel.autoep_size is {block.ways}, but {source} matches no module of {type(model).__name__}. "
+            f"expert_parallel is enabled, but {source} matches no module of {type(model).__name__}. "
             "Set moe_layer_pattern to the paths of its mixture-of-experts layers, or enabled to false"
         )
     for path, module in matching.items():
+        module, adapters = _adapted(module)
         number = _number(module)
+        if any(not hasattr(adapter, "get_delta_factors") for adapter in adapters):
+            raise DeepSpeedConfigError(f"expert_parallel: adapters on {path} need PEFT 0.21 or later; update it")
         if not number:
             raise DeepSpeedConfigError(
                 f"expert_parallel: {path} is a {type(module).__name__}, whose experts are no stacked tensors (experts "
@@ -112,7 +165,16 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
         etp = block.expert_tensor_parallel_size
         for name, param in module.named_parameters(recurse=False) if etp > 1 else ():
             inner_cut(module, name, param, etp, at=path)
-        yield path, module
+        yield path, matching[path]
+
+
+def _adapted(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+    """Return the experts inside of adapters that PEFT puts on their tensors (``target_parameters``), and these."""
+    adapters: list[Any] = []
+    while hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
+        adapters.append(module)
+        module = module.base_layer  # type: ignore[assignment]
+    return module, adapters
 
 
 def divided_at(tensor: torch.Tensor) -> nn.Parameter | None:
@@ -168,10 +230,14 @@ def _place(shape: tuple[int, ...], experts: range, *, dim: int, packed: int, par
     return Place(tuple(boxes), tuple(whole), shape)
 
 
-def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack) -> None:
+def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, back: ExitStack, *, layer: str) -> None:
     """Let ``module`` compute this rank's part of its experts, for the tokens of all ranks of ``group``: ``etp`` ranks
-    share each expert. Those of ``sharers`` have the same tokens.
+    share each expert. Those of ``sharers`` have the same tokens. Adapters on the experts stay whole on each rank.
+    Errors name it ``layer``.
     """
+    module, adapters = _adapted(module)
+    for adapter in adapters:
+        _cut_adapter(adapter, group, etp, back)
     number: int = module.num_experts  # type: ignore[assignment]
     local = number * etp // group.size
     first = group.index // etp * local
@@ -191,13 +257,43 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
 
     def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        where = {"group": group, "sharers": sharers, "experts": local, "etp": etp}
+        where = {"group": group, "sharers": sharers, "experts": local, "etp": etp, "layer": layer}
         out: torch.Tensor = through_experts(flat, index, weights, compute=compute, **where)  # type: ignore[arg-type]
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)
     back.callback(_put_back, module, vars(module).get("forward"))
     module.num_experts, module.forward = local, forward  # type: ignore[assignment]
+
+
+def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> None:
+    """Let ``adapter`` change only this rank's part of the experts, from factors of all experts.
+
+    Each rank has them whole, with a gradient from its own experts: the sum over all ranks is that of one process.
+    """
+    whole, experts, name = adapter.get_delta_factors, adapter.get_base_layer(), adapter.parameter_name
+    number, part, all_experts = experts.num_experts, group.index % etp, tuple(adapter.get_param().shape)
+    local = number * etp // group.size
+    first = group.index // etp * local
+    dim, packed = inner_cut(experts, name, adapter.get_param(), etp, at="") if etp > 1 else (0, 1)
+
+    def get_delta_factors(adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        *factors, scaling = whole(adapter_name)
+        if tuple(adapter.get_param().shape) == all_experts:  # as when they are merged into gathered weights
+            return factors[0], factors[1], scaling
+        factors = [factor[first : first + local] for factor in factors]
+        if etp > 1:  # (experts, rows, rank) x (experts, rank, columns)
+            some = factors[dim - 1].unflatten(dim, (packed, etp, -1)).select(dim + 1, part)
+            factors[dim - 1] = some.flatten(dim, dim + 1)
+        return factors[0], factors[1], scaling
+
+    def get_delta_weight(adapter_name: str, *_: Any, **__: Any) -> torch.Tensor:
+        rows, columns, scaling = get_delta_factors(adapter_name)
+        return rows @ columns * scaling
+
+    for method in (get_delta_factors, get_delta_weight):
+        setattr(adapter, method.__name__, method)
+        back.callback(delattr, adapter, method.__name__)
 
 
 def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:

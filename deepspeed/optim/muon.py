@@ -83,6 +83,7 @@ class MuonWithAuxAdam(GroupStep):
         **{"ns_method": "gram", "per_head_muon": False},
     }
     elementwise = False
+    by_matrix = True  # of a stack, each on its own
 
     def _build(self, params: Any, settings: Group) -> None:
         method, rate = settings["ns_method"], settings["lr"]

@@ -1,9 +1,12 @@
 """Report an engine at its start: one line, and what ``dump_state`` and ``memory_breakdown`` ask for."""
 
+from math import prod
+
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.errors import counted
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.timers import see_memory_usage
 from deepspeed.version import __version__
@@ -17,6 +20,13 @@ def _rest(state: StatePlan | None) -> str:
 
 def _numel(units: list[Unit]) -> int:
     return sum(segment.numel for unit in units for segment in unit.layout.segments)
+
+
+def _of_all_ranks(unit: Unit) -> int:
+    """Return the elements of the whole tensors of which ``unit`` holds parts, and of experts that only others have."""
+    experts = [p for p in unit.params if is_moe_param(p) and not hasattr(p, "tp_place")]
+    ways = int(str(getattr(experts[0], "group_name", "1")).rpartition("_")[2]) if experts else 1
+    return ways * sum(prod(segment.whole_shape) for segment in unit.layout.segments)
 
 
 def state_dump(engine: EngineFacts) -> str:
@@ -44,8 +54,8 @@ def report_start(engine: EngineFacts) -> None:
         threshold = f"; stage3_param_persistence_threshold {plan.persistence_numel:,} keeps {whole} whole"
         parts = f" ({len(units) - whole} sharded{threshold if whole else ''})"
     log_dist(
-        f"DeepSpeed {__version__}: {_numel(units):,} parameters in {counted(len(units), 'unit')}{parts}, "
-        f"ZeRO stage {engine.zero_optimization_stage()}, "
+        f"DeepSpeed {__version__}: {sum(map(_of_all_ranks, units)):,} parameters in "
+        f"{counted(len(units), 'unit')}{parts}, ZeRO stage {engine.zero_optimization_stage()}, "
         f"{counted(engine.mesh.job.size, 'rank')}, {engine._config.compute_dtype}, batch {engine.train_batch_size()} = "
         f"micro-batch {engine._micro} x accumulation {engine._gas} x data-parallel ranks {engine.mesh.data.size}"
     )

@@ -6,7 +6,7 @@ Everything is of rank 0, which writes it; rates are by the host's clock from one
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class UpdateMetrics:
         watches = monitor.enabled if block.enabled is None else block.enabled
         self._watch = AnomalyWatch(block.window) if watches else None
         self.wanted = monitor.enabled or watches
+        self.more: Callable[[], Mapping[str, float]] = dict  # further figures; all ranks call it together
         self._tokens = 0
         self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._counted_tokens: int | None = None  # of the update that the profile has counted
@@ -86,6 +87,7 @@ class UpdateMetrics:
             if engine.was_step_applied():
                 values["grad_norm_clipped"] = clipped_norm(norm, engine.gradient_clipping())
         values |= self._rates(engine) | _memory(engine) | self._communication(engine)
+        values |= self.more()
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent_ms.items() if time > 0}
         events = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
         self._monitor.write_events([(name, value, engine.global_samples) for name, value in events.items()])

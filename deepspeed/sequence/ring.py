@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from deepspeed.comm.collectives import AxisGroup, Collective, start_shift
+from deepspeed.comm.collectives import AxisGroup, Collective
+from deepspeed.comm.row_exchange import start_shift
 from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
 from deepspeed.sequence.layout import Layout
 
@@ -30,7 +31,7 @@ class RingMask(NamedTuple):
     window: int | None = None
 
 
-class _Block:
+class _RingBlock:
     """Attention of the ``queries`` of one rank to the ``keys`` of one, numbers in the sequence, with its backward."""
 
     def __init__(self, mask: RingMask, queries: range, keys: range, scale: float) -> None:
@@ -125,9 +126,9 @@ class _Ring(torch.autograd.Function):
         ctx.way = way
         out = torch.zeros_like(q, dtype=torch.float32)
         total = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        for block, held in _turns(kv, way):
+        for block, pair in _turns(kv, way):
             if not block.is_empty:
-                part, lse = block.forward(q, *held.unbind(0))
+                part, lse = block.forward(q, *pair.unbind(0))
                 after = torch.logaddexp(total, lse)
                 shown = torch.where(after.isfinite(), after, 0.0)
                 out = out * (total - shown).exp()[..., None] + part * (lse - shown).exp()[..., None]
@@ -141,12 +142,12 @@ class _Ring(torch.autograd.Function):
         q, kv, out, total = ctx.saved_tensors
         grad, out = grad.contiguous(), out.to(q.dtype)
         dq, carried = torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(kv, dtype=torch.float32)
-        for block, held in _turns(kv, way):
+        for block, pair in _turns(kv, way):
             if not block.is_empty:
-                k, v = held.unbind(0)
+                k, v = pair.unbind(0)
                 parts = block.backward(grad, (q, k, v), out, total)
                 dq += parts[0]
-                carried[:, :, :, : held.shape[3]] += torch.stack([part.float() for part in parts[1:]])
+                carried[:, :, :, : pair.shape[3]] += torch.stack([part.float() for part in parts[1:]])
             carried = _passed_on(carried, way.group)
         return dq.to(q.dtype), carried.to(kv.dtype), None
 
@@ -157,20 +158,20 @@ def _passed_on(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return arriving
 
 
-def _turns(kv: torch.Tensor, way: _Way) -> Iterator[tuple[_Block, torch.Tensor]]:
+def _turns(kv: torch.Tensor, way: _Way) -> Iterator[tuple[_RingBlock, torch.Tensor]]:
     """Yield the block of each turn and the keys and values of it, while the next ones are on their way."""
-    group, held = way.group, kv
+    group, pair = way.group, kv
     for turn in range(group.size):
         source = (group.index - turn) % group.size
-        arriving, moving = held, list[Collective]()
+        arriving, moving = pair, list[Collective]()
         if turn < group.size - 1:
-            arriving = torch.empty_like(held)
-            moving.append(start_shift(held, arriving, group))
+            arriving = torch.empty_like(pair)
+            moving.append(start_shift(pair, arriving, group))
         keys = way.rows[source]
-        yield _Block(way.mask, way.rows[group.index], keys, way.scale), held[:, :, :, : len(keys)]
+        yield _RingBlock(way.mask, way.rows[group.index], keys, way.scale), pair[:, :, :, : len(keys)]
         for transfer in moving:
             transfer.wait()
-        held = arriving
+        pair = arriving
 
 
 def ring_attention(

@@ -60,7 +60,7 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     for top in tops:
         attach_attention(top, back)
         balance_whole_sequences(top)
-        _Hooks(mesh.sp, ring, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(
+        Hooks(mesh.sp, ring, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(
             top, back
         )
     around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
@@ -144,7 +144,7 @@ class _Run:
     summed: bool = False
 
 
-class _Hooks:
+class Hooks:
     """Hooks of one model. ``cuts``: whole batches are cut, and losses weighed; else the client does both."""
 
     def __init__(self, group: AxisGroup, ring: RingGroups | None, *, cuts: bool, in_eval: bool) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_gather, all_to_all, reduce_scatter, sum_in_place
+from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_in_place
+from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
+from deepspeed.tier.transfer import Transfer
 from deepspeed.zero.regions import widths
 
 
@@ -89,6 +91,61 @@ def exchange_rows(value: torch.Tensor, group: AxisGroup, *, sent: list[int], rec
     """Send ``sent[r]`` consecutive rows of a cut value to each rank r; return the ``received[r]`` rows of each."""
     run, back = {"sent": sent, "received": received}, {"sent": received, "received": sent}
     return _Paired.apply(value, lambda v: all_to_all(v, group, **run), lambda grad: all_to_all(grad, group, **back))
+
+
+class _Flight:
+    """Rows on their way to other ranks, and later their gradients on the way back."""
+
+    def __init__(self, group: AxisGroup, sent: list[int], received: list[int]) -> None:
+        self._group, self._sent, self._received = group, sent, received
+        self._under_way: tuple[torch.Tensor, Transfer] | None = None
+
+    def start(self, rows: torch.Tensor, *, back: bool = False) -> None:
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        self._under_way = start_all_to_all(rows, self._group, sent=sent, received=received)
+
+    def end(self) -> torch.Tensor:
+        assert self._under_way is not None
+        (rows, transfer), self._under_way = self._under_way, None
+        transfer.wait()
+        return rows
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight = flight
+        flight.start(value)
+        return value.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return ctx.flight.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, departed: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight = flight
+        return flight.end()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.flight.start(grad, back=True)
+        return grad.new_empty(0), None
+
+
+def start_rows(
+    value: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]
+) -> Callable[[], torch.Tensor]:
+    """Start ``exchange_rows``; return the function that waits for the rows and returns them.
+
+    What is computed between the two runs beside the exchange; its backward runs beside the one of the gradients, as
+    autograd takes the newest step first.
+    """
+    flight = _Flight(group, sent, received)
+    departed = _Depart.apply(value, flight)
+    return lambda: _Arrive.apply(departed, flight)
 
 
 class _Anchored(torch.autograd.Function):

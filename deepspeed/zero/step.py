@@ -82,7 +82,7 @@ def _clip(runtime: Runtime, step: Step, options: StepOptions, weight: torch.Tens
         return StepResult(norm, weight=of_all)
     try:
         late = LateResult(sums, factor, skips=options.skip_nonfinite, report=late_report(runtime))
-        step.skip = (~torch.isfinite(sums[0])).float() if options.skip_nonfinite else None
+        late.skip = step.skip = (~torch.isfinite(sums[0])).float() if options.skip_nonfinite else None
         step.factor = _clipped(sums, factor, options.clip) if options.clip > 0 else factor
         return late
     except Exception as error:  # no page-locked memory, say; the others go on

@@ -190,6 +190,7 @@ def _expert_probes() -> dict[str, Probe]:
         "expert_tensor_parallel_size": of(2),
         "moe_layer_pattern": of(r"layers\.2", autoep_size=2),
         "expert_pattern": of("others", autoep_size=2, moe_layer_pattern=r"layers\.[23]"),
+        "load_balance_coeff": of(0.5),
     }
 
 
@@ -489,6 +490,9 @@ PROBES: dict[str, Probe] = {
     **_under("zero_optimization", _zero_probes()),
     **_under("tensor_parallel", _tensor_probes()),
     **_under("expert_parallel", _expert_probes()),
+    "use_data_before_expert_parallelism": Probe(
+        base(expert_parallel={"enabled": True, "autoep_size": 2}), value=True, scenario="experts", world=4
+    ),
     **_under("activation_checkpointing", _activation_probes()),
     **_under("checkpoint", _checkpoint_probes()),
     **_under("pipeline", _pipeline_probes()),

@@ -132,6 +132,15 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "a number for each expert": ("stacked", 2, 1, {}, {}, "scaled"),
     "frozen experts": ("stacked", 2, 3, {}, {}, "frozen"),
     "shard groups": ("stacked", 2, 3, {}, {"zero": {"mics_shard_size": 2}}, ""),
+    "neighbours hold the same experts": ("stacked", 2, 3, {}, {"use_data_before_expert_parallelism": True}, ""),
+    "layer, neighbours hold the same experts": (
+        "layered",
+        2,
+        1,
+        DROPLESS,
+        {"use_data_before_expert_parallelism": True},
+        "",
+    ),
     "secondary shards": ("stacked", 2, 3, {}, {"zero": {"zero_hpz_partition_size": 2}}, ""),
     "optimizer in host memory": ("stacked", 2, 2, {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}, ""),
     "two ranks share an expert, stage 0": ("stacked", 2, 0, {}, {"etp": 2}, ""),
@@ -287,7 +296,7 @@ def _bytes_sent() -> tuple[int, int, bool]:
 
     out = through_experts(hidden, index, weights, group=group, experts=experts, compute=compute)
     scale = torch.where(index >= 0, (1 + index) * weights, 0.0).sum(-1, keepdim=True)
-    counts = 2 * group.size
+    counts = 3 * group.size  # rows, pairs of a row and an expert, and whether scores are finite
     formula = counts + sum(routes.sent) * (HIDDEN + 2 * k) + sum(routes.received) * HIDDEN
     distinct = sum(len({int(e) // experts for e in row if e >= 0}) for row in index)
     return sum(counted), formula, bool(sum(routes.sent) == distinct and torch.allclose(out, hidden * scale, atol=1e-4))
@@ -341,6 +350,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         Stacked,
         {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "gpt"}},
         "preset_model must be",
+    ),
+    "data before experts": (
+        StackedLlama,
+        {"tensor_parallel": {"autotp_size": 2}, "use_data_before_expert_parallelism": True},
+        "use_data_before_expert_parallelism cannot be combined with tensor parallelism",
+    ),
+    "router without a bias": (
+        Stacked,
+        {"expert_parallel": {"enabled": True, "load_balance_coeff": 1e-3}},
+        "the router of layers.0.experts (StackedBlock) has no bias of 8 scores",
+    ),
+    "coefficient": (
+        Stacked,
+        {"expert_parallel": {"enabled": True, "load_balance_coeff": 0.0}},
+        "expert_parallel.load_balance_coeff",
     ),
     "layer over more ranks": (lambda: Layered(4), {"expert_parallel": {}}, "expert-parallel size 4 does not divide"),
     "capacity": (lambda: Layered(1, capacity_factor=0.0), {}, "must be above 0"),

@@ -4,17 +4,22 @@ import os
 import re
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
 from deepspeed.comm.hang import watch as hang
+from deepspeed.comm.hang.explain import explain
 from deepspeed.comm.hang.stacks import WATCHERS
+from tests.harness.experts import Stacked, tokens_of
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
 from tests.harness.warm import Warm, warm as warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,3 +114,31 @@ def _with_a_limit() -> tuple[list[bool], list[bool]]:
 
 def test_a_limit_replaces_the_watch_that_only_tells(pool2: RankPool) -> None:
     assert pool2.run(_with_a_limit) == [([True], [True])] * 2
+
+
+def _exchange_without_the_other(key: str) -> str:
+    """What rank 0 reports of itself while rank 1 does not enter an exchange."""
+    engine = start(Stacked(), make_config(1, expert_parallel={"enabled": True, "autoep_size": 2}, hang_timeout=600))
+    (guard,) = (each for each in hang._WATCHES if not each.ended)
+    store, told = dist.distributed_c10d._get_default_store(), list[str]()
+    if dist.get_rank() == 0:
+
+        def look() -> None:
+            while "all_to_all" not in (report := guard._report()).what:
+                time.sleep(0.01)
+            told.append(f"{report.state}: {explain([report], 1.0)}")
+            store.set(key, "seen")
+
+        looking = threading.Thread(target=look)
+        looking.start()
+    else:
+        store.wait([key])
+    engine.backward(engine(tokens_of(0, dist.get_rank())))
+    engine.destroy()
+    return "".join(told)
+
+
+def test_an_exchange_that_a_rank_does_not_enter_is_named(pool2: RankPool) -> None:
+    report, _ = pool2.run(_exchange_without_the_other, "an exchange")
+    assert "waits in all_to_all in layers.0.experts" in report
+    assert "all_to_all of 4 int64 on ep 2" in report

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from deepspeed.tools.verify.cli import main
 from deepspeed.tools.verify.driver import Driver
-from deepspeed.tools.verify.models import ResidualAttention, ResidualFeedForward
-from deepspeed.tools.verify.reference import train_reference
-from deepspeed.tools.verify.schedule import usual_chunks
-from deepspeed.tools.verify.three_axes import (
+from deepspeed.tools.verify.layouts.schedule import usual_chunks
+from deepspeed.tools.verify.layouts.three_axes import (
     KINDS,
     GridCell,
     compare_layouts,
@@ -26,6 +24,8 @@ from deepspeed.tools.verify.three_axes import (
     run_cell,
     visit,
 )
+from deepspeed.tools.verify.models import ResidualAttention, ResidualFeedForward
+from deepspeed.tools.verify.reference import train_reference
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(240)

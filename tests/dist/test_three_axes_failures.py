@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.tools.verify import ranks as processes
+from deepspeed.tools.verify.layouts.three_axes import GridCell, run_cell
 from deepspeed.tools.verify.models import MicroBatch, decoder_layers, word_batch
 from deepspeed.tools.verify.reference import train_reference
-from deepspeed.tools.verify.three_axes import GridCell, run_cell
 from deepspeed.zero.sync import failures
 from tests.harness.decoders import Llama, batch, loss_of
 from tests.harness.pool import RankFailure, RankPool

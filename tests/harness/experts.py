@@ -46,16 +46,22 @@ class TwoStacks(nn.Module):
         super().__init__()
         self.gate = nn.Linear(hidden, 4)
         self.experts, self.others = StackedExperts(4, 6, hidden), StackedExperts(4, 6, hidden)
+        self.register_buffer("expert_bias", torch.zeros(4))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weights, index = torch.topk(self.gate(hidden).softmax(-1), 2)
+        scores = self.gate(hidden).softmax(-1)
+        index = torch.topk(scores + self.expert_bias, 2)[1]
+        weights = scores.gather(1, index)
         return hidden + self.experts(hidden, index, weights) + self.others(hidden, index, weights)
 
 
 class StackedBlock(nn.Module):
+    """Layer of experts. ``e_score_correction_bias`` is added to the scores that choose, as DeepSeek-V3 does."""
+
     def __init__(self, experts: int, k: int, inner: int = INNER) -> None:
         super().__init__()
         self.k = k
+        self.e_score_correction_bias: Tensor | None = None
         self.norm = nn.LayerNorm(HIDDEN)
         self.gate = nn.Linear(HIDDEN, experts, bias=False)
         self.experts = StackedExperts(experts, inner)
@@ -63,13 +69,23 @@ class StackedBlock(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         flat = self.norm(hidden).view(-1, HIDDEN)
-        weights, index = torch.topk(self.gate(flat).softmax(-1), self.k)
+        scores = self.gate(flat).softmax(-1)
+        bias = 0.0 if self.e_score_correction_bias is None else self.e_score_correction_bias
+        index = torch.topk(scores + bias, self.k)[1]
+        weights = scores.gather(1, index)
         out = self.experts(flat, index, weights / weights.sum(-1, keepdim=True))
         return hidden + (out + self.shared(flat)).view(hidden.shape)
 
 
 class Stacked(nn.Module):
     """Decoder whose configuration names its experts as those of Transformers do."""
+
+    def biased(self) -> "Stacked":
+        """Give each router a bias of zeros."""
+        for layer in self.layers:
+            del layer.e_score_correction_bias
+            layer.register_buffer("e_score_correction_bias", torch.zeros(layer.experts.num_experts))
+        return self
 
     def __init__(self, experts: int = 8, k: int = 2, blocks: int = 2, seed: int = 3, inner: int = INNER) -> None:
         super().__init__()

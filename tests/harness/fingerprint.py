@@ -329,6 +329,7 @@ def _start(engine: Any, loader: Any) -> Fingerprint:
         "buffers": {n: (str(b.dtype), b.float().tolist()) for n, b in engine.module.named_buffers()},
         "masters": [str(u.master.dtype) if u.master is not None else None for u in engine.runtime.units],
         "axes": [group.size for group in engine.mesh.groups],
+        "experts": [group.ranks for group in engine.mesh.experts],
         "level": logger.level,
         "collection": gc.isenabled(),
         "scheduler": type(engine.lr_scheduler).__name__,

@@ -131,6 +131,7 @@ SEQUENCES = (
 )
 
 _EXPERTS = "tests/dist/test_experts.py"
+_RUNTIME = "tests/dist/test_experts_runtime.py"
 _CELL = f"{_EXPERTS}::test_training_equals_one_process"
 EXPERTS = (
     Mutant(
@@ -160,7 +161,7 @@ EXPERTS = (
     Mutant(
         "EX4",
         "deepspeed/moe/exchange.py",
-        "hidden, weights = (cut_parts(whole, sharers, 0, edges=edges) for whole in (hidden, weights))",
+        "hidden, weights = (cut_parts(whole, shared, 0, edges=edges) for whole in (hidden, weights))",
         "hidden, weights = hidden[part], weights[part]",
         (f"{_CELL}[folded over tensor-parallel ranks]",),
         "ranks that share tokens put the gradients of their parts together",
@@ -180,6 +181,62 @@ EXPERTS = (
         "(half + part * packed) * width",
         (f"{_CELL}[two ranks share an expert, stage 0]",),
         "ranks that share an expert have the same rows of gate and up projection",
+    ),
+    Mutant(
+        "EX7",
+        "deepspeed/tensor/differentiable.py",
+        "ctx.flight.start(grad, back=True)",
+        "ctx.flight.start(grad)",
+        (f"{_CELL}[stage 0, two ranks an expert, top-2]",),
+        "gradients of rows that were started early go back the way that the rows came",
+    ),
+    Mutant(
+        "EX8",
+        "deepspeed/moe/exchange.py",
+        "fault.to(pairs.dtype).expand_as(pairs)",
+        "torch.zeros_like(pairs)",
+        (f"{_RUNTIME}::test_scores_that_are_not_finite_are_said_on_every_rank_with_the_layer[stacked-1]",),
+        "ranks tell each other with the counts whether scores are finite",
+    ),
+    Mutant(
+        "EX9",
+        "deepspeed/moe/loads.py",
+        "self._last = sum_in_place(table, self._ranks)",
+        "self._last = table",
+        (f"{_RUNTIME}::test_the_bias_follows_the_loads_of_all_ranks_and_micro_batches_also_in_another_layout",),
+        "loads are those of all ranks, and the bias is the same on them",
+    ),
+    Mutant(
+        "EX10",
+        "deepspeed/moe/loads.py",
+        "factor = self.coefficient * (1 - result.skip)",
+        "factor = self.coefficient",
+        (f"{_RUNTIME}::test_a_skipped_step_leaves_the_bias_and_ranks_agree_on_it[True]",),
+        "the bias stays as it is where the device leaves out the update",
+    ),
+    Mutant(
+        "EX11",
+        "deepspeed/moe/loads.py",
+        "if not module.training or inside_backward():",
+        "if not module.training:",
+        (f"{_RUNTIME}::test_a_recomputation_counts_once_and_nothing_is_counted_unasked",),
+        "tokens of a recomputation count once",
+    ),
+    Mutant(
+        "EX12",
+        "deepspeed/comm/mesh/topology.py",
+        '("pp", "dp_outer", "ep", "edp")',
+        '("pp", "dp_outer", "edp", "ep")',
+        (f"{_RUNTIME}::test_neighbours_may_hold_the_same_experts_and_machines_have_groups",),
+        "with data before experts the ranks that divide experts are apart",
+    ),
+    Mutant(
+        "EX13",
+        "deepspeed/zero/sync/failures.py",
+        "sorted(gone - alive.keys())",
+        "sorted(gone)",
+        (f"{_RUNTIME}::test_a_rank_that_dies_inside_an_exchange_ends_all_with_its_name[1]",),
+        "a rank that has broken off its connections has not ended",
     ),
 )
 

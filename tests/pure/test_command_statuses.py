@@ -25,8 +25,8 @@ MAINS = {
     "ds_verify": "deepspeed.tools.verify.cli:main",
 }
 SAME = {"ds": "deepspeed", "dsr": "ds_report"}
-TIMED = ["loop", "gas", "optim", "lr", "teardown", "compile", "offload", "data", "resume", "3d"]
-TOLERANT = ["grads", "loop", "gas", "optim", "compile", "3d"]
+TIMED = ["loop", "gas", "optim", "lr", "teardown", "compile", "offload", "data", "resume", "3d", "moe"]
+TOLERANT = ["grads", "loop", "gas", "optim", "compile", "3d", "moe"]
 MEASURES = ["io", "ckpt", "load", "access", "step", "vs-fsdp2", "cpu-adam", "stream", "generate"]
 NOT_NUMBERS = ("0", "-1", "nan", "inf", "soon")
 

@@ -374,9 +374,9 @@ def test_missing_files_of_a_universal_folder_are_named(copy: Any) -> None:
 def test_layouts_that_are_not_read_are_said(copy: Any) -> None:
     folder = copy("s1_fp32_r2")
     for name, words in {
-        "layer_00-model_states.pt": "pipeline or of experts",
-        "layer_0_expert_3_mp_rank_00_model_states.pt": "pipeline or of experts",
-        "mp_rank_01_model_states.pt": "tensor or pipeline parallelism",
+        "layer_00-model_states.pt": "layer_00-model_states.pt cannot be read",
+        "layer_0_expert_3_mp_rank_00_model_states.pt": "layer_0_expert_3_mp_rank_00_model_states.pt cannot be read",
+        "mp_rank_02_model_states.pt": r"no file \*mp_rank_01_model_states.pt",
         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "for the same rank",
     }.items():
         (folder / name).touch()

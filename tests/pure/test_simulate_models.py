@@ -34,6 +34,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5 7B": ({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
                     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
                     "max_position_embeddings": 32768, "tie_word_embeddings": False}, 7_615_616_512),
+    "Mixtral 8x7B": (LLAMA | {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8,
+                              "num_experts_per_tok": 2}, 46_702_792_704),
+    "Qwen3 30B-A3B": ({"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
+                       "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "num_experts": 128,
+                       "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+                       "max_position_embeddings": 40960}, 30_532_122_624),
+    "Qwen2 57B-A14B": ({"model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_experts": 64,
+                        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 151936,
+                        "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "intermediate_size": 18944,
+                        "shared_expert_intermediate_size": 20480, "max_position_embeddings": 32768}, 57_409_210_368),
 }  # fmt: skip
 
 
@@ -64,7 +74,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an encoder": (LLAMA | {"model_type": "bert"}, "a plain decoder is simulated, which 'bert' is not; install"),
     "a family nobody knows": (LLAMA | {"model_type": "blorp"}, "which 'blorp' is not.*Known: .*llama"),
     "experts": (LLAMA | {"num_local_experts": 8}, r"which experts \(num_local_experts\) is not"),
-    "other experts": (LLAMA | {"model_type": "qwen3_moe"}, "which 'qwen3_moe' is not"),
+    "other experts": (LLAMA | {"model_type": "deepseek_v3", "n_routed_experts": 8}, "which experts .n_routed_experts."),
+    "no experts": (LLAMA | {"model_type": "qwen3_moe"}, "num_experts_per_tok must be from 1 to the number of its"),
+    "layers without experts": (
+        LLAMA | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+        "which experts .num_experts. is not",
+    ),
     "two halves": ({"model_type": "t5", "is_encoder_decoder": True, "d_model": 8}, "an encoder-decoder .'t5'."),
     "two halves that do not say so": ({"model_type": "mbart", "d_model": 8}, "an encoder-decoder .'mbart'."),
     "local attention": (LLAMA | {"model_type": "gpt_neo"}, "which 'gpt_neo' is not; install"),

@@ -114,6 +114,8 @@ def test_events_are_done_at_the_program_s_time() -> None:
         ("all_reduce", range(8), 2 * 8 * 7 / 8),
         ("all_gather", range(16), 8 * 15 / 16 / 1),  # 8 devices a node share the network: as fast as inside
         ("all_gather", range(0, 16, 8), 8 * 1 / 2 / 0.5),  # one a node: its own share only
+        ("all_to_all", range(8), 8 * 7 / 8),  # each sends an eighth to each of the others
+        ("all_to_all", range(16), 8 * 8 / 16 / 1),  # half leaves the node, by each device's own way
         ("all_gather", range(1), 0.0),
         ("all_gather", range(12), 8 * 11 / 12),  # 8 and 4 a node: all passes through the 4
     ],

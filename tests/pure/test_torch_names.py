@@ -61,7 +61,7 @@ PRIVATE = {
     "torch.nn.Module._call_impl": "zero/hooks.py",
     "torch.nn.Module._call_impl.__code__": "zero/hooks.py",
     "torch.nn.Module._load_from_state_dict": "client/zero/incoming.py",
-    "torch.nn.modules.dropout._DropoutNd": "tensor/apply.py tools/verify/three_axes.py",
+    "torch.nn.modules.dropout._DropoutNd": "tensor/apply.py tools/verify/layouts/three_axes.py",
     "torch.ops.aten._scaled_dot_product_attention_math": "tools/simulate/install.py",
     "torch.ops.aten._scaled_dot_product_efficient_attention": "tools/simulate/install.py",
     "torch.ops.aten._scaled_dot_product_flash_attention": "tools/simulate/install.py",

@@ -71,6 +71,11 @@ def _config(
     }
 
 
+def _experts(stage: int, *, ep: int = 4, etp: int = 1, tp: int = 1, **more: Any) -> dict[str, Any]:
+    block = {"enabled": True, "autoep_size": ep, "expert_tensor_parallel_size": etp}
+    return _config(stage, **more) | {"expert_parallel": block, "tensor_parallel": {"autotp_size": tp}}
+
+
 def _derived(config: dict[str, Any]) -> dict[str, Any]:
     del config["gradient_accumulation_steps"]
     return config | {"train_batch_size": 2 * WORLD}
@@ -175,6 +180,17 @@ CASES: dict[str, dict[str, Any]] = {
     "slots-visiting-on-host": _config(3, offload_optimizer={**_TRAVEL, "ratio": 0.5}),
     "visiting-on-host": _config(3, offload_optimizer={**_TRAVEL, "ratio": 0.5}),
     "stage2-visiting-on-host-unchecked": _config(2, clip=0.0, offload_optimizer=_TRAVEL, **_BUCKETS) | _UNCHECKED,
+    # experts over ranks: the counts of tokens are waited for, and nothing else
+    "experts-stage1": _experts(1),
+    "experts-stage2-accumulated": _experts(2, accumulation=2),
+    "experts-stage3": _experts(3),
+    "experts-alone": _experts(3, ep=8),
+    "experts-folded": _experts(3, tp=2, ep=8),
+    "experts-shared-folded": _experts(3, tp=2, etp=2, ep=2),
+    "experts-hpz": _experts(3, zero_hpz_partition_size=4),
+    "experts-recomputed": _experts(3),
+    "experts-optimizer-on-host": _experts(3, offload_optimizer=_CPU),
+    "experts-both-on-host-unchecked": _experts(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED,
     "stage1-visiting-on-host-fp32": _config(1, dtype="fp32", accumulation=2, offload_optimizer=_TRAVEL, **_BUCKETS),
 }
 _LINE = re.compile(r":[0-9]+ ")
@@ -190,6 +206,10 @@ def _subject(name: str) -> Subject:
     if name in ("stage3", "recomputed", "recomputed-both-on-host"):  # attention too
         shape = Shape(WIDTH, 2, 4, 1024, VOCABULARY, 512, 4)
         return decoder_subject(name, shape, samples=1, sequence=64, recompute=name.startswith("recomputed"))
+    if name.startswith("experts"):
+        routed: dict[str, Any] = {"gated": True, "experts": 8, "choices": 2, "expert": 512, "shared": 256}
+        shape = Shape(WIDTH, 2, 4, 1024, VOCABULARY, 512, 4, **routed)
+        return decoder_subject(name, shape, samples=1, sequence=64, recompute="recomputed" in name)
     before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
 
     def batch(model: nn.Module, step: int) -> torch.Tensor:

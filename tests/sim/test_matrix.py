@@ -25,6 +25,7 @@ LIMIT_S = 550  # of a machine that is busy with much else
 
 PUBLISHED = "event.synchronize: tier/store.py wait"
 UPDATE = "end of an update: tier/behind.py wait"
+COUNTS = "read of numbers on the device: moe/exchange.py plan_routes"
 NORM = "read of numbers on the device: zero/update/result.py norm_of"
 UNPINNED = {"blocking copy: tier/store.py round_into", "copy with memory that is not page-locked: tier/store.py get"}
 DRIVE = "wait for a drive: tier/aio.py settle"
@@ -41,7 +42,8 @@ COVERING = {
     "stage1-accumulated", "hpz", "recomputed-both-on-host", "parameters-on-host", "both-on-host-accumulated",
     "stage1-optimizer-on-host-unpinned", "optimizer-on-drive", "both-on-drive", "skipping", "held", "looking",
     "failing-on-host", "saving-both-on-host", "writing", "setting-on-host", "stage2-optimizer-on-host",
-    "stage2-visiting-on-host-unchecked", "single-early-on-host",
+    "stage2-visiting-on-host-unchecked", "single-early-on-host", "experts-stage1", "experts-folded",
+    "experts-both-on-host-unchecked",
 }  # fmt: skip
 
 
@@ -110,6 +112,8 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
         allowed = allowed | UNPINNED
     if "-on-host" in name:
         allowed = allowed | LOOKED_FOR
+    if name.startswith("experts"):
+        allowed = allowed | {COUNTS}
     if name.startswith("zenflow"):
         allowed = allowed | CHOOSING
     if name.startswith("torn"):  # its last step is the one that makes room
@@ -118,6 +122,16 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
             "device.synchronize: accelerator/device.py method",
         }
     assert set(facts[name]["waits"]) <= allowed
+
+
+EXPERTS = [name for name in CASES if name.startswith("experts") and "-on-" not in name]
+
+
+@pytest.mark.parametrize("name", of(EXPERTS))
+def test_an_exchange_of_experts_waits_once_for_the_counts(facts: dict[str, dict[str, Any]], name: str) -> None:
+    """In each of two blocks, and once more where it is computed again."""
+    forwards = CASES[name]["gradient_accumulation_steps"] * (2 if name.endswith("recomputed") else 1)
+    assert (facts[name]["times"], facts[name]["waits"]) == (2 * forwards, [COUNTS])
 
 
 UNCLIPPED = [name for name in CASES if name.endswith("unclipped") and "-on-" not in name]
@@ -156,6 +170,7 @@ STATES = {
     "stage3": (PARAM + GRAD + OPTIM) / WORLD,
     "stage3-accumulated": (PARAM + GRAD + OPTIM) / WORLD,
     "mics": (PARAM + GRAD + OPTIM) / 4,
+    "experts-stage3": (PARAM + GRAD + OPTIM) / WORLD,
     "hpz": PARAM / 2 + (GRAD + OPTIM) / WORLD,
     "stage3-fp32": 16.0 / WORLD,
     "optimizer-on-host": PARAM / WORLD,
@@ -172,7 +187,8 @@ def test_model_states_take_the_bytes_of_the_formula(facts: dict[str, dict[str, A
     assert each == pytest.approx(STATES[name], rel=2e-3, abs=1e-2)
 
 
-@pytest.mark.parametrize("name", of(CASES))
+# Of experts that ranks divide it gives back the whole ones.
+@pytest.mark.parametrize("name", of(name for name in CASES if not name.startswith("experts")))
 def test_destroy_gives_back_all_but_the_weights(facts: dict[str, dict[str, Any]], name: str) -> None:
     zero = CASES[name]["zero_optimization"]
     inner = zero.get("mics_shard_size") or zero.get("zero_hpz_partition_size") or WORLD

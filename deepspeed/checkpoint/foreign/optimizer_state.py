@@ -214,7 +214,46 @@ def numbers(slots: Mapping[str, Any]) -> dict[str, Any]:
     return {slot: materialize(value) for slot, value in slots.items() if is_number(value) and value is not None}
 
 
-def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
+def shard_counts(state: Mapping[str, Any], parts: int) -> list[int]:
+    """Return over how many ranks each flat tensor of ``state`` is sharded; experts over those that hold the same."""
+    counts = state["partition_count"]
+    if isinstance(counts, list):
+        return [int(count) for count in counts]
+    known = {part["sub_group"]: int(part["partition_count"]) for part in state.get("ds_zero_partition_groups") or ()}
+    return [known.get(part, int(counts)) for part in range(parts)]
+
+
+def groups_of(state: Mapping[str, Any], numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of the optimizer groups that the flat tensors ``numbers`` belong to."""
+    if "fp32_flat_groups" not in state:
+        return [*numbers]
+    groups = state["optimizer_state_dict"]["param_groups"]
+    return [number for number, group in enumerate(groups) if set(group["params"]) & set(numbers)]
+
+
+def with_parts(state: Mapping[str, Any], numbers: Sequence[int]) -> Mapping[str, Any]:
+    """Return ``state`` with only the flat tensors ``numbers``, and their optimizer groups."""
+    if "fp32_flat_groups" in state:
+        inner = state["optimizer_state_dict"]
+        groups = [inner["param_groups"][n] for n in groups_of(state, numbers)]
+        slots = {i: inner["state"].get(n, {}) for i, n in enumerate(numbers)}
+        anew = [{**g, "params": [numbers.index(n) for n in g["params"] if n in numbers]} for g in groups]
+        flats = [state["fp32_flat_groups"][n] for n in numbers]
+        return {**state, "fp32_flat_groups": flats, "optimizer_state_dict": {"state": slots, "param_groups": anew}}
+    lists = ("single_partition_of_fp32_groups", "group_paddings", "param_alignment_paddings")
+    some = {key: [state[key][n] for n in numbers] for key in lists if state.get(key)}
+    base = state["base_optimizer_state"]
+    if isinstance(base, list):
+        return {**state, **some, "base_optimizer_state": [base[n] for n in numbers]}
+    of_base = {"state": {i: base["state"].get(n, {}) for i, n in enumerate(numbers)}}
+    return {
+        **state,
+        **some,
+        "base_optimizer_state": {**of_base, "param_groups": [base["param_groups"][n] for n in numbers]},
+    }
+
+
+def add_sharded(pieces: dict[Key, Any], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     cut = _in_rows if "fp32_flat_groups" in states[0] else _in_columns
     slices, shards, groups = cut(states, shapes, where)
@@ -243,9 +282,7 @@ def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, wh
     return {"optimizer": {"groups": groups, "scalars": scalars}, "loss_scaler": _scaler(states[0])}
 
 
-def add_universal(
-    pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[str, Any], folder: Path
-) -> dict[str, Any]:
+def add_universal(pieces: dict[Key, Any], shapes: Shapes, *, model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     zero = (materialize(model.get("ds_config")) or {}).get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients") and int(model.get("dp_world_size", 1)) > 1:
@@ -262,6 +299,8 @@ def add_universal(
                 scalars[s.name] = row
     else:
         groups = _named_groups(shapes, common.get("param_groups"))
+    # The model states have the shapes of a rank's parts.
+    joined = int(model.get("mp_world_size", 1)) > 1 or bool(model.get("ds_autoep_layers"))
     states: dict[str, set[str]] = {}
     for name, shape in (item for group in shapes for item in group.items()):
         base, states[name] = folder / "zero" / name, set()
@@ -275,6 +314,8 @@ def add_universal(
                 scalars.setdefault(name, {})[path.stem] = materialize(value)
                 continue
             label = f"{kind} of {name}"
+            if joined and isinstance(value, FileTensor) and len(value.shape) == len(shape):
+                shape = value.shape
             if not isinstance(value, FileTensor) or value.numel != prod(shape):
                 shown = getattr(value, "shape", type(value).__name__)
                 raise CheckpointError(f"{path} holds {label} as {shown}, and the model state file says {shape}")
@@ -305,7 +346,7 @@ class _Optimized(NamedTuple):
 
 
 def add_unsharded(
-    pieces: dict[Key, Pieces], model: Mapping[str, Any], *, groups: _Names | None, where: Path
+    pieces: dict[Key, Any], model: Mapping[str, Any], *, groups: _Names | None, where: Path
 ) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; return their facts. Raises CheckpointError naming the tensor."""
     state = model.get("optimizer")

@@ -66,9 +66,10 @@ def paired(
         names = [name, *(alias for alias, real in aliases.items() if real == name)]
         names += [stored[n] for n in names if n in stored]
         keys[name] = next(((state, n) for n in names for state in WEIGHTS if (state, n) in entries), None)
-    matched = {*keys.values(), *(("buffer", name) for name in buffers)}
+    states = prefer, "buffer", "param"  # the files of a pipeline's layers do not tell buffers from weights
+    matched = {*keys.values(), *((state, name) for name in buffers for state in states)}
     for name in buffers:
-        keys[name] = next((key for key in ((prefer, name), ("buffer", name)) if key in entries), None)
+        keys[name] = next(((state, name) for state in states if (state, name) in entries), None)
     return keys, [n for s, n in entries if s in (*WEIGHTS, "buffer") and (s, n) not in matched]
 
 

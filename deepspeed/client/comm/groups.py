@@ -4,7 +4,9 @@ the latest engine cuts them, and before there is one the whole world is data par
 """
 
 import functools
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from deepspeed.client.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
 from deepspeed.comm.mesh.groups import group_over
 from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology
-from deepspeed.errors import UsageError, pending_function, raise_not_yet
+from deepspeed.errors import UsageError
 
 # Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
 _DATA = ("dp_outer", "dp")
@@ -62,12 +64,17 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         create_expert_groups(ep_size)
 
 
-def _axis(family: str, group_name: str | None) -> Axis:
-    """Return the axis of ``family`` at this rank; ``group_name`` of experts is ``ep_size_<N>``."""
+def _topology() -> Topology:
+    """Return how the ranks are cut now."""
     require_group("deepspeed.utils.groups")
     world = tuple(range(dist.get_world_size()))
     cut = _Registered.topology
-    topology = cut if cut is not None and len(cut.ranks) == len(world) else dense_topology(world)
+    return cut if cut is not None and len(cut.ranks) == len(world) else dense_topology(world)
+
+
+def _axis(family: str, group_name: str | None) -> Axis:
+    """Return the axis of ``family`` at this rank; ``group_name`` of experts is ``ep_size_<N>``."""
+    topology = _topology()
     if group_name is None:
         return topology.axis(dist.get_rank(), *_DENSE[family])
     ep_size = group_name.removeprefix("ep_size_")
@@ -101,16 +108,36 @@ def _first_of(family: str) -> int:
     return int(CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0])  # a global rank
 
 
+def _machine_groups() -> dict[str, dist.ProcessGroup]:
+    """Return this rank's two groups for an all-to-all in two steps: ``local_<machine>`` of the ranks of its machine,
+    and ``global_<place>`` of those that have its place on theirs. Collective over each; the launcher says how many
+    ranks a machine has (LOCAL_WORLD_SIZE), and without a number that divides all ranks they are one machine.
+    """
+    require_group("deepspeed.utils.groups")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local = local if 0 < local <= size and size % local == 0 else size
+    first, place, world = rank // local * local, rank % local, dist.group.WORLD
+    return {
+        f"local_{rank // local}": group_over(world, tuple(range(first, first + local))),
+        f"global_{place}": group_over(world, tuple(range(place, size, local))),
+    }
+
+
 def create_expert_groups(
     expert_parallel_size_: int,
     mpu: Any = None,
     use_data_before_expert_parallel_: bool = False,  # noqa: FBT001, FBT002 - the order that clients know
 ) -> None:
-    """Make this rank's groups of experts over so many ranks, which the getters return. Collective over each group."""
-    if use_data_before_expert_parallel_:
-        raise_not_yet("use_data_before_expert_parallelism", "Ranks that hold different experts are consecutive.")
+    """Make this rank's groups of experts over so many ranks, which the getters return. Collective over each group.
+
+    Neighbours hold different experts, or the same ones with ``use_data_before_expert_parallel_``.
+    """
     if mpu is not None:
         register_mpu(mpu)
+    now = _topology()
+    if now.data_first != use_data_before_expert_parallel_:  # the getters are to find the same groups
+        register_topology(replace(now, data_first=use_data_before_expert_parallel_))
     for family in _EXPERTS:
         _answer(family, "group", f"ep_size_{expert_parallel_size_}")
 
@@ -119,7 +146,7 @@ GETTERS: dict[str, Callable[..., Any]] = {
     **{f"get_{family}_{kind}": _getter(family, kind) for family in (*_DENSE, *_EXPERTS) for kind in _WHAT},
     "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
     "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
-    "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
+    "get_local_all_to_all_group": _machine_groups,
     "create_expert_data_and_model_parallel": create_expert_groups,
 }
 

@@ -2,8 +2,9 @@
 
 transformers hands all weights to the first rank, which copies them into gathered parameters, one module after the
 other, to be sent to all (``GatheredParameters(modifier_rank=0)``). While it does, nothing is gathered here; the first
-rank notes what is copied from where in which file, and all ranks read that. What comes from nowhere in a file, as it
-was converted on the way, is sent. Private torch name used here: ``torch._C.DisableTorchFunctionSubclass``.
+rank notes what is copied from where in which file, and all ranks read that: also of tensors that are stacked or joined
+on the way, as those of experts are. What comes from nowhere in a file, as it was converted otherwise, is sent. Private
+torch name used here: ``torch._C.DisableTorchFunctionSubclass``.
 """
 
 import copy
@@ -11,7 +12,9 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,24 +24,90 @@ from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import log_dist
 from deepspeed.tier.transfer import ARRIVED
-from deepspeed.zero.module.mapped import FilePart, identity_of, parts_of, read_segment
+from deepspeed.zero.layout import Place
+from deepspeed.zero.module.mapped import FilePart, identity_of, parts_of
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.regions import Region, Span, runs, spans_of
 from deepspeed.zero.unit import Unit, UnitState
 
 _LOADER = "_load_state_dict_into_zero3_model"  # of transformers.modeling_utils
 
 
-class TensorOfFile(torch.Tensor):
-    """Whole tensor of a state dict; ``copy_`` into a parameter that waits for it only notes the file's part."""
+class JoinedParts(NamedTuple):
+    """Tensor of ``dtype`` and ``shape``, made of parts of files that follow each other along ``dim``."""
 
-    _ds_file: FilePart
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple["FilePart | JoinedParts", ...]
+
+    def read(self, out: torch.Tensor, lo: int, place: Place | None = None) -> None:
+        """Read as ``FilePart.read``."""
+        boxes = place.boxes if place is not None else (((0,) * len(self.shape), self.shape),)
+        for at, _, span in spans_of((Region(*box) for box in boxes), lo, lo + out.numel()):
+            before = 0
+            for part in self.parts:
+                start = (*(0 for _ in self.shape[: self.dim]), before, *(0 for _ in self.shape[self.dim + 1 :]))
+                before += part.shape[self.dim]
+                whole = Span(0, prod(part.shape), Region(start, part.shape))
+                for first, inside, numel in runs(self.shape, span, whole):
+                    to = at - lo + first - span.lo
+                    part.read(out[to : to + numel], inside)
+
+
+def _joined(func: Any, tensors: Any, dim: Any) -> "JoinedParts | None":
+    """Return where the result of ``torch.stack`` or ``torch.cat`` is in files; None where not all of it is."""
+    if func not in (torch.stack, torch.cat) or not isinstance(tensors, list | tuple) or not isinstance(dim, int):
+        return None
+    if not all(isinstance(t, TensorOfFile) and t.unchanged for t in tensors):
+        return None
+    parts = [t._ds_file for t in tensors]
+    if func is torch.stack:
+        if dim or not all(isinstance(part, FilePart) for part in parts):
+            return None
+        parts = [replace(part, shape=(1, *part.shape)) for part in parts]
+    first = parts[0]
+    rest = {(part.dtype, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}
+    if not 0 <= dim < len(first.shape) or len(rest) > 1:
+        return None
+    size = sum(part.shape[dim] for part in parts)
+    return JoinedParts(first.dtype, (*first.shape[:dim], size, *first.shape[dim + 1 :]), dim, tuple(parts))
+
+
+_ASKS = {"size", "dim", "numel", "is_contiguous", "is_floating_point", "element_size"}  # for no values
+_ASKS_OF = {"shape", "dtype", "device", "ndim", "is_meta", "requires_grad", "layout", "_version"}
+
+
+class TensorOfFile(torch.Tensor):
+    """Whole tensor of a state dict; ``copy_`` into a parameter that waits for it only notes the file's part.
+
+    One that is stacked or joined of others gets its values when somebody asks for them.
+    """
+
+    _ds_file: Any  # FilePart or JoinedParts
     _ds_before: int  # the version with the values of the file
+    _ds_values: Callable[[], torch.Tensor] | None = None  # that are still to be computed
+
+    @classmethod
+    def of(cls, values: torch.Tensor, part: Any, compute: Callable[[], torch.Tensor] | None = None) -> "TensorOfFile":
+        """Wrap ``values``, which are in a file at ``part``, or will be the result of ``compute``."""
+        made = values.as_subclass(cls)
+        made._ds_file, made._ds_before, made._ds_values = part, made._version, compute
+        return made
 
     @property
     def unchanged(self) -> bool:
         """Tell whether the tensor has not been written to."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._version == self._ds_before
+
+    def fill(self) -> None:
+        """Compute the values, if that was put off."""
+        compute, self._ds_values = self._ds_values, None
+        if compute is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self.copy_(compute())
+                self._ds_before = self._version
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,8 +116,26 @@ class TensorOfFile(torch.Tensor):
             incoming = incoming_of([args[0]])
             if incoming is not None and incoming.note(args[0], given):
                 return args[0]
+        options = dict(kwargs or {})
+        if args and options.keys() <= {"dim"}:
+            dim = args[1] if len(args) == 2 else options.get("dim", 0)
+            if (part := _joined(func, args[0], dim)) is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    room = torch.empty(part.shape, dtype=part.dtype, device="cpu")  # costs nothing until it is touched
+                    return cls.of(room, part, lambda: func([_filled(t) for t in args[0]], dim=dim))
+        name = getattr(func, "__name__", "")
+        if name not in _ASKS and not (name == "__get__" and func.__self__.__name__ in _ASKS_OF):  # type: ignore[attr-defined]
+            for value in (*args, *options.values()):
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(tensor, TensorOfFile):
+                        tensor.fill()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
+
+
+def _filled(tensor: TensorOfFile) -> torch.Tensor:
+    tensor.fill()
+    return tensor
 
 
 def incoming_of(params: Iterable[torch.Tensor]) -> "Incoming | None":
@@ -70,7 +157,7 @@ class Incoming:
         custom = {p for m in model.modules() if not _loads_plainly(m) for p in m.parameters(recurse=False)}
         self._plain = {p for p in model.parameters() if p not in custom}
         self._open: dict[Unit, int] = {}  # that have memory without values, with the version of the parameter
-        self._noted: dict[Unit, FilePart] = {}
+        self._noted: dict[Unit, FilePart | JoinedParts] = {}
         self.read_bytes = self.sent_bytes = 0
 
     def wrap(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -89,8 +176,7 @@ class Incoming:
             _say(nbytes - sum(p.nbytes for p in parts.values()), f"{name} (and others) is not mapped from a file")
         made = copy.copy(state)
         for name, part in parts.items():
-            made[name] = tensors[name].as_subclass(TensorOfFile)
-            made[name]._ds_file, made[name]._ds_before = part, made[name]._version
+            made[name] = TensorOfFile.of(tensors[name], part)
         return made
 
     def open(self, unit: Unit) -> None:
@@ -118,7 +204,7 @@ class Incoming:
             if way == "sent":
                 send(param)
                 self.sent_bytes += param.nbytes
-            elif isinstance(way, FilePart) and fault is None:
+            elif isinstance(way, FilePart | JoinedParts) and fault is None:
                 try:
                     self._read(param._ds_unit, way)  # type: ignore[attr-defined]
                 except (OSError, UsageError) as error:
@@ -130,19 +216,21 @@ class Incoming:
             rank, text = next(iter(faults.items()))
             raise UsageError(f"rank {rank} cannot read its part of the weights: {text}") from fault
 
-    def _way(self, param: nn.Parameter) -> "FilePart | str":
+    def _way(self, param: nn.Parameter) -> "FilePart | JoinedParts | str":
         unit: Unit = param._ds_unit  # type: ignore[attr-defined]
         if unit in self._noted:
             return self._noted[unit]
         same = param.data_ptr() == unit.buffer.full.data_ptr() and self._open.get(unit) == param._version
         return "kept" if same else "sent"
 
-    def _read(self, unit: Unit, part: FilePart) -> None:
+    def _read(self, unit: Unit, part: FilePart | JoinedParts) -> None:
         (segment,), (lo, hi) = unit.layout.segments, unit.range_of(StateKind.PARAM)
+        first, last = max(lo, segment.offset), min(hi, segment.stop)
         with unit.values(StateKind.PARAM, write=True) as resting:
-            read_segment(part, segment, resting, lo=lo, hi=hi, base=lo)
+            if first < last:
+                part.read(resting[first - lo : last - lo], first - segment.offset, segment.place)
         unit.new_version()
-        self.read_bytes += max(0, min(hi, segment.stop) - max(lo, segment.offset)) * part.dtype.itemsize
+        self.read_bytes += max(0, last - first) * part.dtype.itemsize
 
 
 def _loads_plainly(module: nn.Module) -> bool:

@@ -223,7 +223,7 @@ def with_experts(mesh: Mesh, ep: int) -> tuple[Mesh, Mesh]:
 
     parts, zero, first = over("ep"), over("dp_outer", "edp"), over("edp")
     groups = (first,) if len(mesh.groups) == 1 else (first, over("dp_outer"))
-    topology = replace(grid, names=("pp", "dp_outer", "dp", "tp"))
+    topology = replace(grid, names=tuple({"edp": "dp", "ep": "tp"}.get(name, name) for name in grid.names))
     theirs = replace(mesh, groups=groups, zero=zero, tp=parts, topology=topology, control=None, reducing=None, made=())
     return replace(mesh, experts=(*mesh.experts, parts)), theirs
 

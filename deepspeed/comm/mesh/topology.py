@@ -33,6 +33,7 @@ class Topology:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
+    data_first: bool = False  # neighbours hold the same experts, instead of different ones
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes) and prod(self.sizes) == len(self.ranks) > 0, self
@@ -78,6 +79,8 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
         raise DeepSpeedConfigError(
             f"expert-parallel size {ep} does not divide the {size} ranks of one pipeline stage; use a divisor"
         )
+    if dense.data_first:
+        return Topology(("pp", "dp_outer", "ep", "edp"), (pp, outer, ep, size // ep), dense.ranks)
     return Topology(("pp", "dp_outer", "edp", "ep"), (pp, outer, size // ep, ep), dense.ranks)
 
 

@@ -1,7 +1,7 @@
 """The block ``expert_parallel``: over how many ranks the experts of a model are spread, and where they are in it."""
 
 from deepspeed.config.model import unread
-from deepspeed.config.model.values import Flag, Positive, Text, key
+from deepspeed.config.model.values import Flag, Num, Positive, Text, key
 
 
 class ExpertParallelConfig(unread.ExpertParallelKeys):
@@ -14,6 +14,9 @@ class ExpertParallelConfig(unread.ExpertParallelKeys):
         None, "Regular expression on the module paths of mixture-of-experts layers; null: the plan of the model."
     )
     expert_pattern: Text | None = key(None, "Attribute of such a layer that holds its experts; null: experts.")
+    load_balance_coeff: Num | None = key(
+        None, "Step of the bias on the router's scores that evens out loads after each update; null: none.", gt=0
+    )
 
     @property
     def ways(self) -> int:

@@ -67,6 +67,7 @@ class Configuration(unread.Keys):
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig)
+    use_data_before_expert_parallelism: Flag = key(False, "Neighbouring ranks hold the same experts.")
     flops_profiler: blocks.FlopsProfilerConfig = Field(default_factory=blocks.FlopsProfilerConfig)
     hybrid_engine: blocks.HybridEngineConfig = Field(default_factory=blocks.HybridEngineConfig)
     anomalies: blocks.AnomaliesConfig = Field(default_factory=blocks.AnomaliesConfig)

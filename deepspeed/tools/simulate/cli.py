@@ -20,13 +20,14 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError, counted
-from deepspeed.monitor.program import CommandLine, count_of, guarded, say, whole_of
+from deepspeed.monitor.program import CommandLine, count_of, guarded, number_of, say, whole_of
 from deepspeed.tools.bench.common import size_of
 from deepspeed.tools.simulate.costs import load_machine, machines
 
@@ -54,6 +55,7 @@ def _parser() -> CommandLine:
     parser.option("--device", str, "h100", "D", f"{', '.join(machines())} or a JSON file")
     parser.option("--sequence", count_of, None, "N", "tokens of a sample, for a config.json")
     parser.option("--steps", count_of, 5, "N", "steps, of which the last is reported")
+    parser.option("--skew", number_of, 1.0, "F", "tokens of the rank's experts, in even shares")
     parser.option("--trace", str, None, "FILE", "write the last step for ui.perfetto.dev")
     parser.option("--max-memory", size_of, None, "SIZE", "exit 1 where the device needs more")
     parser.option("--max-exposed", _share_of, None, "SHARE", "exit 1 where more of the step is exposed transfers")
@@ -111,6 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     sharded = False if options.no_init else None
     job = RankJob(config.source, machine, options.gpus, options.rank, options.trace is not None, sharded, options.steps)
+    job = replace(job, skew=options.skew)
     subject = make()
     if depth > 1:
         whole = simulate_pipeline(make, job)

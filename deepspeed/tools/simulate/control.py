@@ -6,6 +6,7 @@ when their events are put together.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,14 @@ from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh import groups
 from deepspeed.comm.mesh.topology import Axis
+from deepspeed.moe import exchange
+from deepspeed.moe.layer import Experts
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch
 from deepspeed.tools.simulate.events import Talk
 from deepspeed.tools.simulate.record import Recorder
-from deepspeed.zero.regions import bounds
+from deepspeed.zero.regions import bounds, widths
 from deepspeed.zero.sync import agreement
 
 _PICOSECONDS = 1e12
@@ -110,6 +113,34 @@ class _Column:
             return self._receive(self._place(group.ranks[peer]), self._peers)
 
 
+class _Routing:
+    """Stand for the tokens' choice of experts, which nobody knows: all experts are chosen equally often, but those of
+    this rank ``skew`` times as often.
+    """
+
+    def __init__(self, recorder: Recorder, skew: float) -> None:
+        self._recorder, self._skew = recorder, skew
+        self._plan, self._apply = exchange.plan_routes, Experts.forward
+
+    def plan_routes(self, index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int = 1) -> exchange.Routes:
+        """Plan in place of ``exchange.plan_routes``: the counts that it reads are those of the assumed choice."""
+        (tokens, choices), ranks = index.shape, group.size // etp
+        total = ranks * experts
+        share = 1 - math.comb(total - experts, choices) / math.comb(total, choices)
+        sent = [round(tokens * share), round(tokens * choices / ranks)]
+        most = [tokens, tokens * min(choices, experts)]
+        received = [min(round(self._skew * count), limit) for count, limit in zip(sent, most, strict=True)]
+        self._recorder.routing = f"the experts of a rank get {self._skew:g} times an even share of the tokens"
+        self._recorder.numbers = [[sent] * group.size, [received] * group.size]
+        return self._plan(index, group, experts, etp=etp)
+
+    def apply(self, module: Experts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Apply in place of ``Experts.forward``, which reads how many tokens each expert has."""
+        number = len(module.deepspeed_experts._modules)
+        self._recorder.numbers = widths(bounds(len(hidden), number)) if number > 1 else None
+        return self._apply(module, hidden, index, weights)
+
+
 def _even_edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
     """Replace ``loss._edges``, which reads how many words all ranks have: the program waits for a number."""
     int(collectives.sum_in_place(torch.zeros(group.size, device=logits.device, dtype=torch.float64), group).sum())
@@ -117,9 +148,11 @@ def _even_edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
 
 
 @contextlib.contextmanager
-def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Control]:
-    """Make messages take their time inside. ``column``: they are sent to these ranks, one of each pipeline stage."""
-    control = Control(recorder)
+def talking(recorder: Recorder, *, column: Sequence[int] = (), skew: float = 1.0) -> Iterator[Control]:
+    """Make messages take their time inside. ``column``: they are sent to these ranks, one of each pipeline stage.
+    ``skew``: how many tokens this rank's experts get, in even shares.
+    """
+    control, routing = Control(recorder), _Routing(recorder, skew)
     count = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
 
     def collectives_of(group: Any) -> int:
@@ -131,6 +164,8 @@ def talking(recorder: Recorder, *, column: Sequence[int] = ()) -> Iterator[Contr
         (dist.ProcessGroup, "_get_sequence_number_for_group", collectives_of),
         (FirstBatch, "__call__", lambda *_: None),  # there are no values to be compared
         (loss, "_edges", _even_edges),
+        (exchange, "plan_routes", routing.plan_routes),
+        (Experts, "forward", lambda *given: routing.apply(*given)),
     ]
     if column:
         among = _Column(recorder, control, column)

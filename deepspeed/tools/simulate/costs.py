@@ -52,6 +52,7 @@ SHARED = ("host_rate", "adam_rate", "drive_read_rate", "drive_write_rate")
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 # From the first of two ranks to the second.
 MESSAGES = ("send", "recv")
+ALL_TO_ALL = "all_to_all"
 _FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
 
 
@@ -123,7 +124,8 @@ class Machine:
 
         Ring: a piece takes all links but one, each with its latency, and (n - 1)/n of the bytes take the narrowest;
         twice for an all-reduce. Tree: 2 log2(n) steps.
-        A message ("send", "recv") takes one link, and all bytes go over it.
+        A message ("send", "recv") takes one link, and all bytes go over it; of an all-to-all ``nbytes`` are those that
+        this rank sends, or receives if these are more.
         Between nodes the bytes take ``1 + network_crowding log2(nodes / 2)`` times as long as between two: paths of a
         large network meet in its switches.
         """
@@ -131,6 +133,8 @@ class Machine:
         if size < 2:
             return self["kernel_s"]
         members = _members(ranks, int(self["gpus_per_node"]))
+        if name == ALL_TO_ALL:
+            return self._all_to_all(nbytes, size, members)
         hop, rate = self["node_hop_s"], self["node_rate"]
         latency = (size - 1) * hop
         if name in MESSAGES:
@@ -145,6 +149,20 @@ class Machine:
         ring = _FLAT.get(name, 1) * (latency + nbytes * (size - 1) / size / rate)
         tree = 2 * math.ceil(math.log2(size)) * hop + 2 * nbytes / rate
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
+
+    def _all_to_all(self, nbytes: int, size: int, members: Counter[int]) -> float:
+        """Return seconds until each of ``size`` ranks has sent its equal parts of ``nbytes`` to all others: what leaves
+        the node takes each device's own way to the network, beside what stays. Latencies are a ring's.
+        """
+        most, nodes = max(members.values()), len(members)
+        inside = nbytes * (most - 1) / size / self["node_rate"]
+        latency = (size - nodes) * self["node_hop_s"]
+        outside = 0.0
+        if nodes > 1:
+            crowd = 1 + self["network_crowding"] * math.log2(nodes / 2)
+            outside = nbytes * (size - min(members.values())) / size / (self["network_rate"] / crowd)
+            latency += (nodes - 1) * self["network_hop_s"]
+        return self["kernel_s"] + latency + max(inside, outside)
 
     def gather(self, ranks: int) -> float:
         """Return seconds to gather small objects of all ``ranks`` over gloo: a ring for sizes, and one for contents."""

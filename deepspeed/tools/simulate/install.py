@@ -68,6 +68,16 @@ class _Traced:
     """
 
 
+def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Copy in place of ``Tensor.__deepcopy__``, which copies the storage: to torch a fake one is in host memory."""
+    if id(tensor) not in memo:
+        made = tensor.detach().clone()
+        is_param = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied
+
+
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
@@ -156,6 +166,7 @@ def recording(
             (torch.UntypedStorage, "data_ptr", lambda storage: stores.storage_pointer(storage)),
             (FakeTensor, "data_ptr", lambda tensor: stores.pointer(tensor)),
             (FakeTensor, "data", _movable_data()),
+            (FakeTensor, "__deepcopy__", _deep_copy),
             (FakeTensor, "record_stream", lambda tensor, stream: stores.cover(tensor, stream.number)),
             (torch.Tensor, "pin_memory", lambda tensor, *_: _pinned_copy(tensor)),
             (torch, "equal", lambda *_: True),  # there are no values that could differ

@@ -5,8 +5,9 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,10 +29,15 @@ _NAMES = {
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "key_heads": ("num_key_value_heads",),
     "head": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "choices": ("num_experts_per_tok",),
+    "expert": ("moe_intermediate_size", "intermediate_size"),
+    "shared": ("shared_expert_intermediate_size",),
 }
 # Families whose blocks are ``Layer``'s: with a gate, rotary positions and RMS norms, or without. A step of the model
 # that transformers make is within 2 % of theirs; parallel branches and windows take next to no time and memory.
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "granite")
+_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")  # every block with experts
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "granite", *_ROUTED)
 _PLAIN = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "starcoder2")
 _TIED = ("gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")  # unless they say
 _PLACED = ("", "gpt2", "gpt_bigcode", "opt")  # a table of positions
@@ -39,7 +45,7 @@ _TWO_HALVES: tuple[str, ...] = ("t5", "bart", "pegasus", "marian", "m2m", "blend
 _TWO_HALVES += ("encoder-decoder",)
 _GELU_NEW = ("gpt2", "gptj", "phi")  # unless they say
 _ACTIVATED_BY = ("hidden_activation", "hidden_act", "activation_function")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EP_PLAN = {"blocks.*.feed_forward.experts": "ep_dispatch_experts"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class Shape:
 
     ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions; ``normed``: queries
     and keys have norms; ``activation``: as transformers call it, "" for silu with a gate and gelu without. ``family``:
-    the configuration's model_type.
+    the configuration's model_type. ``experts`` of width ``expert``, of which a token has ``choices``, and a ``shared``
+    one; 0 for none.
     """
 
     width: int
@@ -65,6 +72,10 @@ class Shape:
     normed: bool = False
     activation: str = ""
     family: str = ""
+    experts: int = 0
+    choices: int = 1
+    expert: int = 0
+    shared: int = 0
 
     @property
     def channels(self) -> int:
@@ -93,6 +104,12 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
             raise UsageError(f"{name}: {called[key]} must be a whole number from 1 on, not {value!r}")
     family = str(config.get("model_type", ""))
     gated = family in _GATED
+    if family not in _ROUTED:
+        numbers = {
+            key: value for key, value in numbers.items() if key not in ("experts", "choices", "expert", "shared")
+        }
+    elif not 1 <= numbers.get("choices", 0) <= numbers.get("experts", 0):
+        raise UsageError(f"{name}: of a {family!r} num_experts_per_tok must be from 1 to the number of its experts")
     numbers.setdefault("inner", int(config.get("expansion_ratio", 4)) * numbers["width"])
     numbers.setdefault("positions", 2048)
     heads, key_heads = numbers["heads"], numbers.setdefault("key_heads", 1 if config.get("multi_query") else 0)
@@ -103,8 +120,8 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     by_family = "gelu_new" if family in _GELU_NEW else {"gemma": "gelu", "opt": "relu"}.get(family, "")
     activation = next((str(config[key]) for key in _ACTIVATED_BY if config.get(key)), by_family)
     return Shape(
-        **numbers, gated=gated, tied=tied, placed=family in _PLACED, normed=family == "qwen3", activation=activation,
-        family=family,
+        **numbers, gated=gated, tied=tied, placed=family in _PLACED, normed=family.startswith("qwen3"),
+        activation=activation, family=family,
     )  # fmt: skip
 
 
@@ -161,6 +178,42 @@ class FeedForward(nn.Module):
         return out
 
 
+class StackedExperts(nn.Module):
+    """Gated experts, stacked and called as those of transformers, by products over groups of rows."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_experts = shape.experts
+        sizes = (shape.experts, 2 * shape.expert, shape.width), (shape.experts, shape.width, shape.expert)
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(size) * size[2] ** -0.5) for size in sizes)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        chosen, order = index.flatten().sort()
+        numbers = torch.arange(self.num_experts, device=index.device)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+        tokens = order // index.shape[1]
+        gate, up = functional.grouped_mm(hidden[tokens], self.gate_up_proj.mT, offs=ends).chunk(2, -1)
+        out = functional.grouped_mm(functional.silu(gate) * up, self.down_proj.mT, offs=ends)
+        return torch.zeros_like(hidden).index_add_(0, tokens, out * weights.flatten()[order, None])
+
+
+class RoutedExperts(nn.Module):
+    """Router, the experts that it chooses for each token, and a shared one."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.choices = shape.choices
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = StackedExperts(shape)
+        self.shared = FeedForward(replace(shape, inner=shape.shared)) if shape.shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        weights, index = self.router(flat).float().softmax(-1).topk(self.choices)
+        out: torch.Tensor = self.experts(flat, index, (weights / weights.sum(-1, keepdim=True)).to(flat.dtype))
+        return (out if self.shared is None else out + self.shared(flat)).view(x.shape)
+
+
 class Layer(nn.Module):
     """Attention and feed-forward with norms before them."""
 
@@ -168,7 +221,8 @@ class Layer(nn.Module):
         super().__init__()
         norm = nn.RMSNorm if shape.gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(shape.width), norm(shape.width)
-        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+        self.attention = Attention(shape)
+        self.feed_forward: nn.Module = RoutedExperts(shape) if shape.experts else FeedForward(shape)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         x = x + self.attention(self.norm1(x), angles)
@@ -187,6 +241,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
         self.shape, self.recompute = shape, recompute
+        self.config = SimpleNamespace(hidden_size=shape.width, base_model_ep_plan=_EP_PLAN if shape.experts else {})
+        self.config.num_experts_per_tok = shape.choices if shape.experts else 0
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
         self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
@@ -248,8 +304,9 @@ def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool
         raise UsageError(f"{name} has {shape.positions} positions, fewer than the sequence of {length}")
     ours = decoder_subject(name, shape, samples=samples, sequence=length, recompute=recompute)
     if "model_type" not in config or importlib.util.find_spec("transformers") is None:
-        experts = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
-        if experts or family not in ("", *_GATED, *_PLAIN):
+        experts = [key for key in _NAMES["experts"] if isinstance(config.get(key), int) and config[key] > 1]
+        uneven = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+        if (experts and (family not in _ROUTED or uneven)) or family not in ("", *_GATED, *_PLAIN):
             raise UsageError(
                 f"{name}: without transformers a plain decoder is simulated, which "
                 f"{f'experts ({experts[0]})' if experts else repr(family)} is not; install transformers, or give the "

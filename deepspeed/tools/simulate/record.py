@@ -51,6 +51,7 @@ _DTYPES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp6
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
 }
@@ -91,7 +92,7 @@ def _op(func: Any) -> _Op:
     aliased = tuple(a.alias_info is not None for a in schema.arguments)
     view = any(aliased) and not any(written) and all(r.alias_info is not None for r in schema.returns)
     attention = "attention" in name and any(a.name == "is_causal" for a in schema.arguments)
-    product = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+    product = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
     kind = "attention" if attention else "matmul" if product else "kernel"
     return _Op(name, written, aliased, view, name.startswith(_FACTORIES), kind)
 
@@ -151,6 +152,7 @@ class Recorder(TorchDispatchMode):
         self.order, self.usage = OrderCheck(), Memory(timeline.machine["device_bytes"])
         self.collectives = 0
         self.plain_attention = Counter[str]()  # calls that no fused kernel takes, by reason
+        self.routing = ""  # what is assumed of the choice of experts
         # what each group of ranks was given, in order: (collective, bytes)
         self.issued = defaultdict[tuple[int, ...], list[tuple[str, int]]](list)
         self.phase = "build"
@@ -162,6 +164,7 @@ class Recorder(TorchDispatchMode):
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
         self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", WORKER: "update", 0: "compute"}
         self._listing = False  # the elements of one list come in one copy, which has been waited for
+        self.numbers: Any = None  # what the next list that is read has, where a layer knows
         self._events = itertools.count(1)
         self._communicators: dict[str, int] = {}
         self._works: dict[int, tuple[Any, int, list[torch.Tensor]]] = {}  # torch holds the tensors until the wait
@@ -283,10 +286,13 @@ class Recorder(TorchDispatchMode):
 
     def read_list(self, read: Callable[[FakeTensor], Any], tensor: FakeTensor) -> Any:
         """Replace ``tensor.tolist()``, of which ``read`` is torch's."""
+        if self._listing:  # a row of a list of lists
+            return read(tensor)
         self._look_at(tensor)
+        numbers, self.numbers = self.numbers, None
         self._listing = True
         try:
-            return read(tensor)
+            return read(tensor) if numbers is None else numbers
         finally:
             self._listing = False
 
@@ -477,7 +483,9 @@ def _work(func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> Work:
     formula = flop_registry.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
     shape: tuple[int, ...] = ()
-    if op.kind == "matmul":
+    if op.name == "_grouped_mm":
+        flops, shape = _grouped(*(t.shape for t in given[:2]), groups=len(given[2]))
+    elif op.kind == "matmul":
         lhs, rhs = [t.shape for t in given[-2:]]
         shape = (int(lhs[-2]), int(lhs[-1]), int(rhs[-1]))
     elif op.kind == "attention":
@@ -486,3 +494,13 @@ def _work(func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> Work:
         names = [argument.name for argument in func._schema.arguments]
         flops /= 2 if dict(_arguments(func, args, kwargs)).get(names.index("is_causal")) else 1
     return Work(op.kind, flops, read + made, dtype, shape)
+
+
+def _grouped(lhs: Sequence[int], rhs: Sequence[int], *, groups: int) -> tuple[float, tuple[int, int, int]]:
+    """Return arithmetic and shape of products of ``groups`` experts, which have equal parts of the rows: rows [S, K]
+    by weights [E, K, N], or [K, S] by [S, N] for the gradient of weights.
+    """
+    part, depth, columns = max(1, math.ceil(lhs[-2] / groups)), lhs[-1], rhs[-1]
+    if len(rhs) == 2:
+        part, depth = lhs[-2], max(1, math.ceil(lhs[-1] / groups))
+    return 2.0 * lhs[-2] * lhs[-1] * columns, (part, depth, columns)

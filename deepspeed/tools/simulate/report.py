@@ -29,6 +29,7 @@ def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
     return {
         "assumed": {name: machine.values[name] for name in sorted(machine.used & machine.assumed)},
         "plain_attention": outcome.plain_attention,
+        "routing": outcome.routing,
         "parameters": outcome.parameters,
         "step_seconds": outcome.seconds,
         "phase_seconds": outcome.phases,
@@ -143,6 +144,7 @@ def _premises(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
     reasons = sorted({reason for outcome in outcomes for reason in outcome.plain_attention})
     assumed = ", ".join(sorted(machine.used & machine.assumed))
     lines = [f"attention is computed by plain products, and charged so: {reason}" for reason in reasons]
+    lines += sorted({f"assumed: {outcome.routing}" for outcome in outcomes if outcome.routing})
     return lines + [f"assumed, not measured: {assumed}"] * bool(assumed)
 
 

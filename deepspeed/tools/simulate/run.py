@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import math
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ T = TypeVar("T")
 class Outcome:
     """Outcome of the last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
     ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything. ``agreement_seconds``:
-    of the program, for ``messages``. ``plain_attention``: calls that were plain products, by kind.
+    of the program, for ``messages``. ``plain_attention``: calls that were plain products, by kind. ``routing``: what is
+    assumed of the choice of experts.
     """
 
     parameters: int
@@ -62,6 +64,7 @@ class Outcome:
     plan: MemoryPlan
     streams: dict[int, str]
     plain_attention: dict[str, int]
+    routing: str
     spans: list[Interval] = field(default_factory=list)
     build_peak: int = 0
     left: int = 0
@@ -125,7 +128,7 @@ class TrainingLoop:
 class RankJob:
     """Rank of a simulated job: rank ``rank`` of ``world`` trains with ``config`` (a dict, as for ``initialize``) for
     ``steps`` steps. ``sharded_init``: the model is built under ``zero.Init``; None: where its parameters will be cut.
-    ``keep``: with every span of the last step.
+    ``keep``: with every span of the last step. ``skew``: tokens of this rank's experts, in even shares.
     """
 
     config: dict[str, Any]
@@ -135,6 +138,7 @@ class RankJob:
     keep: bool = False
     sharded_init: bool | None = None
     steps: int = STEPS
+    skew: float = 1.0
 
 
 def simulate(subject: Subject, config: dict[str, Any], machine: Machine, **job: Any) -> Outcome:
@@ -175,7 +179,7 @@ def run_job(
     """
     with (
         recording(job.machine, world=job.world, rank=job.rank, keep=job.keep, store=store) as recorder,
-        talking(recorder, column=column) as control,
+        talking(recorder, column=column, skew=job.skew) as control,
         _elsewhere(job.machine, job.config, job.world) as config,
     ):
         engine = _start(job, subject, config, column)
@@ -221,13 +225,19 @@ def times_of(timeline: Timeline, begin: float = 0.0) -> dict[str, Any]:
     }
 
 
+def whole_numel(param: torch.nn.Parameter) -> int:
+    """Return the elements of a parameter, of which this rank may have a part: of its experts, or of its heads."""
+    place = getattr(param, "tp_place", None)
+    return getattr(param, "ds_numel", param.numel()) if place is None else math.prod(place.shape)
+
+
 def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) -> Outcome:
     usage = recorder.usage.of(DEVICE)
     homes: dict[str, tuple[int, ...]] = getattr(engine.module, "tied_homes", dict)()  # of what several ranks hold
     elsewhere = tuple(name for name, places in homes.items() if places[0] != engine.get_pipeline_parallel_rank())
     params = [p for name, p in engine.module.named_parameters() if not name.startswith(elsewhere)]
     return Outcome(
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in params),
+        parameters=sum(map(whole_numel, params)),
         **times_of(recorder.timeline, begin),
         messages=control.messages,
         agreement_seconds=control.seconds,
@@ -240,4 +250,5 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) ->
         plan=engine.memory_plan(),
         streams=dict(recorder.streams),
         plain_attention=dict(recorder.plain_attention),
+        routing=recorder.routing,
     )

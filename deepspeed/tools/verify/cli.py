@@ -97,8 +97,9 @@ GATES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "data": ("data", "check_data", _EPOCH),
     "resume": ("resume", "check_resume", dict(**_BITWISE, at=10, load_ranks=None)),
     "crash": ("crash", "check_crashes", dict(kills=200, ranks=2, seed=0, stage=3, folder=None, background=False)),
-    "schedule": ("schedule", "check_schedule", _PICTURE),
-    "3d": ("three_axes", "check_layouts", dict(matrix=False, checkpoints=False, **_LAYOUTS)),
+    "schedule": ("layouts.schedule", "check_schedule", _PICTURE),
+    "moe": ("layouts.moe", "check_experts", dict(**_MODEL, **{**_NAMED, "ranks": 4})),
+    "3d": ("layouts.three_axes", "check_layouts", dict(matrix=False, checkpoints=False, **_LAYOUTS)),
 }
 
 

@@ -46,7 +46,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 # size) either cannot change a gradient or would hide an error of 1e-6 behind rounding.
 KEPT_KEYS = (
     *("zero_optimization", "gradient_accumulation_steps", "gradient_clipping", "prescale_gradients"),
-    *("gradient_predivide_factor", "activation_checkpointing"),
+    *("gradient_predivide_factor", "activation_checkpointing", "expert_parallel"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
 # With these an engine is built once more, to look at the dtypes.

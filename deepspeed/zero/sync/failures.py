@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.hang.watch import ended_ranks
 from deepspeed.comm.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.errors import CheckpointError, DivergenceError, RankFailedError, UsageError
 from deepspeed.monitor.log import logger
@@ -133,19 +134,25 @@ class Failures:
         self._known = None  # it keeps alive what its frames hold
         if lost and host.mesh.job.size > 1:
             self.break_off(collectives.describe(error))
-            break_off_all(host.mesh)
+            leave_note(host.mesh, "broken off", about="alive")  # before connections say that this rank is gone
+            gone = break_off_all(host.mesh)
             if ended and not reported:
-                self._raise_cause(error)
+                self._raise_cause(error, gone)
         return after
 
-    def _raise_cause(self, error: BaseException) -> None:
-        """Raise RankFailedError with the reasons that ranks that are gone have left, if any has."""
+    def _raise_cause(self, error: BaseException, gone: set[int]) -> None:
+        """Raise RankFailedError with the reasons of ranks that have left some, or names of those ``gone`` without."""
         mesh = self._host.mesh
         notes = leave_note(mesh, "")
         notes.pop(mesh.zero.ranks[mesh.zero.index], None)
         if notes:
             causes = "; ".join(f"{mesh.title(rank)} failed: {text}" for rank, text in notes.items())
             raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
+        waits = gone and not ended_ranks()  # whose last words are shown when the script ends
+        alive = leave_note(mesh, "", about="alive", wait_s=_LOUD_AFTER_S) if waits else {}
+        if alive and (ended := ", ".join(map(mesh.title, sorted(gone - alive.keys())))):
+            text = "its process has ended or is out of reach, and this rank cannot go on without it"
+            raise RankFailedError(f"{ended} does not answer any more: {text}") from error
 
     def lose_batch(self, error: Exception) -> None:
         """Handle a batch that is lost on this rank. Ranks that share its layers or sequences mostly lose it, too;
@@ -293,11 +300,13 @@ def patience(mesh: Mesh, text: str, *, seconds: float | None = None) -> Iterator
         watcher.join()
 
 
-def break_off_all(mesh: Mesh) -> None:
-    """End every wait on the groups of ``mesh``, for good: first on the hosts', which go on to end their own."""
+def break_off_all(mesh: Mesh) -> set[int]:
+    """End every wait on the groups of ``mesh``, for good: first on the hosts', which go on to end their own. Return the
+    ranks whose connections were gone.
+    """
     groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.sp, mesh.host, *mesh.made)
-    for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo"):
-        collectives.break_off(group)
+    apart = {group.pg: group for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo")}
+    return set().union(*map(collectives.break_off, apart.values()))
 
 
 @dataclass

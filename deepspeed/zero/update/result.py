@@ -21,6 +21,7 @@ class StepResult:
     """
 
     culprit = ""
+    skip: torch.Tensor | None = None  # 1 on the device if nothing was updated, where the program does not know
     undo: Callable[[], None] | None = None  # what was done as if this update was not left out
 
     def __init__(self, norm: float | None = None, *, overflow: bool = False, weight: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.models import subject_of
 from deepspeed.tools.simulate.pipeline.run import ways_of
 from deepspeed.tools.simulate.plan.adapters import ALL_LINEAR, AdaptedLinear, Lora, adapted
-from deepspeed.tools.simulate.run import RankJob, look_at_start
+from deepspeed.tools.simulate.run import RankJob, look_at_start, whole_numel
 from deepspeed.zero.memory.fit import MemoryPlan
 
 _LISTED = 8
@@ -46,14 +46,27 @@ def _look(engine: Any, lora: Lora | None) -> tuple[dict[str, Any], MemoryPlan]:
     """Return the facts of a start, for programs, and the engine's memory plan."""
     model, memory = engine.module, engine.memory_plan()
     trained = [param for unit in engine.runtime.units if unit.trainable for param in unit.params]
-    total, trainable = (sum(getattr(p, "ds_numel", p.numel()) for p in some) for some in (model.parameters(), trained))
+    total, trainable = (sum(map(whole_numel, some)) for some in (model.parameters(), trained))
     facts: dict[str, Any] = {"parameters": total, "trained": trainable}
     if lora is not None:
         layers = [path for path, module in model.named_modules() if isinstance(module, AdaptedLinear)]
         facts["lora"] = {"rank": lora.rank, "layers": layers}
+    if exchanges := _exchanges(engine):
+        facts["exchange_bytes_per_token"] = exchanges
     facts["bytes"] = {x.what: {"device": x.device, "host": x.host, "drive": x.drive} for x in memory.lines}
     facts["together"] = {"device": memory.device, "host": memory.host, "drive": memory.drive}
     return facts, memory
+
+
+def _exchanges(engine: Any) -> int:
+    """Return the most bytes that an exchange of experts keeps on the device for each token of a rank: its hidden state
+    by receiving rank, before and after the way, and by chosen expert. 0 without experts, or where sizes are not known.
+    """
+    config = getattr(engine.module, "config", None)
+    width, choices = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_experts_per_tok"))
+    ranks = max((group.size for group in engine.mesh.experts), default=0)
+    itemsize = max(param.element_size() for param in engine.module.parameters())
+    return (2 * min(choices, ranks) + choices) * width * itemsize if ranks else 0
 
 
 def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
@@ -67,7 +80,10 @@ def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
         names = sorted({path.rpartition(".")[2] for path in layers})
         more = ", ..." if len(names) > _LISTED else ""
         lines.append(f"LoRA of rank {rank} on {len(layers)} layers ({', '.join(names[:_LISTED])}{more})")
-    return "\n".join([*lines, "", memory.table(), "", "beside them: activations and inputs (ds_simulate)"])
+    beside = ["beside them: activations and inputs (ds_simulate)"]
+    if nbytes := facts.get("exchange_bytes_per_token"):
+        beside.append(f"an exchange of experts: at most {size(1000 * nbytes)} of these for 1,000 tokens of a rank")
+    return "\n".join([*lines, "", memory.table(), "", *beside])
 
 
 def run(options: argparse.Namespace, source: dict[str, Any], machine: Machine) -> int:

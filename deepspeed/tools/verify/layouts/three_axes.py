@@ -15,12 +15,12 @@ from deepspeed.pipe.orders import chunks_and_style
 from deepspeed.pipe.plain import cut_model
 from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of
 from deepspeed.tools.verify.grads import KINDS, Cell, Errors, compare, compare_update, full_gradients, judge, no_errors
+from deepspeed.tools.verify.layouts.schedule import usual_chunks
 from deepspeed.tools.verify.models import Case, LayerStack, MicroBatch
 from deepspeed.tools.verify.ranks import RankPool, scratch
 from deepspeed.tools.verify.reference import StepRecord, train_reference, trainable
 from deepspeed.tools.verify.resume import Handed, hand_over, moved
 from deepspeed.tools.verify.runs import hash_of
-from deepspeed.tools.verify.schedule import usual_chunks
 from deepspeed.tools.verify.user_model import case_of
 
 CLIP = 0.5

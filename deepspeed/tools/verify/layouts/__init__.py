@@ -1,0 +1,1 @@
+"""The gates of how ranks are laid out: pipelines, tensor-parallel parts, experts."""

@@ -1,0 +1,59 @@
+"""Mixture-of-experts models of Transformers from files: each rank reads its own shards, also where files have a tensor
+for each expert and the model has them stacked.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.compat.common import forget_clients, need, zero_block
+from tests.compat.test_hf_experts import FAMILIES, model_of
+from tests.harness.pool import RankPool
+
+need("accelerate", "transformers")
+pytestmark = pytest.mark.timeout(180)
+
+
+def read_from(folder: str, family: str) -> dict[str, Any]:
+    """Load a saved model under stage 3, then divide its experts: bytes that this rank read, names that differ."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import deepspeed
+    from deepspeed.client.zero.incoming import Incoming
+
+    forget_clients()
+    saved = model_of(family)
+    if dist.get_rank() == 0:
+        saved.save_pretrained(folder)
+    dist.barrier()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero_block(3),
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
+    loads: list[Incoming] = []
+    living, begin = HfDeepSpeedConfig(config), Incoming.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Incoming, "__init__", lambda self, *args: (loads.append(self), begin(self, *args))[1])
+        model = AutoModelForCausalLM.from_pretrained(folder).train()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    wanted = saved.state_dict()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        wrong = [n for n, p in engine.module.named_parameters() if not torch.equal(p.detach(), wanted[n])]
+    engine.destroy()
+    del living
+    forget_clients()
+    (load,) = loads
+    return {"wrong": wrong, "read": load.read_bytes, "sent": load.sent_bytes}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_reads_its_own_part_of_the_experts(pool4: RankPool, tmp_path: Any, family: str) -> None:
+    total = sum(p.nbytes for p in model_of(family).parameters())
+    found = pool4.run(read_from, str(tmp_path), family, time_limit=120)
+    assert all(not one["wrong"] and not one["sent"] for one in found), found
+    assert sum(one["read"] for one in found) <= total and max(one["read"] for one in found) < 0.3 * total
