@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import deepspeed
-from deepspeed.sequence.balanced_loader import BalancedLoader
-from deepspeed.sequence.dealing import CostModel, Plan, draw_lengths, plan_batch
-from deepspeed.sequence.degrees import DegreeGroups
+from deepspeed.sequence.lengths.balanced_loader import BalancedLoader
+from deepspeed.sequence.lengths.dealing import CostModel, Plan, draw_lengths, plan_batch
+from deepspeed.sequence.lengths.degrees import DegreeGroups
 from deepspeed.tools.verify.ranks import RankPool
 
 # Llama-3.1-8B; 64K tokens fit a rank. An update: tokens a rank, in so many micro-batches. Ranks wait for each other

@@ -18,7 +18,7 @@ from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger, warning_once
-from deepspeed.sequence.offload import OffloadActivations, get_checkpoint_hidden_states_offloading_ctx_manager
+from deepspeed.sequence.tiling.offload import OffloadActivations, get_checkpoint_hidden_states_offloading_ctx_manager
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 # Distance between the default seed and the first tensor-parallel seed, as Megatron-style scripts expect it.

@@ -42,7 +42,7 @@ from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.profiling.start_report import report_start
 from deepspeed.profiling.timeline.observer import observe
-from deepspeed.sequence.memory import save_memory
+from deepspeed.sequence.tiling.memory import save_memory
 from deepspeed.sequence.wire import wire_sequences
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build

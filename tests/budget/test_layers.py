@@ -61,7 +61,7 @@ LAYERS = {
     "deepspeed.reallocate.moves": 2,
     "deepspeed.sequence": 6,
     "deepspeed.tensor": 6,
-    "deepspeed.sequence.dealing": 2,
+    "deepspeed.sequence.lengths.dealing": 2,
     "deepspeed.engine": 7,
     **dict.fromkeys(REEXPORTS, 8),
     "deepspeed.launcher": 9,

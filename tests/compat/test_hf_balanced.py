@@ -28,8 +28,8 @@ def run(stage: int, max_degree: int, recompute: bool) -> tuple[float, list[int]]
     """The largest error of gradients over an epoch, and the degrees of this rank."""
     import deepspeed
     from deepspeed.errors import DeepSpeedConfigError
-    from deepspeed.sequence.balanced_loader import BalancedLoader
-    from deepspeed.sequence.dealing import CostModel
+    from deepspeed.sequence.lengths.balanced_loader import BalancedLoader
+    from deepspeed.sequence.lengths.dealing import CostModel
     from deepspeed.tools.verify.grads import scaled_error
     from deepspeed.utils import safe_get_full_grad
 

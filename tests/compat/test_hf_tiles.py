@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.sequence import logits
+from deepspeed.sequence.tiling import logits
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_grad
 from tests.compat.common import need

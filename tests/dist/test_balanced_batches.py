@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.sequence.balanced_loader import BalancedLoader
-from deepspeed.sequence.dealing import CostModel
-from deepspeed.sequence.degrees import DegreeGroups
+from deepspeed.sequence.lengths.balanced_loader import BalancedLoader
+from deepspeed.sequence.lengths.dealing import CostModel
+from deepspeed.sequence.lengths.degrees import DegreeGroups
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness.pool import RankPool

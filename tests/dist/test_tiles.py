@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.sequence import logits, memory
-from deepspeed.sequence.tiles import TiledMLP
+from deepspeed.sequence.tiling import logits, memory
+from deepspeed.sequence.tiling.tiles import TiledMLP
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness.decoders import WORDS, Llama

@@ -123,7 +123,7 @@ SEQUENCES = (
     ),
     Mutant(
         "TI1",
-        "deepspeed/sequence/tiles.py",
+        "deepspeed/sequence/tiling/tiles.py",
         'if hasattr(keeper, "repeated"):',
         "if False:",
         (f"{_TILES}[stage 3, divergence is an error]",),
@@ -131,7 +131,7 @@ SEQUENCES = (
     ),
     Mutant(
         "TI2",
-        "deepspeed/sequence/tiles.py",
+        "deepspeed/sequence/tiling/tiles.py",
         "self._wide = torch.promote_types(like.dtype, torch.float32)",
         "self._wide = like.dtype",
         (
@@ -141,7 +141,7 @@ SEQUENCES = (
     ),
     Mutant(
         "TI3",
-        "deepspeed/sequence/logits.py",
+        "deepspeed/sequence/tiling/logits.py",
         "keep = (target != ignore_index).nonzero().squeeze(1)",
         "keep = (target != ignore_index - 1).nonzero().squeeze(1)",
         (
@@ -159,7 +159,7 @@ SEQUENCES = (
     ),
     Mutant(
         "TI5",
-        "deepspeed/sequence/offload.py",
+        "deepspeed/sequence/tiling/offload.py",
         "return computed and tensor.nbytes",
         "return tensor.nbytes",
         ("tests/pure/test_offload_activations.py::test_only_what_a_forward_computed_on_a_device_moves",),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.sequence.balanced_loader import Dealer, Update
-from deepspeed.sequence.dealing import CostModel, Plan, draw_lengths, plan_batch
+from deepspeed.sequence.lengths.balanced_loader import Dealer, Update
+from deepspeed.sequence.lengths.dealing import CostModel, Plan, draw_lengths, plan_batch
 
 COST = CostModel.of_transformer(parameters=8e9, layers=32, hidden=4096, kv_hidden=1024)
 ROOM = 65536

@@ -16,7 +16,7 @@ from deepspeed.errors import UsageError
 from deepspeed.runtime.activation_checkpointing.offload_activations import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
-from deepspeed.sequence.offload import OffloadActivations
+from deepspeed.sequence.tiling.offload import OffloadActivations
 
 LAYERS = 6
 

@@ -14,8 +14,8 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     TiledMLP,
     sequence_tiled_compute,
 )
-from deepspeed.sequence import logits
-from deepspeed.sequence.logits import LazyHead, LazyLogits
+from deepspeed.sequence.tiling import logits
+from deepspeed.sequence.tiling.logits import LazyHead, LazyLogits
 
 
 class _Mlp(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from deepspeed.accelerator.device import map_tensors
 from deepspeed.monitor.log import log_dist
-from deepspeed.sequence.tiles import Surroundings, pieces, tiled
+from deepspeed.sequence.tiling.tiles import Surroundings, pieces, tiled
 from deepspeed.zero.param import metadata_functions
 
 MIB = 2**20

@@ -11,9 +11,9 @@ import torch
 from deepspeed.client.data_position import ResumableSampler
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
-from deepspeed.sequence.dealing import CostModel, DoesNotFit, Plan, plan_batch
-from deepspeed.sequence.degrees import DegreeGroups
-from deepspeed.sequence.packing import pack, part_of_pack, share_labels, tokens_of
+from deepspeed.sequence.lengths.dealing import CostModel, DoesNotFit, Plan, plan_batch
+from deepspeed.sequence.lengths.degrees import DegreeGroups
+from deepspeed.sequence.lengths.packing import pack, part_of_pack, share_labels, tokens_of
 
 # A model of 7 billion parameters on an H100. Where nothing is exchanged, only the ratio of its two numbers counts.
 USUAL_COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, kv_hidden=1024)

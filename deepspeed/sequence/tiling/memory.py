@@ -12,9 +12,9 @@ from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.model.sequence import SequenceConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.log import log_dist
-from deepspeed.sequence.logits import LazyHead, tile_bytes
-from deepspeed.sequence.offload import get_checkpoint_hidden_states_offloading_ctx_manager
-from deepspeed.sequence.tiles import tiled
+from deepspeed.sequence.tiling.logits import LazyHead, tile_bytes
+from deepspeed.sequence.tiling.offload import get_checkpoint_hidden_states_offloading_ctx_manager
+from deepspeed.sequence.tiling.tiles import tiled
 
 # Attributes of a decoder layer that hold what treats every token alike.
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_mlp")

@@ -1,0 +1,1 @@
+"""Less memory for long sequences: work by tiles, and activations in host memory."""
