@@ -10,6 +10,5 @@ class SequenceConfig(Block):
 
     attention: Literal["auto", "ulysses", "ring", "both"] = key(
         "auto",
-        "How the ranks of one sequence compute attention: ulysses divides the heads; ring passes keys around; both: "
-        "heads among neighbours, keys around the rest; auto: ulysses, and both where there are fewer heads than ranks.",
+        "Divide heads (ulysses), pass keys around (ring), or both; auto: ulysses, and both where heads are fewer than ranks.",
     )
