@@ -10,5 +10,5 @@ class SequenceConfig(Block):
 
     attention: Literal["auto", "ulysses", "ring", "both"] = key(
         "auto",
-        "Divide heads (ulysses), pass keys around (ring), or both; auto: ulysses, and both where heads are fewer than ranks.",
+        "ulysses divides heads, ring passes keys around; auto: ulysses, and both where heads are fewer than ranks.",
     )
