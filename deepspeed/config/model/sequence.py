@@ -10,8 +10,7 @@ class SequenceConfig(Block):
 
     attention: Literal["auto", "ulysses", "ring", "both"] = key(
         "auto",
-        "How the ranks of one sequence compute attention: ulysses divides the heads; ring passes keys around; both: "
-        "heads among neighbours, keys around the rest; auto: ulysses, and both where there are fewer heads than ranks.",
+        "ulysses divides heads, ring passes keys around; auto: ulysses, and both where heads are fewer than ranks.",
     )
     loss: Literal["auto", "tiled", "whole"] = key(
         "auto",
