@@ -1,5 +1,6 @@
 """Spreading the experts of a model over ranks: which modules are experts, and what replaces their forward."""
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -127,20 +128,24 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
     if block.moe_layer_pattern is None:
         plans = [getattr(m.config, "base_model_ep_plan", None) or {} for m in model.modules() if hasattr(m, "config")]
         paths = {path for plan in plans for path, what in plan.items() if what == _DISPATCHES}
+        if block.expert_pattern is not None and not any(p.endswith(f".{block.expert_pattern}") for p in paths):
+            raise DeepSpeedConfigError(
+                f"expert_parallel.expert_pattern {block.expert_pattern!r} says where the experts are in the layers of "
+                "moe_layer_pattern, which is not set; set it, or delete expert_pattern"
+            )
         patterns = [re.escape(path).replace(r"\*", r"\d+") for path in paths]
         source = f"the plan of the model's configuration (base_model_ep_plan: {sorted(paths) or 'there is none'})"
     else:
-        try:
-            patterns = [f"(?:{re.compile(block.moe_layer_pattern).pattern})\\.{block.expert_pattern or 'experts'}"]
-        except re.error as error:
-            raise DeepSpeedConfigError(
-                f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r} is no regular expression: {error}"
-            ) from None
+        patterns = [f"(?:{block.moe_layer_pattern})\\.{block.expert_pattern or 'experts'}"]
         source = f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r}"
+        if block.expert_pattern is not None:
+            source += f" with expert_pattern {block.expert_pattern!r}"
+    try:
+        compiled = [re.compile(rf"(?:^|\.){pattern}$") for pattern in patterns]
+    except re.error as error:
+        raise DeepSpeedConfigError(f"{source} is no regular expression: {error}") from None
     matching = {
-        path: module
-        for path, module in model.named_modules()
-        if any(re.search(rf"(?:^|\.){pattern}$", path) for pattern in patterns)
+        path: module for path, module in model.named_modules() if any(pattern.search(path) for pattern in compiled)
     }
     if not matching:
         raise DeepSpeedConfigError(
@@ -155,7 +160,8 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
         if not number:
             raise DeepSpeedConfigError(
                 f"expert_parallel: {path} is a {type(module).__name__}, whose experts are no stacked tensors (experts "
-                "first, num_experts of them) as those of Transformers 5; use deepspeed.moe.layer.MoE for it"
+                "first, num_experts of them, called with tokens, chosen experts and weights) as those of Transformers "
+                "5; use deepspeed.moe.layer.MoE for it"
             )
         if number % block.autoep_size:
             raise DeepSpeedConfigError(
@@ -163,7 +169,7 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
                 f"a divisor of {number}"
             )
         etp = block.expert_tensor_parallel_size
-        for name, param in module.named_parameters(recurse=False) if etp > 1 else ():
+        for name, param in module.named_parameters() if etp > 1 else ():  # also of a norm, which needs whole outputs
             inner_cut(module, name, param, etp, at=path)
         yield path, matching[path]
 
@@ -184,10 +190,17 @@ def divided_at(tensor: torch.Tensor) -> nn.Parameter | None:
 
 
 def _number(module: nn.Module) -> int:
-    """Return how many experts ``module`` stacks in each of its own parameters; 0 where it does not."""
+    """Return how many experts ``module`` stacks in each of its own parameters; 0 where it is no module of experts."""
     number = getattr(module, "num_experts", 0)
     shapes = [tuple(param.shape) for param in module.parameters(recurse=False)]
-    return number if isinstance(number, int) and shapes and all(s and s[0] == number for s in shapes) else 0
+    stacked = isinstance(number, int) and all(shape and shape[0] == number for shape in shapes)
+    if not stacked or max(map(len, shapes), default=0) < 3:  # a router has a row for each expert, not a matrix
+        return 0
+    try:
+        inspect.signature(module.forward).bind("hidden", "index", "weights")
+    except TypeError:
+        return 0
+    return int(number)
 
 
 def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at: str) -> tuple[int, int]:
