@@ -1,5 +1,6 @@
 """Spreading the experts of a model over ranks: which modules are experts, and what replaces their forward."""
 
+import functools
 import inspect
 import re
 import weakref
@@ -17,7 +18,7 @@ from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
 from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.loads import ExpertLoads
@@ -78,6 +79,7 @@ def spread_experts(
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back, layer=path)
     if stacked and block.ways > 1:
+        _guard_saving(model, back)
         number = _adapted(next(iter(stacked.values())))[0].num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes, loads
@@ -275,7 +277,7 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)
-    back.callback(_put_back, module, vars(module).get("forward"))
+    back.callback(_put_back, module, "forward", vars(module).get("forward"))
     module.num_experts, module.forward = local, forward  # type: ignore[assignment]
 
 
@@ -309,6 +311,30 @@ def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> N
         back.callback(delattr, adapter, method.__name__)
 
 
+def _guard_saving(model: nn.Module, back: ExitStack) -> None:
+    """Let ``save_pretrained`` of the models of Transformers in ``model`` refuse to write the experts of one rank alone.
+
+    It would write them under the numbers of the first ones, and nothing would tell that others are missing.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and not hasattr(type(module), "get_base_model"):  # that of PEFT
+            save = functools.partial(_save_whole, module, module.save_pretrained)
+            back.callback(_put_back, module, "save_pretrained", vars(module).get("save_pretrained"))
+            module.save_pretrained = save  # type: ignore[assignment]
+
+
+def _save_whole(module: nn.Module, save: Callable[..., Any], folder: Any, *args: Any, **options: Any) -> Any:
+    given = options.get("state_dict", args[1] if len(args) > 1 else None)
+    adapters_alone = getattr(module, "_hf_peft_config_loaded", False)
+    parts = any(tuple(p.shape) != p.tp_place.shape for p in module.parameters() if id(p) in _divided)  # type: ignore[attr-defined]
+    if parts and given is None and not adapters_alone:
+        raise UsageError(
+            f"{type(module).__name__}.save_pretrained would write the experts of this rank alone. Call "
+            "engine.save_pretrained(folder) without further options on every rank, or pass whole weights as state_dict"
+        )
+    return save(folder, *args, **options)
+
+
 def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:
     for name, mark in marks.items():
         cut = name == "tp_place" and tuple(param.shape) != mark.shape  # who makes it whole needs its place
@@ -316,7 +342,7 @@ def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:
             delattr(param, name)
 
 
-def _put_back(module: nn.Module, forward: Any) -> None:
-    del module.forward
-    if forward is not None:
-        module.forward = forward
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    delattr(module, name)
+    if value is not None:
+        setattr(module, name, value)
