@@ -334,6 +334,24 @@ def test_ranks_in_different_forwards_or_layers_do_not_mix_their_tokens(pool2: Ra
         assert not [said for said in same if "Error" in said]
 
 
+def one_needs_gradients() -> torch.Tensor | None:
+    """Gradients of tokens of the first rank, half of which the other rank's expert doubles; the other needs none."""
+    job = plain_mesh("gloo").job
+    hidden = torch.ones(4, HIDDEN, requires_grad=job.index == 0)
+
+    def compute(rows: torch.Tensor, _: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return rows * scales * (1 + job.index)
+
+    index, weights = torch.tensor([[0], [0], [1], [1]]), torch.ones(4, 1)
+    through_experts(hidden, index, weights, group=job, experts=1, compute=compute).sum().backward()
+    return hidden.grad
+
+
+def test_a_rank_whose_tokens_need_no_gradient_returns_those_of_other_ranks(pool2: RankPool) -> None:
+    found, nothing = pool2.run(one_needs_gradients, time_limit=30)
+    assert nothing is None and found[:, 0].tolist() == [1, 1, 2, 2]
+
+
 def compiled(kind: str, stage: int) -> list[list[float]]:
     """Losses of three steps with graphs of a compiler, and without."""
     runs = []
