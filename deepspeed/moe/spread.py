@@ -318,9 +318,9 @@ def _guard_saving(model: nn.Module, back: ExitStack) -> None:
     """
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and not hasattr(type(module), "get_base_model"):  # that of PEFT
-            save = functools.partial(_save_whole, module, module.save_pretrained)
+            save: Any = module.save_pretrained
             back.callback(_put_back, module, "save_pretrained", vars(module).get("save_pretrained"))
-            module.save_pretrained = save  # type: ignore[assignment]
+            module.save_pretrained = functools.partial(_save_whole, module, save)  # type: ignore[assignment]
 
 
 def _save_whole(module: nn.Module, save: Callable[..., Any], folder: Any, *args: Any, **options: Any) -> Any:
