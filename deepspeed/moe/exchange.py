@@ -5,6 +5,7 @@ experts, with the weights of those, and one weighted sum comes back from each: a
 travels twice, not eight times.
 """
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -50,7 +51,8 @@ def plan_routes(
 
     ``etp`` neighbouring ranks hold parts of the same experts: a token goes to all of them. A choice outside the experts
     of all ranks is dropped. Collective; the host waits once for the counts. ``fault``, a flag on the device, travels
-    with them: all ranks raise UsageError, which names ``layer``, where any rank's scores are not finite.
+    with them, and which forward this is: all ranks raise UsageError, which names ``layer``, where any rank's scores are
+    not finite, or where ranks are in other layers or some train and some do not.
     """
     homes = group.size // etp
     home = torch.where((index >= 0) & (index < experts * homes), index // experts, homes)
@@ -58,13 +60,13 @@ def plan_routes(
     goes = goes[:, :-1].T.repeat_interleave(etp, dim=0)
     each = torch.zeros(homes + 1, dtype=torch.int64, device=index.device)
     pairs = each.scatter_add_(0, home.reshape(-1), torch.ones_like(home).reshape(-1))[:-1].repeat_interleave(etp)
-    flags = torch.zeros_like(pairs) if fault is None else fault.to(pairs.dtype).expand_as(pairs)
+    forward = 2 * zlib.crc32(layer.encode()) + torch.is_grad_enabled()
+    flags = torch.full_like(pairs, 2 * forward) if fault is None else (fault + 2 * forward).expand_as(pairs)
     counts = torch.stack([goes.sum(1), pairs, flags], dim=1)
     ones = [1] * group.size
     arriving = all_to_all(counts, group, sent=ones, received=ones)
     sent, received = torch.stack([counts, arriving]).tolist()
-    if faulty := [rank for rank, (_, _, bad) in zip(group.ranks, received, strict=True) if bad]:
-        raise _not_finite(layer, faulty)
+    _check_flags({rank: flag for rank, (_, _, flag) in zip(group.ranks, received, strict=True)}, layer)
     rows = [count for count, _, _ in sent]
     rank, tokens = torch.nonzero_static(goes, size=sum(rows)).unbind(1)
     owner = rank[:, None] // etp
@@ -73,15 +75,41 @@ def plan_routes(
     return Routes(tokens, local, rows, arrivals, sum(pairs for _, pairs, _ in received))
 
 
+def _check_flags(flags: dict[int, int], layer: str) -> None:
+    """Raise UsageError if the ``flags`` of ranks tell of different forwards, or of scores that are not finite.
+
+    A rank that evaluates once more than others would else compute with the tokens of their next training step.
+    """
+    training = [rank for rank, flag in flags.items() if flag & 2]
+    others = [rank for rank in flags if rank not in training]
+    if training and others:
+        raise UsageError(
+            f"ranks meet in {layer} from different forwards: with gradients on rank {_listed(training)}, without them "
+            f"(evaluation, generation) on rank {_listed(others)}. Experts of all ranks take part in each forward: give "
+            "every rank as many batches, and generate() synced_gpus=True"
+        )
+    if len({flag >> 2 for flag in flags.values()}) > 1:
+        raise UsageError(
+            f"this rank is in {layer}, others of ranks {_listed(flags)} are in another layer of experts: all of them "
+            "have to run the same layers in the same order"
+        )
+    if faulty := [rank for rank, flag in flags.items() if flag & 1]:
+        raise _not_finite(layer, faulty)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
 def _not_finite(layer: str, ranks: Iterable[int]) -> UsageError:
-    listed = ", ".join(map(str, ranks))
     return UsageError(
-        f"the router of {layer} answered scores that are not finite (inf or nan), for tokens of rank {listed}: no "
-        "expert can be chosen by them. Check this batch and the loss of the last steps; lower the learning rate, or "
+        f"the router of {layer} answered scores that are not finite (inf or nan), for tokens of rank {_listed(ranks)}: "
+        "no expert can be chosen by them. Check this batch and the loss of the last steps; lower the learning rate, or "
         "keep the router in fp32"
     )
 
 
+@torch._disable_dynamo  # a compiler cannot see through collectives whose sizes are known at run time
 def through_experts(
     hidden: torch.Tensor,
     index: torch.Tensor,

@@ -86,7 +86,7 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
         super().__init__()
-        if num_experts % ep_size:
+        if ep_size < 1 or num_experts % ep_size:
             raise UsageError(f"ep_size {ep_size} does not divide the {num_experts} experts; use a divisor")
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
             raise UsageError(f"noisy_gate_policy is None, 'Jitter' or 'RSample', not {noisy_gate_policy!r}")

@@ -1,5 +1,7 @@
 """Spreading the experts of a model over ranks: which modules are experts, and what replaces their forward."""
 
+import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
 from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.loads import ExpertLoads
@@ -77,6 +79,7 @@ def spread_experts(
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back, layer=path)
     if stacked and block.ways > 1:
+        _guard_saving(model, back)
         number = _adapted(next(iter(stacked.values())))[0].num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes, loads
@@ -127,20 +130,24 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
     if block.moe_layer_pattern is None:
         plans = [getattr(m.config, "base_model_ep_plan", None) or {} for m in model.modules() if hasattr(m, "config")]
         paths = {path for plan in plans for path, what in plan.items() if what == _DISPATCHES}
+        if block.expert_pattern is not None and not any(p.endswith(f".{block.expert_pattern}") for p in paths):
+            raise DeepSpeedConfigError(
+                f"expert_parallel.expert_pattern {block.expert_pattern!r} says where the experts are in the layers of "
+                "moe_layer_pattern, which is not set; set it, or delete expert_pattern"
+            )
         patterns = [re.escape(path).replace(r"\*", r"\d+") for path in paths]
         source = f"the plan of the model's configuration (base_model_ep_plan: {sorted(paths) or 'there is none'})"
     else:
-        try:
-            patterns = [f"(?:{re.compile(block.moe_layer_pattern).pattern})\\.{block.expert_pattern or 'experts'}"]
-        except re.error as error:
-            raise DeepSpeedConfigError(
-                f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r} is no regular expression: {error}"
-            ) from None
+        patterns = [f"(?:{block.moe_layer_pattern})\\.{block.expert_pattern or 'experts'}"]
         source = f"expert_parallel.moe_layer_pattern {block.moe_layer_pattern!r}"
+        if block.expert_pattern is not None:
+            source += f" with expert_pattern {block.expert_pattern!r}"
+    try:
+        compiled = [re.compile(rf"(?:^|\.){pattern}$") for pattern in patterns]
+    except re.error as error:
+        raise DeepSpeedConfigError(f"{source} is no regular expression: {error}") from None
     matching = {
-        path: module
-        for path, module in model.named_modules()
-        if any(re.search(rf"(?:^|\.){pattern}$", path) for pattern in patterns)
+        path: module for path, module in model.named_modules() if any(pattern.search(path) for pattern in compiled)
     }
     if not matching:
         raise DeepSpeedConfigError(
@@ -155,7 +162,8 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
         if not number:
             raise DeepSpeedConfigError(
                 f"expert_parallel: {path} is a {type(module).__name__}, whose experts are no stacked tensors (experts "
-                "first, num_experts of them) as those of Transformers 5; use deepspeed.moe.layer.MoE for it"
+                "first, num_experts of them, called with tokens, chosen experts and weights) as those of Transformers "
+                "5; use deepspeed.moe.layer.MoE for it"
             )
         if number % block.autoep_size:
             raise DeepSpeedConfigError(
@@ -163,7 +171,7 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
                 f"a divisor of {number}"
             )
         etp = block.expert_tensor_parallel_size
-        for name, param in module.named_parameters(recurse=False) if etp > 1 else ():
+        for name, param in module.named_parameters() if etp > 1 else ():  # also of a norm, which needs whole outputs
             inner_cut(module, name, param, etp, at=path)
         yield path, matching[path]
 
@@ -184,10 +192,17 @@ def divided_at(tensor: torch.Tensor) -> nn.Parameter | None:
 
 
 def _number(module: nn.Module) -> int:
-    """Return how many experts ``module`` stacks in each of its own parameters; 0 where it does not."""
+    """Return how many experts ``module`` stacks in each of its own parameters; 0 where it is no module of experts."""
     number = getattr(module, "num_experts", 0)
     shapes = [tuple(param.shape) for param in module.parameters(recurse=False)]
-    return number if isinstance(number, int) and shapes and all(s and s[0] == number for s in shapes) else 0
+    stacked = isinstance(number, int) and all(shape and shape[0] == number for shape in shapes)
+    if not stacked or max(map(len, shapes), default=0) < 3:  # a router has a row for each expert, not a matrix
+        return 0
+    try:
+        inspect.signature(module.forward).bind("hidden", "index", "weights")
+    except TypeError:
+        return 0
+    return int(number)
 
 
 def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at: str) -> tuple[int, int]:
@@ -262,7 +277,7 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)
-    back.callback(_put_back, module, vars(module).get("forward"))
+    back.callback(_put_back, module, "forward", vars(module).get("forward"))
     module.num_experts, module.forward = local, forward  # type: ignore[assignment]
 
 
@@ -296,6 +311,30 @@ def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> N
         back.callback(delattr, adapter, method.__name__)
 
 
+def _guard_saving(model: nn.Module, back: ExitStack) -> None:
+    """Let ``save_pretrained`` of the models of Transformers in ``model`` refuse to write the experts of one rank alone.
+
+    It would write them under the numbers of the first ones, and nothing would tell that others are missing.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and not hasattr(type(module), "get_base_model"):  # that of PEFT
+            save: Any = module.save_pretrained
+            back.callback(_put_back, module, "save_pretrained", vars(module).get("save_pretrained"))
+            module.save_pretrained = functools.partial(_save_whole, module, save)  # type: ignore[assignment]
+
+
+def _save_whole(module: nn.Module, save: Callable[..., Any], folder: Any, *args: Any, **options: Any) -> Any:
+    given = options.get("state_dict", args[1] if len(args) > 1 else None)
+    adapters_alone = getattr(module, "_hf_peft_config_loaded", False)
+    parts = any(tuple(p.shape) != p.tp_place.shape for p in module.parameters() if id(p) in _divided)  # type: ignore[attr-defined]
+    if parts and given is None and not adapters_alone:
+        raise UsageError(
+            f"{type(module).__name__}.save_pretrained would write the experts of this rank alone. Call "
+            "engine.save_pretrained(folder) without further options on every rank, or pass whole weights as state_dict"
+        )
+    return save(folder, *args, **options)
+
+
 def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:
     for name, mark in marks.items():
         cut = name == "tp_place" and tuple(param.shape) != mark.shape  # who makes it whole needs its place
@@ -303,7 +342,7 @@ def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:
             delattr(param, name)
 
 
-def _put_back(module: nn.Module, forward: Any) -> None:
-    del module.forward
-    if forward is not None:
-        module.forward = forward
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    delattr(module, name)
+    if value is not None:
+        setattr(module, name, value)

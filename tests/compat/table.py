@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "compat.md"
 TITLES = {  # by file, the longest beginning that fits; and the packages whose versions are shown
     "test_accelerate": ("Accelerate", ("accelerate", "transformers")),
     "test_client_examples": ("The examples, as commands", ("transformers", "accelerate", "peft", "lightning")),
-    "test_examples_style": ("Scripts in the style of DeepSpeed's examples", ()),
+    "test_examples": ("Scripts in the style of DeepSpeed's examples", ()),
     "test_hf": ("Transformers", ("transformers", "accelerate")),
     "test_hf_load": ("Transformers", ("transformers", "safetensors")),
     "test_hybrid_engine": ("Generation by the engine that trains", ("transformers", "peft")),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.compat.common import forget_clients, need, zero_block
 from tests.compat.test_hf_experts import FAMILIES, model_of
 from tests.harness.pool import RankPool
+from tests.harness.training import outcome
 
 need("accelerate", "transformers")
 pytestmark = pytest.mark.timeout(180)
@@ -57,3 +58,48 @@ def test_each_rank_reads_its_own_part_of_the_experts(pool4: RankPool, tmp_path: 
     found = pool4.run(read_from, str(tmp_path), family, time_limit=120)
     assert all(not one["wrong"] and not one["sent"] for one in found), found
     assert sum(one["read"] for one in found) <= total and max(one["read"] for one in found) < 0.3 * total
+
+
+def written(folder: str, stage: int) -> list[str]:
+    """Ways to save a model with divided experts: what is refused or missing."""
+    from transformers import AutoModelForCausalLM
+
+    import deepspeed
+
+    forget_clients()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero_block(stage),
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
+    engine = deepspeed.initialize(model=model_of("qwen3_moe"), config=config)[0]
+    model, wanted, faults = engine.module, model_of("qwen3_moe").state_dict(), []
+
+    def read(way: str) -> None:
+        dist.barrier()
+        found = AutoModelForCausalLM.from_pretrained(f"{folder}/{way}", dtype=torch.float32).state_dict()
+        faults.extend(f"{way}: {n}" for n, value in wanted.items() if not torch.equal(found[n], value))
+
+    for save in (lambda: model.save_pretrained(folder), lambda: engine.save_pretrained(folder, is_main_process=True)):
+        said = outcome(save)
+        if "UsageError" not in said or "would write the experts of this rank alone" not in said:
+            faults.append(said)
+    engine.save_pretrained(f"{folder}/engine")
+    read("engine")
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        model.save_pretrained(f"{folder}/gathered", is_main_process=dist.get_rank() == 0)
+    read("gathered")
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(f"{folder}/given", state_dict=state, is_main_process=dist.get_rank() == 0)
+    read("given")
+    engine.destroy()
+    model.save_pretrained(f"{folder}/after", is_main_process=dist.get_rank() == 0)
+    read("after")
+    return faults
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_file_of_a_model_has_the_experts_of_one_rank_alone(pool2: RankPool, tmp_path: Any, stage: int) -> None:
+    assert pool2.run(written, str(tmp_path), stage, time_limit=120) == [[], []]

@@ -17,7 +17,7 @@ from deepspeed.moe.exchange import plan_routes, through_experts
 from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedLlama, staged, tokens_of
+from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedExperts, StackedLlama, staged, tokens_of
 from tests.harness.training import make_config, start
 
 pytestmark = pytest.mark.timeout(180)
@@ -307,6 +307,36 @@ def test_a_token_travels_once_to_each_rank_of_its_experts(pool2: Any) -> None:
         assert sent == formula and right
 
 
+PATTERN = {"enabled": True, "autoep_size": 2, "moe_layer_pattern": r"layers\.\d+"}
+
+
+def _routed() -> Any:
+    """Routers that say, as those of Transformers do, of how many experts they have a row each."""
+    model = Stacked()
+    for layer in model.layers:
+        layer.gate.num_experts = 8
+    return model
+
+
+class Choosing(StackedExperts):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return hidden
+
+
+def _own_choice() -> Any:
+    model = Stacked()
+    for layer in model.layers:
+        layer.experts = Choosing(8)
+    return model
+
+
+def _normed() -> Any:
+    model = Stacked()
+    for layer in model.layers:
+        layer.experts.norm = torch.nn.LayerNorm(HIDDEN)
+    return model
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "ranks": (
         Stacked,
@@ -323,6 +353,31 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         Stacked,
         {"expert_parallel": {"enabled": True, "autoep_size": 2, "moe_layer_pattern": "("}},
         "is no regular expression",
+    ),
+    "no regular expression for experts": (
+        Stacked,
+        {"expert_parallel": {**PATTERN, "expert_pattern": "["}},
+        "with expert_pattern '[' is no regular expression",
+    ),
+    "experts of no layer": (
+        Stacked,
+        {"expert_parallel": {"enabled": True, "autoep_size": 2, "expert_pattern": "others"}},
+        "expert_pattern 'others' says where the experts are in the layers of moe_layer_pattern, which is not set",
+    ),
+    "a router in place of experts": (
+        _routed,
+        {"expert_parallel": {**PATTERN, "expert_pattern": "gate"}},
+        "layers.0.gate is a Linear, whose experts are no stacked tensors",
+    ),
+    "experts that choose by themselves": (
+        _own_choice,
+        {},
+        "layers.0.experts is a Choosing, whose experts are no stacked tensors",
+    ),
+    "a norm of whole outputs": (
+        _normed,
+        {"expert_parallel": {"enabled": True, "expert_tensor_parallel_size": 2}},
+        "layers.0.experts.norm.weight is not known",
     ),
     "not stacked": (
         Stacked,
@@ -370,6 +425,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "capacity": (lambda: Layered(1, capacity_factor=0.0), {}, "must be above 0"),
     "choices": (lambda: Layered(1, k=5), {}, "k is from 1 to 4"),
     "uneven layer": (lambda: Layered(3), {}, "ep_size 3 does not divide the 4 experts"),
+    "layer over no rank": (lambda: Layered(0), {}, "ep_size 0 does not divide the 4 experts"),
 }
 
 

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
+from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.tools.verify import ranks as processes
 from deepspeed.utils import groups
@@ -304,6 +306,77 @@ def test_scores_that_are_not_finite_are_said_where_all_experts_are_here() -> Non
     layer = MoE(HIDDEN, Expert(), 4)
     with pytest.raises(UsageError, match="the router of a layer of experts answered scores that are not finite"):
         layer(torch.full((3, HIDDEN), float("nan")))
+
+
+def meet() -> list[str]:
+    """What a rank hears where ranks come to an exchange from different places, and where they do not."""
+    job = plain_mesh("gloo").job
+    hidden, index, weights = torch.randn(3, HIDDEN), torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+
+    def exchange(layer: str, *, trains: bool) -> str:
+        def run() -> torch.Tensor:
+            return through_experts(hidden, index, weights, group=job, experts=1, compute=compute, layer=layer)
+
+        with torch.set_grad_enabled(trains):
+            return outcome(run)
+
+    def compute(rows: torch.Tensor, _: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return rows * scales
+
+    places = [("layers.0", job.index == 0), (f"layers.{job.index}", True), ("layers.0", True), ("layers.1", False)]
+    return [exchange(layer, trains=trains) for layer, trains in places]
+
+
+def test_ranks_in_different_forwards_or_layers_do_not_mix_their_tokens(pool2: RankPool) -> None:
+    for rank, (mode, layer, *same) in enumerate(pool2.run(meet)):
+        assert "UsageError" in mode and "with gradients on rank 0, without them" in mode and "layers.0" in mode
+        assert "UsageError" in layer and f"this rank is in layers.{rank}, others" in layer
+        assert not [said for said in same if "Error" in said]
+
+
+def one_needs_gradients() -> torch.Tensor | None:
+    """Gradients of tokens of the first rank, half of which the other rank's expert doubles; the other needs none."""
+    job = plain_mesh("gloo").job
+    hidden = torch.ones(4, HIDDEN, requires_grad=job.index == 0)
+
+    def compute(rows: torch.Tensor, _: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return rows * scales * (1 + job.index)
+
+    index, weights = torch.tensor([[0], [0], [1], [1]]), torch.ones(4, 1)
+    through_experts(hidden, index, weights, group=job, experts=1, compute=compute).sum().backward()
+    return hidden.grad
+
+
+def test_a_rank_whose_tokens_need_no_gradient_returns_those_of_other_ranks(pool2: RankPool) -> None:
+    found, nothing = pool2.run(one_needs_gradients, time_limit=30)
+    assert nothing is None and found[:, 0].tolist() == [1, 1, 2, 2]
+
+
+def compiled(kind: str, stage: int) -> list[list[float]]:
+    """Losses of three steps with graphs of a compiler, and without."""
+    runs = []
+    for compiles in (True, False):
+        model: Any = Stacked() if kind == "stacked" else Layered(2, **DROPLESS)
+        engine = start(model, config_of(kind, 2, stage))
+        if compiles:
+            engine.compile(backend="eager")
+        losses = []
+        for step in range(3):
+            loss = engine(tokens_of(step, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.destroy()
+        runs.append(losses)
+    return runs
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("stacked", 1), ("layered", 3)])
+def test_a_compiled_model_with_experts_over_ranks_trains_as_it_does_uncompiled(
+    pool2: RankPool, kind: str, stage: int
+) -> None:
+    for one, two in pool2.run(compiled, kind, stage, time_limit=120):
+        assert one == pytest.approx(two, abs=1e-6)
 
 
 def _dies(_: Any, args: tuple[torch.Tensor, ...]) -> None:

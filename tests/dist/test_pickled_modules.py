@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from tests.harness.decoders import Llama
+from tests.harness.experts import Stacked
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
@@ -155,6 +156,9 @@ def refused(folder: str) -> dict[str, str]:
     engine = start(Llama(), config)
     said["parts"] = outcome(lambda: pickle.dumps(engine.module))
     engine.destroy()
+    engine = start(Stacked(), make_config(1, expert_parallel={"enabled": True, "autoep_size": 2}))
+    said["experts"] = outcome(lambda: copy.deepcopy(engine.module))  # whose forward would compute with the engine's
+    engine.destroy()
     return said
 
 
@@ -170,3 +174,4 @@ def test_what_is_not_whole_is_refused_by_name(pool2: RankPool, tmp_path: Path) -
             "Llama is of a model whose layers are in parts over ranks" in said["parts"]
             and "save_16bit_model" in said["parts"]
         )
+        assert "Stacked is of a model whose layers are in parts over ranks" in said["experts"], said["experts"]

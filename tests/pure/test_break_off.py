@@ -14,13 +14,17 @@ from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.zero.sync.failures import break_off_all
 
 
+class Backend(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def _group(name: str, backend: str, said: list[str], *, size: int = 2, fails: bool = False) -> AxisGroup:
     def abort() -> None:
         said.append(name)
         if fails:
             raise RuntimeError(f"{backend} does not support abort")
 
-    return AxisGroup(SimpleNamespace(abort=abort, name=name), size, 0, tuple(range(size)), backend)  # type: ignore[arg-type]
+    return AxisGroup(Backend(abort=abort, name=name), size, 0, tuple(range(size)), backend)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.FakeWork.unbox": "tools/simulate/record.py",
     "torch._C._set_only_lift_cpu_tensors": "tools/simulate/install.py",
     "torch._C._storage_Use_Count": "zero/param.py",
+    "torch._disable_dynamo": "moe/exchange.py",
     "torch._dynamo": (
         "profiling/flops_profiler/profiler.py profiling/timeline/listen.py tools/simulate/install.py "
         "tools/verify/ranks.py zero/hooks.py"

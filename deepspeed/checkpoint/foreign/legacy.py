@@ -231,8 +231,11 @@ def _sharded(
         joined, known = parts.join(halves, place, where[0].parent)
         tensors |= joined
         scalars |= known["optimizer"].get("scalars", {})
-        of_groups = optimizer_state.groups_of(states[0], some)
-        groups |= dict(zip(of_groups, known["optimizer"].get("groups", ()), strict=False))
+        listed = known["optimizer"].get("groups", ())
+        of_groups: Sequence[int] = range(len(listed))  # all of them, where nothing is in parts
+        if len(some) < len(shapes):
+            of_groups = optimizer_state.groups_of(states[0], some)
+        groups |= dict(zip(of_groups, listed, strict=False))
     in_order = [group for _, group in sorted(groups.items())]
     return Half(tensors, {**known, "optimizer": {"groups": in_order, "scalars": scalars}})
 

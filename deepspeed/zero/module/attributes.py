@@ -114,8 +114,8 @@ def _pickled_parameter(unit: Any, position: int, protocol: Any) -> Any:
 def _parts_refusal(name: str) -> UsageError:
     """Return the error for a pickle of ``name``, of which a rank has only a part."""
     return UsageError(
-        f"{name} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism), so a pickle or a "
-        "copy on one of them would be no model: use engine.save_16bit_model() or engine.save_checkpoint()"
+        f"{name} is of a model whose layers are in parts over ranks (tensor or pipeline parallelism, experts), so a "
+        "pickle or a copy on one of them would be no model: use engine.save_16bit_model() or engine.save_checkpoint()"
     )
 
 
@@ -134,7 +134,7 @@ def _pickled_module(reference: Callable[[], Any], hooks: Callable[[], Any], prot
     """Return the values that rebuild the module. UsageError where it is in parts over ranks."""
     module, owner = reference(), hooks()
     mesh = owner.mesh if owner is not None else None
-    if mesh is not None and max(mesh.tp.size, mesh.pp.size) > 1:
+    if mesh is not None and (max(mesh.tp.size, mesh.pp.size) > 1 or mesh.experts):
         raise _parts_refusal(type(module).__name__)
     kind: Any = type(module)
     made = kind.__reduce_ex__(module, protocol)
