@@ -25,6 +25,10 @@ LIMIT_S = 550  # of a machine that is busy with much else
 
 PUBLISHED = "event.synchronize: tier/store.py wait"
 UPDATE = "end of an update: tier/behind.py wait"
+SEQUENCES = {
+    "blocking copy: sequence/layout.py <listcomp>",
+    "read of numbers on the device: engine/engine.py forward",
+}
 COUNTS = "read of numbers on the device: moe/exchange.py plan_routes"
 NORM = "read of numbers on the device: zero/update/result.py norm_of"
 UNPINNED = {"blocking copy: tier/store.py round_into", "copy with memory that is not page-locked: tier/store.py get"}
@@ -43,7 +47,7 @@ COVERING = {
     "stage1-optimizer-on-host-unpinned", "optimizer-on-drive", "both-on-drive", "skipping", "held", "looking",
     "failing-on-host", "saving-both-on-host", "writing", "setting-on-host", "stage2-optimizer-on-host",
     "stage2-visiting-on-host-unchecked", "single-early-on-host", "experts-stage1", "experts-folded",
-    "experts-both-on-host-unchecked",
+    "experts-both-on-host-unchecked", "sequences-stage1", "sequences-ring",
 }  # fmt: skip
 
 
@@ -114,6 +118,8 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
         allowed = allowed | LOOKED_FOR
     if name.startswith("experts"):
         allowed = allowed | {COUNTS}
+    if name.startswith("sequences"):
+        allowed = allowed | SEQUENCES
     if name.startswith("zenflow"):
         allowed = allowed | CHOOSING
     if name.startswith("torn"):  # its last step is the one that makes room

@@ -25,6 +25,7 @@ from deepspeed.moe.layer import Experts
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch
+from deepspeed.tools.simulate import sequences
 from deepspeed.tools.simulate.events import Talk
 from deepspeed.tools.simulate.record import Recorder
 from deepspeed.zero.regions import bounds, widths
@@ -166,6 +167,7 @@ def talking(recorder: Recorder, *, column: Sequence[int] = (), skew: float = 1.0
         (loss, "_edges", _even_edges),
         (exchange, "plan_routes", routing.plan_routes),
         (Experts, "forward", lambda *given: routing.apply(*given)),
+        *sequences.PLACES,
     ]
     if column:
         among = _Column(recorder, control, column)
