@@ -30,10 +30,6 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         return _wire_sequences(model, cfg, mesh, dims, back)
     ways = inner_ranks(mesh.sp.size, model.shape.heads // mesh.tp.size, cfg.sequence.attention)
     mesh, ring = wire._with_ring(mesh, ways)
-    if ring is not None:
-        part, parts = ring.outer.index + 1, ring.outer.size
-        MODULE.sink.routing = f"keys go around {parts} parts of a sequence, of which this rank's attends to {part}; all"
-        MODULE.sink.routing += f" wait for the last (--rank {mesh.sp.ranks[-1]})" * (part < parts)
     model.layout_of = functools.partial(_layout_of, group=mesh.sp, ring=ring)
     return mesh
 
@@ -58,6 +54,10 @@ def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], rin
     """Return a layout in place of ``wire.layout_of``, whose program waits for the first tokens of documents."""
     rows, tokens = codes.shape
     codes.sum().item()
+    if ring is not None:
+        part, parts = ring.outer.index + 1, ring.outer.size
+        text = f"keys go around {parts} parts of a sequence, of which this rank's attends to {part}"
+        MODULE.sink.routing = text + f"; all wait for the last (--rank {group.ranks[-1]})" * (part < parts)
     documents = tuple((row * tokens, tokens) for row in range(rows))
     return Layout(group, rows, tuple(lengths), documents, codes.device, ring)
 

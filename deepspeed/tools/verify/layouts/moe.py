@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.moe import spread
 from deepspeed.tools.simulate.models import Decoder, Shape
-from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of
+from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of, sizes_and_stages
 from deepspeed.tools.verify.grads import KINDS, Cell, Errors, judge, run_cell, start_engine
 from deepspeed.tools.verify.models import Case, MicroBatch
 from deepspeed.tools.verify.user_model import case_of
@@ -111,10 +111,8 @@ def check_experts(driver: Driver) -> int:
     options, config = driver.options, config_of(driver.options)
     model, block = options.model or TOY, config.get("expert_parallel") or {}
     ep, etp = (block.get(key, 1) for key in ("autoep_size", "expert_tensor_parallel_size"))
-    sizes = [ep] if ep * etp > 1 else [n for n in range(2, options.ranks + 1) if not options.ranks % n]
-    stages = [None] if "stage" in (config.get("zero_optimization") or {}) else [*range(4)]
-    if not sizes:
-        raise ValueError(f"--ranks {options.ranks}: experts are divided over 2 ranks at least")
+    sizes, stages = sizes_and_stages(driver, config, ep * etp)
+    sizes = [ep] if ep * etp > 1 else sizes
 
     def cell(stage: int | None, ep: int) -> Cell:
         divided = {**block, "enabled": True, "autoep_size": ep}
