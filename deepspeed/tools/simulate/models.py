@@ -262,6 +262,7 @@ class Decoder(nn.Module):
         self.shape, self.recompute = shape, recompute
         self.config = SimpleNamespace(hidden_size=shape.width, base_model_ep_plan=_EP_PLAN if shape.experts else {})
         self.config.num_experts_per_tok = shape.choices if shape.experts else 0
+        self.config.num_hidden_layers = shape.blocks
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
         self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
