@@ -18,6 +18,7 @@ from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.parse import read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger, warning_once
+from deepspeed.sequence.offload import OffloadActivations, get_checkpoint_hidden_states_offloading_ctx_manager
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 # Distance between the default seed and the first tensor-parallel seed, as Megatron-style scripts expect it.
@@ -136,6 +137,12 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return _run(function, args, {}, reentrant=False)
 
 
+@functools.cache
+def _offloading() -> OffloadActivations:
+    """Return the one context of all checkpointed functions, as the backward of one fetches for that of the previous."""
+    return get_checkpoint_hidden_states_offloading_ctx_manager()
+
+
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, reentrant: bool) -> Any:
     bound = functools.partial(function, **kwargs) if kwargs else function
     # Streams can only differ when somebody added one.
@@ -145,7 +152,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     wait()
     start = time.perf_counter()
     offload = _settings.checkpoint_in_cpu and accelerator.device_name() != "cpu"
-    with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
+    with _offloading() if offload else contextlib.nullcontext():
         result = torch_checkpoint.checkpoint(replayed, *args, use_reentrant=reentrant)
     wait()
     if _settings.profile:

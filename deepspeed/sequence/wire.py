@@ -46,6 +46,8 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     client = dims.registered
     if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
         return mesh
+    if mesh.pp.size > 1:
+        raise DeepSpeedConfigError(f"{_KEY} beside pipeline stages is not in this release; set it to 1")
     tops = outermost(model)
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
@@ -225,9 +227,8 @@ class Hooks:
         if self._cuts:
             run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
             given = {**given, "labels": targets}
-        return given, layout_of(
-            joined(codes.to(answers.device), self._group, lengths), self._group, lengths, self._ring
-        )
+        whole = joined(codes.to(answers.device), self._group, lengths)
+        return given, layout_of(whole, self._group, lengths, self._ring)
 
     def _device(self, module: nn.Module) -> torch.device:
         return next(module.parameters()).device

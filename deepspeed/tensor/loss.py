@@ -15,9 +15,11 @@ class _PartsCrossEntropy(torch.autograd.Function):
     """Compute per-row -log softmax(logits)[label]; a row whose label is ``ignore`` is 0. No rank sees all logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: AxisGroup, ignore: int) -> torch.Tensor:
-        edges = _edges(logits, group)
-        lo, hi = edges[group.index], edges[group.index + 1]
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: AxisGroup, ignore: int, first: int | None
+    ) -> torch.Tensor:
+        lo = _edges(logits, group)[group.index] if first is None else first
+        hi = lo + logits.shape[-1]
         wide = logits.float()
         largest = wide.amax(-1)
         gathered = largest.new_empty(group.size, len(largest))
@@ -40,7 +42,7 @@ class _PartsCrossEntropy(torch.autograd.Function):
         weight = grad.masked_fill(~counts, 0).unsqueeze(-1)
         out = shares * weight
         out.scatter_add_(-1, rows, -weight * inside.unsqueeze(-1))
-        return out.to(ctx.dtype), None, None, None
+        return out.to(ctx.dtype), None, None, None, None
 
 
 def _edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
@@ -62,13 +64,15 @@ def vocab_parallel_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
+    first: int | None = None,
 ) -> torch.Tensor:
     """Compute ``functional.cross_entropy`` of ``logits`` (..., this rank's words) split over ``group``. Collective.
 
-    ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32.
+    ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32. ``first`` is
+    the number of this rank's first word; None: the words are cut evenly.
     """
-    flat = labels.reshape(-1)
-    loss = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, shared_input(group).group, ignore_index)
+    flat, axis = labels.reshape(-1), shared_input(group).group
+    loss = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, axis, ignore_index, first)
     if reduction == "none":
         return loss.view(labels.shape)
     return loss.sum() / (flat != ignore_index).sum() if reduction == "mean" else loss.sum()

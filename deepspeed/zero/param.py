@@ -50,7 +50,7 @@ _FUNCTIONS = [
 
 
 @functools.cache
-def _metadata_functions() -> frozenset[Any]:
+def metadata_functions() -> frozenset[Any]:
     """Return the functions that read only metadata and therefore work on a released parameter."""
     properties = [inspect.getattr_static(torch.Tensor, name, None) for name in _PROPERTIES]
     functions = {getattr(p, verb, None) for p in properties for verb in ("__get__", "__set__", "__delete__")}
@@ -98,7 +98,7 @@ class ReleasedFace:
         # Before torch 2.13 a collective asks for metadata here, and then reads the memory past this method.
         collective = sys._getframe(1).f_globals.get("__name__", "").endswith(".distributed_c10d")
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _metadata_functions() and not collective:
+            if func in metadata_functions() and not collective:
                 return func(*args, **kwargs)
             if func in _STRIDES:
                 plain = torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format)

@@ -78,6 +78,7 @@ class Runtime:
         self._window = min(plan.prefetch_numel, 2 * movable[len(movable) // 2]) if movable and plan.overlap else 0
         self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
+        self._repeated = frozenset[Unit]()  # held, so that what runs meanwhile needs to ask nobody for them
         self._trains = any(u.trainable for u in units)
         saves_memory = device.type == "cpu" and any(u.drives for u in units)  # the heap gives back what it keeps
         self._trim: Callable[[], object] = hostmem.HeapTrimmer().trim if saves_memory else lambda: None
@@ -160,7 +161,7 @@ class Runtime:
 
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching those that the schedule predicts. Collective."""
-        units = list(units)
+        units = [unit for unit in units if unit not in self._repeated]
         if self.events:
             self.events.begin(NEED, units)
         movable = [u for u in units if u.movable]
@@ -232,6 +233,23 @@ class Runtime:
             unit.add_user(borrows=True)
             self._on_demand[-1].append(unit)
         return True
+
+    @contextlib.contextmanager
+    def repeated(self, units: Iterable[Unit]) -> Iterator[None]:
+        """Let modules of ``units`` run inside any number of times as one use of each: ranks may differ in the number.
+
+        Collective where a unit is absent. Outside of any forward and backward nothing is held.
+        """
+        users = [unit for unit in units if unit.movable and (unit.users or self.fetch_on_demand(unit))]
+        before, self._repeated = self._repeated, self._repeated.union(users)
+        for unit in users:
+            unit.add_user()
+        try:
+            yield
+        finally:
+            self._repeated = before
+            for unit in users:
+                unit.drop_user()
 
     def begin_backward(self) -> None:
         """Begin a backward, when its first gradient has reached the model. Idempotent."""

@@ -77,6 +77,9 @@ deepspeed.runtime.pipe.engine: DeepSpeedEngine PipelineEngine PipelineError
 deepspeed.runtime.pipe.module: LayerSpec PipelineModule TiedLayerSpec
 deepspeed.runtime.pipe.topology: PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology
 deepspeed.runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+deepspeed.runtime.sequence_parallel.ulysses_sp: SequenceTiledCompute TiledFusedLogitsLoss TiledMLP
+deepspeed.runtime.sequence_parallel.ulysses_sp: sequence_tiled_compute
+deepspeed.runtime.activation_checkpointing.offload_activations: get_checkpoint_hidden_states_offloading_ctx_manager
 deepspeed.runtime.utils: partition_balanced partition_uniform
 deepspeed.runtime.utils: move_to_device see_memory_usage set_random_seed
 deepspeed.runtime.zero: GatheredParameters Init register_external_parameter

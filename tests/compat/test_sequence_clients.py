@@ -144,6 +144,95 @@ def test_the_trainer_with_a_parallelism_config_trains_and_evaluates_as_one_rank(
         assert found[1] == pytest.approx(wanted[1], abs=2e-5)
 
 
+def registered_by_path(folder: str) -> Any:
+    """The published loop: attention is registered before there is a model, and the mpu is passed on."""
+    from transformers import AutoModelForCausalLM
+
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from deepspeed.utils import groups
+
+    deepspeed.init_distributed(verbose=False)
+    options = {"core_attn_implementation": "sdpa", "micro_batch_size": 1, "seq_length": TOKENS}
+    mpu = UlyssesSPAttentionHF.register_with_transformers(folder, sequence_parallel_size=2, **options)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_block(3), "optimizer": {"type": "Adam"}}
+    refused = []
+    for size in (1, 4):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            deepspeed.initialize(model=model, config={**config, "sequence_parallel_size": size}, mpu=mpu)
+        except ValueError as error:
+            refused.append(str(error))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = deepspeed.initialize(model=model, config=config, mpu=mpu)[0]
+    group, losses = groups._get_sequence_parallel_group(), []
+    row = [{name: value[None] for name, value in rows_of(1 + dist.get_rank())[-1].items()}]
+    for batch in UlyssesSPDataLoaderAdapter(row, groups._get_sequence_parallel_rank(), group, 2, engine.device):
+        targets = batch["shift_labels"]
+        loss = engine.module.loss_function(engine(**batch).logits, None, 64, shift_labels=targets)
+        count = (targets != -100).sum()
+        loss = (gathered(loss, group) * gathered(count, group)).sum() / gathered(count, group).sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    sizes = engine.train_batch_size(), engine.mesh.zero.size, mpu.get_data_parallel_world_size()
+    engine.destroy()
+    return losses, sizes, refused
+
+
+def test_the_published_loop_registers_before_the_model_is_loaded(tmp_path: Path, pool4: RankPool) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    plain = model_of("llama")
+    found = pool4.run(registered_by_path, str(tmp_path), time_limit=120)
+    for rank, (losses, sizes, refused) in enumerate(found):
+        row = rows_of(1 + rank // 2 * 2)[-1]
+        first = plain(**{name: value[None] for name, value in row.items()}).loss
+        assert losses[0] == pytest.approx(float(first.detach()), abs=2e-6) and len(losses) == 2
+        assert sizes == (2, 4, 2)
+        assert ["sequence_parallel_size is 1" in refused[0], "sequence_parallel_size is 4" in refused[1]] == [
+            True,
+            True,
+        ]
+
+
+def refusals(folder: str) -> list[str]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    register, said = UlyssesSPAttentionHF.register_with_transformers, []
+    model, linear = model_of("llama"), model_of("llama")
+    linear.config.layer_types = ["full_attention", "linear_attention"]
+    for first, changes in (
+        (folder, {"core_attn_implementation": "eager"}),
+        (model, {"core_attn_implementation": "flash_attention_2"}),
+        (model, {"seq_length_is_variable": False}),
+        (model, {"seq_length_is_variable": False, "seq_length": 7}),
+        (model, {"sequence_parallel_size": 8}),
+        (folder, {"sequence_parallel_size": 8}),
+        (linear, {}),
+    ):
+        options = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, "micro_batch_size": 1, **changes}
+        with pytest.raises(ValueError) as caught:
+            register(first, **options)
+        said.append(str(caught.value))
+    assert register(model, "sdpa", 1, 1) is None
+    return said
+
+
+def test_registration_refuses_what_cannot_be_divided(tmp_path: Path, pool2: RankPool) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    wanted = [
+        "attention 'eager' cannot be divided",
+        "the model was loaded with attention 'sdpa'",
+        "seq_length is None",
+        "seq_length is 7",
+        "has 4 attention heads, and each rank needs one",
+        "8 ranks, but 4 attention heads",
+        "layers of the kind linear_attention",
+    ]
+    for said in pool2.run(refusals, str(tmp_path)):
+        assert [text in one for text, one in zip(wanted, said, strict=True)] == [True] * len(wanted), said
+
+
 def _tiny_llama(folder: Path) -> None:
     """A model and a tokenizer in files, where a script expects one of a hub."""
     from tokenizers import Tokenizer, models

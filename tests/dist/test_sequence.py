@@ -1,5 +1,7 @@
 """Sequences over ranks: losses, gradients, norms and parameters equal one process, whatever stage, heads, length."""
 
+import math
+import os
 from typing import Any
 
 import pytest
@@ -8,13 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import deepspeed
-from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
+from deepspeed.pipe import PipelineModule
+from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_batch
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness import pipes
 from tests.harness.faults import modules_replaced
-from tests.harness.pool import RankPool
+from tests.harness.pool import RankFailure, RankPool
 from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
 from tests.harness.training import make_config, start
 
@@ -33,14 +37,23 @@ def config_of(sp: int, stage: int, **changes: Any) -> dict[str, Any]:
     )
 
 
+def _part(batch: dict[str, Any], group: Any) -> dict[str, Any]:
+    """This rank's part of ``batch``, as the adapter delivers it."""
+    ids = batch["input_ids"]
+    whole = whole_batch(batch, ids, group.size)
+    del whole["labels"]
+    return part_of(whole, ids, group.index, group.size)
+
+
 def parity(
     sp: int, stage: int, kind: str, model: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
     changes = dict(changes or {})
-    recomputes, gas = changes.pop("recomputes", False), changes.get("gradient_accumulation_steps", 1)
+    recomputes, cuts = changes.pop("recomputes", False), changes.pop("cuts", False)
+    gas = changes.get("gradient_accumulation_steps", 1)
     with modules_replaced({"transformers": stand_in}):
-        ours, plain = decoder(**model), decoder(**model)
+        ours, plain = decoder(**model), decoder(**{**model, "attention": "sdpa"})
         ours.recomputes = recomputes
         engine = start(ours, config_of(sp, stage, **changes))
         feeds, feed = engine.mesh.data.size, engine.mesh.data.index
@@ -48,7 +61,7 @@ def parity(
         weighed = engine._config.normalize != "micro_batches"
 
         def note(what: str, error: float) -> None:
-            worst[what] = max(worst.get(what, 0.0), error)
+            worst[what] = max(worst.get(what, 0.0), math.inf if math.isnan(error) else error)
 
         for step in range(3):
             optimizer.zero_grad()
@@ -58,7 +71,7 @@ def parity(
                 losses = [plain(**batch)["loss"] for batch in batches]
                 weights = [int((b["labels"][:, 1:] != -100).sum()) if weighed else 1 for b in batches]
                 sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
-                loss = engine(**batches[feed])["loss"]
+                loss = engine(**(_part(batches[feed], engine.mesh.sp) if cuts else batches[feed]))["loss"]
                 engine.backward(loss)
                 note("loss", abs(float(loss.detach() - losses[feed].detach())))
                 total += sum(weights)
@@ -77,7 +90,7 @@ def parity(
         for name, param in engine.module.named_parameters():
             note("parameter", scaled_error(safe_get_full_fp32_param(param), named[name].detach()))
         engine.destroy()
-        note("given back", float(ours.config._attn_implementation != "sdpa"))
+        note("given back", float(ours.config._attn_implementation != model.get("attention", "sdpa")))
     return worst
 
 
@@ -101,8 +114,15 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "targets on one rank only": (4, 2, "no targets", {}),
     "a window": (2, 2, "odd", {"window": 5}),
     "a window in packed rows": (4, 3, "packed", {"window": 5, **GROUPED}),
+    "by kernels that are told where documents end": (2, 3, "packed", {"window": 5, "attention": "flash"}),
+    "the same, rows that are documents": (4, 1, "odd", {"attention": "flash", **UNEVEN}),
+    "by kernels for masks of blocks": (2, 2, "padded", {"window": 5, "attention": "flex"}),
     "recomputed, accumulated": (2, 3, "packed", {}, {"recomputes": True, "gradient_accumulation_steps": 2}),
     "weighed by tokens": (2, 1, "plain", {}, {"normalize": "next_tokens", "gradient_accumulation_steps": 2}),
+    "parts that were cut before, weighed by tokens": (
+        4, 3, "packed", {}, {"cuts": True, "normalize": "next_tokens", "gradient_accumulation_steps": 2}
+    ),
+    "parts that were cut before, of an odd length": (2, 1, "odd", UNEVEN, {"cuts": True}),
     "beside tensor parallelism": (
         2,
         3,
@@ -275,6 +295,9 @@ def _faulty(fault: str) -> list[str]:
             changes["sequence"] = {"attention": "ulysses"}
         if fault == "ranks":
             changes["sequence_parallel_size"] = 3
+        if fault == "stages":
+            model = PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy)
+            changes = {"sequence_parallel_size": 2}
         try:
             engine = start(model, {**config_of(4, 1), **changes}, **options)
         except ValueError as error:
@@ -304,6 +327,7 @@ FAULTS = {
     "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
     "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
+    "stages": "sequence_parallel_size beside pipeline stages is not in this release",
     "different": "the ranks of one sequence got different batches",
     "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: (2, 16), rank 1: (2, 13)",
     "labels": "the batch has no tensor 'labels'",
@@ -315,6 +339,36 @@ FAULTS = {
 def test_bad_input_gets_a_sentence_on_every_rank(pool4: RankPool, fault: str) -> None:
     for found in pool4.run(_faulty, fault):
         assert len(found) == 1 and FAULTS[fault] in found[0], found
+
+
+def _alone(how: str) -> str:
+    """What a rank hears when the second one fails between two exchanges."""
+    with modules_replaced({"transformers": stand_in}):
+        engine = start(decoder(), config_of(2, 3))
+        if dist.get_rank() == 1:
+            engine.module.layers[1].register_forward_pre_hook(lambda *_: os._exit(3) if how == "dies" else 1 / 0)
+        try:
+            engine.backward(engine(**batch_of("plain", 0, engine.mesh.data.index))["loss"])
+            engine.step()
+        except (ZeroDivisionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            engine.destroy()
+    return ""
+
+
+def test_a_rank_that_fails_between_exchanges_ends_the_waits_of_the_others() -> None:
+    with RankPool(4) as pool:
+        said = pool.run(_alone, "raises", time_limit=60)
+    assert said[1].startswith("ZeroDivisionError")
+    assert all("RankFailedError" in text and "division by zero" in text for text in (said[0], *said[2:])), said
+
+
+def test_a_rank_that_dies_between_exchanges_ends_the_waits_of_the_others() -> None:
+    with RankPool(2) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(_alone, "dies", time_limit=60)
+    text = str(caught.value)
+    assert "rank 0: finished" in text and "rank 1: died" in text, text
 
 
 KINDS, MODELS = ("plain", "packed", "padded", "padded left", "odd"), ({}, GROUPED, UNEVEN, {"window": 5})

@@ -420,14 +420,14 @@ def _recomputing(model: ProbeModel, config: dict[str, Any], watch: _Watch) -> It
     made.
     """
 
-    def counted(*, pin_memory: bool = False) -> Any:
+    def counted() -> Any:
         watch.copies += 1
         return contextlib.nullcontext()
 
     with (
         mock.patch.object(activation, "get_accelerator", _PretendDevice),
         mock.patch.object(activation, "_settings", activation._Settings()),
-        mock.patch.object(torch.autograd.graph, "save_on_cpu", counted),
+        mock.patch.object(activation, "_offloading", counted),
     ):
         deepspeed.checkpointing.configure(None, deepspeed_config=config)
         model.through = lambda layer, x: deepspeed.checkpointing.checkpoint(layer, x)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 WORDS, WIDTH, ROWS = 29, 24, 2
 
@@ -53,7 +54,29 @@ def sdpa(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **op
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal).transpose(1, 2), None
 
 
-AttentionInterface.register("sdpa", sdpa)
+def flash(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Attention as kernels for documents of any length take it: where these end, and the window."""
+    assert attention_mask is None and module.config._attn_implementation == "flash"
+    number, rows = torch.arange(q.shape[2]), q.shape[0]
+    ends = options.get("cu_seq_lens_q", len(number) * torch.arange(rows + 1))
+    assert int(ends.diff().max()) == options.get("max_length_k", len(number))
+    document = torch.bucketize(torch.arange(rows * len(number)), ends, right=True).view(rows, -1)
+    seen = (document[:, :, None] == document[:, None]) & (number[:, None] >= number)
+    if options.get("sliding_window"):
+        seen = seen & (number[:, None] - number < options["sliding_window"])
+    return sdpa(module, q, k, v, seen[:, None])
+
+
+def flex(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """Attention by a mask of blocks, which has the function that it was made from."""
+    assert isinstance(attention_mask, BlockMask) and attention_mask.seq_lengths == (q.shape[2], k.shape[2])
+    number, row = torch.arange(q.shape[2]), torch.arange(q.shape[0])[:, None, None]
+    seen = attention_mask.mask_mod(row, torch.zeros_like(row), number[:, None], number)
+    return sdpa(module, q, k, v, seen[:, None])
+
+
+for name, function in {"sdpa": sdpa, "flash": flash, "flex": flex}.items():
+    AttentionInterface.register(name, function)
 AttentionMaskInterface.register("sdpa", dense_mask)
 
 
@@ -93,10 +116,10 @@ class Attention(nn.Module):
 class Decoder(PreTrainedModel):
     """Two layers, the positions added to the embeddings. ``heads``, ``keys``: heads of queries and of keys."""
 
-    def __init__(self, heads: int = 4, keys: int = 4, *, window: int | None = None) -> None:
+    def __init__(self, heads: int = 4, keys: int = 4, *, window: int | None = None, attention: str = "sdpa") -> None:
         super().__init__()
         names = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 6, "sliding_window": window}
-        self.config = Config(**names, _attn_implementation_internal="sdpa", layer_types=["full_attention"] * 2)
+        self.config = Config(**names, _attn_implementation_internal=attention, layer_types=["full_attention"] * 2)
         self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
         self.layers = nn.ModuleList(Attention(self.config) for _ in range(2))
         self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)

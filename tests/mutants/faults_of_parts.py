@@ -55,6 +55,7 @@ PARTS = (
 )
 
 _SEQUENCE = "tests/dist/test_sequence.py::test_training_equals_one_process"
+_TILES = "tests/dist/test_tiles.py::test_tiles_train_as_the_whole_does_where_ranks_have_other_numbers_of_them"
 SEQUENCES = (
     Mutant(
         "SQ1",
@@ -119,6 +120,58 @@ SEQUENCES = (
         'zero = over(topology.axis(rank, "dp_outer", "dp"))',
         (f"{_SEQUENCE}[sp 2, stage 1, beside data parallelism]",),
         "ZeRO shards over the ranks of a sequence too",
+    ),
+    Mutant(
+        "TI1",
+        "deepspeed/sequence/tiles.py",
+        'if hasattr(keeper, "repeated"):',
+        "if False:",
+        (f"{_TILES}[stage 3, divergence is an error]",),
+        "parameters are held from the first tile to the last, so that no tile waits for a rank",
+    ),
+    Mutant(
+        "TI2",
+        "deepspeed/sequence/tiles.py",
+        "self._wide = torch.promote_types(like.dtype, torch.float32)",
+        "self._wide = like.dtype",
+        (
+            "tests/pure/test_sequence_tiles.py::test_weight_gradients_of_tiles_in_bf16_are_summed_in_fp32_and_rounded_once",
+        ),
+        "gradients of tiles are summed in fp32",
+    ),
+    Mutant(
+        "TI3",
+        "deepspeed/sequence/logits.py",
+        "keep = (target != ignore_index).nonzero().squeeze(1)",
+        "keep = (target != ignore_index - 1).nonzero().squeeze(1)",
+        (
+            "tests/pure/test_sequence_tiles.py::test_a_loss_of_lazy_logits_is_that_of_all_and_rows_without_a_label_reach_no_head",
+        ),
+        "rows without a label reach no head",
+    ),
+    Mutant(
+        "TI4",
+        "deepspeed/sequence/cross_entropy.py",
+        "total, count = sum_parts(total, sp), sum_parts(count, sp)",
+        "total = sum_parts(total, sp)",
+        ("tests/dist/test_vocab_loss.py::test_words_and_tokens_of_four_ranks[mean-False]",),
+        "the mean is over the tokens of the whole sequence",
+    ),
+    Mutant(
+        "TI5",
+        "deepspeed/sequence/offload.py",
+        "return computed and tensor.nbytes",
+        "return tensor.nbytes",
+        ("tests/pure/test_offload_activations.py::test_only_what_a_forward_computed_on_a_device_moves",),
+        "weights stay where they are",
+    ),
+    Mutant(
+        "SQ9",
+        "deepspeed/engine/token_weights.py",
+        "sum_in_place(parts.ne(IGNORED).sum(), self._sequence)",
+        "parts.ne(IGNORED).sum()",
+        (f"{_SEQUENCE}[parts that were cut before, weighed by tokens]",),
+        "a part of a sequence is weighed by the tokens of the whole",
     ),
 )
 
@@ -261,7 +314,7 @@ PIPELINES = (
     Mutant(
         "PL4",
         "deepspeed/zero/sync/failures.py",
-        "            collectives.break_off(mesh.tp)\n",
+        "            for group in sharers:\n                collectives.break_off(group)\n",
         "",
         (f"{_CUT}::test_a_rank_that_fails_alone_does_not_leave_those_waiting_that_share_its_layers[forward]",),
         "a rank that fails alone frees those that wait for it inside a layer",

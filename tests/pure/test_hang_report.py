@@ -1,17 +1,20 @@
 """What a report says of a job that stands still, from what each rank says of itself."""
 
+import gc
 import itertools
 import json
 import queue
 import threading
+import weakref
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
 from deepspeed.comm.hang.ledger import Ledger
-from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, _chain, failure_of
+from deepspeed.comm.hang.stacks import COLLECTIVE, Failure, _chain, failure_of, spots
 from deepspeed.comm.hang.watch import NOTICE, VARIABLE, seconds_of
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -165,3 +168,22 @@ def test_a_rank_alone_in_a_call_of_all_ranks_is_told_so() -> None:
     together = [RankReport(rank, state=COLLECTIVE, what="all_gather", call="save_checkpoint") for rank in range(3)]
     assert "must call" not in explain(together, 60)
     assert "must call" not in explain([alone, RankReport(1, state=SILENT, what="is stopped (SIGSTOP)")], 60)
+
+
+def test_a_look_at_a_thread_keeps_nothing_of_it_alive() -> None:
+    """As a collection that would free it may come late in a long computation, of which each look kept the tensors."""
+    main = threading.get_ident()
+
+    def look() -> weakref.ref[Any]:
+        value = torch.zeros(3)
+        thread = threading.Thread(target=spots, args=(main, {}))
+        thread.start()
+        thread.join()
+        return weakref.ref(value)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()

@@ -1,2 +1,3 @@
 from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.registration import UlyssesSPAttentionHF
+from deepspeed.sequence.tiles import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute

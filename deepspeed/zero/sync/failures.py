@@ -155,20 +155,22 @@ class Failures:
             raise RankFailedError(f"{ended} does not answer any more: {text}") from error
 
     def lose_batch(self, error: Exception) -> None:
-        """Handle a batch that is lost on this rank. Ranks that share its layers mostly lose it, too; others may wait in
-        a collective for this rank, where no message reaches them: that wait is ended, for good.
+        """Handle a batch that is lost on this rank. Ranks that share its layers or sequences mostly lose it, too;
+        others may wait in a collective for this rank, where no message reaches them: that wait is ended, for good.
         """
         mesh = self._host.mesh
         text, ended = collectives.describe(error), collectives.is_of_backend(error.__cause__ or error)
         self._losses += 1
         about, wait_s = f"lost{self._losses}", 0.0 if ended else _ALIKE_S
-        alone = len(leave_note(mesh, text, about=about, wait_s=wait_s, among=mesh.tp)) < mesh.tp.size
-        if ended or (alone and mesh.tp.size > 1 and not mesh.tp.alike):
+        sharers = [group for group in (mesh.tp, mesh.sp) if group.size > 1 and not group.alike]
+        notes = [leave_note(mesh, text, about=about, wait_s=wait_s, among=group) for group in sharers]
+        if ended or any(len(some) < group.size for some, group in zip(notes, sharers, strict=True)):
             logger.error("this rank has lost a batch (%s) and others have not: they cannot go on with it", text)
             self.break_off(text)
             if not ended or not leave_note(mesh, ""):  # notes say what this one's error follows from
                 leave_note(mesh, text)
-            collectives.break_off(mesh.tp)
+            for group in sharers:
+                collectives.break_off(group)
 
     def _tell(self, error: BaseException, where: str, *, in_forward: bool) -> Aftermath:
         host, mesh = self._host, self._host.mesh
@@ -302,7 +304,7 @@ def break_off_all(mesh: Mesh) -> set[int]:
     """End every wait on the groups of ``mesh``, for good: first on the hosts', which go on to end their own. Return the
     ranks whose connections were gone.
     """
-    groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.host, *mesh.made)
+    groups = (mesh.control, *mesh.groups, mesh.pp, mesh.tp, mesh.sp, mesh.host, *mesh.made)
     apart = {group.pg: group for group in sorted(filter(None, groups), key=lambda group: group.backend != "gloo")}
     return set().union(*map(collectives.break_off, apart.values()))
 

@@ -1,0 +1,1 @@
+from deepspeed.sequence.offload import get_checkpoint_hidden_states_offloading_ctx_manager
