@@ -123,17 +123,17 @@ class _Routing:
         self._recorder, self._skew = recorder, skew
         self._plan, self._apply = exchange.plan_routes, Experts.forward
 
-    def plan_routes(self, index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int = 1) -> exchange.Routes:
+    def plan_routes(self, index: torch.Tensor, group: AxisGroup, experts: int, **more: Any) -> exchange.Routes:
         """Plan in place of ``exchange.plan_routes``: the counts that it reads are those of the assumed choice."""
-        (tokens, choices), ranks = index.shape, group.size // etp
+        (tokens, choices), ranks = index.shape, group.size // more.get("etp", 1)
         total = ranks * experts
         share = 1 - math.comb(total - experts, choices) / math.comb(total, choices)
         sent = [round(tokens * share), round(tokens * choices / ranks)]
         most = [tokens, tokens * min(choices, experts)]
         received = [min(round(self._skew * count), limit) for count, limit in zip(sent, most, strict=True)]
         self._recorder.routing = f"the experts of a rank get {self._skew:g} times an even share of the tokens"
-        self._recorder.numbers = [[sent] * group.size, [received] * group.size]
-        return self._plan(index, group, experts, etp=etp)
+        self._recorder.numbers = [[[*counts, 0]] * group.size for counts in (sent, received)]
+        return self._plan(index, group, experts, **more)
 
     def apply(self, module: Experts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Apply in place of ``Experts.forward``, which reads how many tokens each expert has."""
