@@ -270,6 +270,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.tokens.weight
+        self.loss_function = functional.cross_entropy  # tells ``sequence.loss`` where the logits of the head go
         self.layout_of: Callable[[torch.Tensor], Layout] | None = None  # where ranks share a sequence
 
     def get_output_embeddings(self) -> nn.Module:
@@ -291,7 +292,7 @@ class Decoder(nn.Module):
             given = (x, angles, layout)
             x = checkpoint(block, *given, use_reentrant=False) if self.recompute else block(*given)
         logits = self.head(self.norm(x))
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        loss = self.loss_function(logits.flatten(0, 1).float(), tokens.flatten())
         return loss if layout is None else sum_parts(loss / layout.group.size, layout.group)
 
 
