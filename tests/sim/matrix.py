@@ -28,6 +28,7 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.row_exchange import start_all_to_all, start_shift
 from deepspeed.errors import CheckpointError
 from deepspeed.sequence import ring
+from deepspeed.sequence.offload import _Activation
 from deepspeed.tensor import differentiable
 from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
@@ -80,8 +81,11 @@ def _experts(stage: int, *, ep: int = 4, etp: int = 1, tp: int = 1, **more: Any)
     return _config(stage, **more) | {"expert_parallel": block, "tensor_parallel": {"autotp_size": tp}}
 
 
-def _sequences(stage: int, ways: int = 8, attention: str = "auto", **more: Any) -> dict[str, Any]:
-    return _config(stage, **more) | {"sequence_parallel_size": ways, "sequence": {"attention": attention}}
+def _sequences(
+    stage: int, ways: int = 8, attention: str = "auto", memory: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    block = {"attention": attention, **(memory or {})}
+    return _config(stage, **more) | {"sequence_parallel_size": ways, "sequence": block}
 
 
 def _derived(config: dict[str, Any]) -> dict[str, Any]:
@@ -205,6 +209,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sequences-stage3-fp32": _sequences(3, dtype="fp32"),
     "sequences-ring": _sequences(3, attention="ring"),
     "sequences-ring-recomputed": _sequences(3, attention="ring"),
+    # in tiles; and what the forward keeps in host memory
+    "sequences-tiled": _sequences(1, memory={"loss": "tiled", "mlp_tiles": 2}),
+    "sequences-kept-on-host": _sequences(3, memory={"loss": "tiled", "offload_activations": True}),
     "sequences-both": _sequences(3, attention="both"),
     "sequences-both-on-host-unchecked": (
         _sequences(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED
@@ -230,7 +237,9 @@ def _subject(name: str) -> Subject:
         return decoder_subject(name, shape, samples=1, sequence=64, recompute="recomputed" in name)
     if name.startswith("sequences"):
         shape = Shape(WIDTH, 2, 8, 1024, VOCABULARY, 512, key_heads=4, gated=True)
-        return decoder_subject(name, shape, samples=1, sequence=64, recompute="recomputed" in name)
+        kept = name.endswith("kept-on-host")  # all that has as many bytes as are worth a copy
+        recompute = kept or "recomputed" in name
+        return decoder_subject(name, shape, samples=1, sequence=4096 if kept else 64, recompute=recompute)
     before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
 
     def batch(model: nn.Module, step: int) -> torch.Tensor:
@@ -360,6 +369,12 @@ PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     "memory of a copy under way is another's": ("arena", Arena, "_reclaim", _take_back_at_once),
     "states are written while a save copies them": ("saving", Saver, "before_update", lambda _: None),
     "keys of a ring are read before they have come": ("sequences-ring", ring, "start_shift", _shift_without_waiting),
+    "memory of an activation that is on its way is another's": (
+        "sequences-kept-on-host",
+        _Activation,
+        "__del__",
+        lambda _: None,
+    ),
     "heads are read before their tokens have come": (
         "sequences-stage1",
         differentiable,

@@ -26,8 +26,10 @@ LIMIT_S = 550  # of a machine that is busy with much else
 PUBLISHED = "event.synchronize: tier/store.py wait"
 UPDATE = "end of an update: tier/behind.py wait"
 SEQUENCES = {
+    "a size that depends on data: sequence/logits.py run",
     "blocking copy: sequence/layout.py <listcomp>",
     "read of numbers on the device: engine/engine.py forward",
+    "read of numbers on the device: sequence/memory.py offloaded",
 }
 COUNTS = "read of numbers on the device: moe/exchange.py plan_routes"
 NORM = "read of numbers on the device: zero/update/result.py norm_of"
@@ -48,6 +50,7 @@ COVERING = {
     "failing-on-host", "saving-both-on-host", "writing", "setting-on-host", "stage2-optimizer-on-host",
     "stage2-visiting-on-host-unchecked", "single-early-on-host", "experts-stage1", "experts-folded",
     "experts-both-on-host-unchecked", "sequences-stage1", "sequences-ring",
+    "sequences-kept-on-host",
 }  # fmt: skip
 
 

@@ -353,7 +353,7 @@ class Recorder(TorchDispatchMode):
                     elif not op.aliased[position] and not op.factory:
                         reads[_on_host(tensor)].append(touch)
         for tensor in _tensors(out):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
                 devices.add(tensor.fake_device.type)
                 if not self.stores.known(tensor):
                     writes.append(self.stores.touch(tensor, pinned=bool(kwargs.get("pin_memory"))))
