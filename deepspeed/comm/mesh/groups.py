@@ -79,10 +79,10 @@ class Mesh:
 
     def title(self, rank: int) -> str:
         """Name the global ``rank`` for people, with its place on each axis of several ranks but the data-parallel."""
-        axes = {"pp": "pipeline stage", "sp": "sequence-parallel rank", "tp": "tensor-parallel rank"}
-        names = axes if self.topology is not None else {}
-        found = [(name, self.topology.axis(rank, axis)) for axis, name in names.items() if self.topology is not None]
-        places = ", ".join(f"{name} {axis.index}" for name, axis in found if axis.size > 1)
+        names = {"pp": "pipeline stage", "sp": "sequence-parallel rank", "tp": "tensor-parallel rank"}
+        topology = self.topology
+        axes = [(name, topology.axis(rank, axis)) for axis, name in names.items()] if topology is not None else []
+        places = ", ".join(f"{name} {axis.index}" for name, axis in axes if axis.size > 1)
         return f"rank {rank} ({places})" if places else f"rank {rank}"
 
 
