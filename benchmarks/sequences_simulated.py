@@ -100,13 +100,14 @@ def switches() -> None:
 def fits() -> None:
     """Lengths of ALST (Bekman et al. 2025), with all switches."""
     block = {name: value for switch in SWITCHES.values() for name, value in switch.items()}
-    print("| devices | tokens | reserved | host memory of a node | step | of the peak | fits |\n|---|---|---|---|---|---|---|")
+    print("| devices | tokens | reserved | host memory of a node | step | of the peak | fits |")
+    print("|---|---|---|---|---|---|---|")
     for devices, tokens in ((1, 500_000), (8, 3_700_000), (32, 15_000_000)):
         job = Job(LLAMA_8B, tokens, devices, load_machine("h100"), block)
         outcome = job.played()
-        over = outcome.reserved > job.machine["device_bytes"]
+        over, host = outcome.reserved > job.machine["device_bytes"], host_bytes(outcome, job) / GIB
         print(
-            f"| {devices} | {tokens:,} | {outcome.reserved / GIB:.1f} GiB | {host_bytes(outcome, job) / GIB:,.0f} GiB | "
+            f"| {devices} | {tokens:,} | {outcome.reserved / GIB:.1f} GiB | {host:,.0f} GiB | "
             f"{outcome.seconds:,.0f} s | {job.share(outcome):.1%} | {'no' if over else 'yes'} |",
             flush=True,
         )

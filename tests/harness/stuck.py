@@ -182,7 +182,8 @@ def _go_wrong(fault: str, model: Any, *, faulty: bool) -> None:
         first, second = (dist.all_reduce, dist.barrier)[:: -1 if faulty else 1]
         first(*([values] if first is dist.all_reduce else []))
         second(*([values] if second is dist.all_reduce else []))
-    if (fault in ("branch", "sequence") and not faulty) or (faulty and fault in ("loops", "other_model", "raises_and_waits")):
+    of_faulty = ("loops", "other_model", "raises_and_waits")
+    if fault in (of_faulty if faulty else ("branch", "sequence")):
         model.layers[1].fault = fault
     if not faulty:
         return

@@ -154,18 +154,6 @@ def test_a_stream_of_weights_is_measured_beside_plain_messages(capsys: pytest.Ca
     assert all(facts["ratio"][name] == pytest.approx(s / least) and s > 0 for name, s in facts["seconds"].items())
 
 
-def test_generation_is_measured_beside_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--params", "20K", "--steps", "1", "--tokens", "3", "--rows", "2"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert "3 tokens of 2 sequences" in shown[0] and "2 ranks, ZeRO-3" in shown[0]
-    rows = [line.rsplit(maxsplit=3) for line in shown[3:6]]
-    assert [row[0] for row in rows] == ["plain PyTorch", "in unsharded()", "through the engine"] and rows[0][
-        3
-    ] == "1.00"
-    for _, seconds, rate, _ in rows:
-        assert float(rate) > 0 and float(seconds) >= 0
-
-
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=1000))
     assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2

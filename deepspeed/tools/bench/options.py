@@ -89,12 +89,6 @@ def stream(parser: CommandLine) -> None:
     parser.option("--max-bytes", size_of, "64M", "SIZE", "most bytes of a bucket")
 
 
-def generate(parser: CommandLine) -> None:
-    add_training(parser)
-    parser.option("--tokens", count_of, 16, "N", "of a sequence")
-    parser.set_defaults(rows=8)
-
-
 def cpu_adam(parser: CommandLine) -> None:
     parser.option("--params", params_of, "50M", "N", "elements, for example 8M or 1e9")
     threads = partial(count_of, most=_MOST_THREADS)

@@ -16,9 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence.layout import Layout
-from deepspeed.sequence.ring import RingMask, attend_around
-from deepspeed.tensor.differentiable import sum_parts
 from deepspeed.tools.simulate.device import MODULE
 from deepspeed.tools.verify.user_model import default_loss, invented_batch, parts_of, resolve
 
@@ -138,21 +135,26 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: int = 0) -> torch.Tensor:
+    """Return [rows, tokens, heads, width] from [rows, heads, tokens, width]."""
+    grouped = query.shape[1] != key.shape[1]
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    return mixed.transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Attention with query, key, value and output projections; tensor parallelism leaves some of the heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = shape.heads, shape.channels
+        self.num_heads, self.head_dim, self.attend = shape.heads, shape.channels, causal_attention
         self.norms = nn.ModuleList(nn.RMSNorm(shape.channels) for _ in range(2 if shape.normed else 0))
         bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
         self.query = nn.Linear(shape.width, wide, bias=bias)
         self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
         self.out = nn.Linear(wide, shape.width, bias=bias)
 
-    def forward(
-        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, layout: Layout | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         layers = (self.query, self.key, self.value)
         query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
         if self.norms:
@@ -160,21 +162,8 @@ class Attention(nn.Module):
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if angles is not None:
             query, key = _rotated(query, *angles), _rotated(key, *angles)
-        if layout is None:
-            mixed = _causal(query, key, value)
-        elif layout.ring is None:
-            mixed = layout.attend(query, key, value, _causal)
-        else:
-            mixed = attend_around(layout, query, key, value, mask=RingMask(), scale=None)
-        out: torch.Tensor = self.out(mixed.flatten(2))
+        out: torch.Tensor = self.out(self.attend(query, key, value).flatten(2))
         return out
-
-
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: int = 0) -> torch.Tensor:
-    """Return [rows, tokens, heads, width]."""
-    grouped = query.shape[1] != key.shape[1]
-    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    return mixed.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -241,10 +230,8 @@ class Layer(nn.Module):
         self.attention = Attention(shape)
         self.feed_forward: nn.Module = RoutedExperts(shape) if shape.experts else FeedForward(shape)
 
-    def forward(
-        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, layout: Layout | None = None
-    ) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), angles, layout)
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), angles)
         out: torch.Tensor = x + self.feed_forward(self.norm2(x))
         return out
 
@@ -271,16 +258,12 @@ class Decoder(nn.Module):
         if shape.tied:
             self.head.weight = self.tokens.weight
         self.loss_function = functional.cross_entropy  # tells ``sequence.loss`` where the logits of the head go
-        self.layout_of: Callable[[torch.Tensor], Layout] | None = None  # where ranks share a sequence
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head, as transformers' models do."""
         return self.head
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        layout = None if self.layout_of is None else self.layout_of(tokens)
-        if layout is not None:
-            tokens = tokens.split(layout.lengths, 1)[layout.group.index].contiguous()
         x = self.tokens(tokens)
         angles = None
         if self.places is not None:
@@ -289,11 +272,9 @@ class Decoder(nn.Module):
             table = torch.ones(tokens.shape[1], self.shape.channels, device=x.device, dtype=x.dtype)
             angles = (table, table)
         for block in self.blocks:
-            given = (x, angles, layout)
-            x = checkpoint(block, *given, use_reentrant=False) if self.recompute else block(*given)
+            x = checkpoint(block, x, angles, use_reentrant=False) if self.recompute else block(x, angles)
         logits = self.head(self.norm(x))
-        loss = self.loss_function(logits.flatten(0, 1).float(), tokens.flatten())
-        return loss if layout is None else sum_parts(loss / layout.group.size, layout.group)
+        return self.loss_function(logits.flatten(0, 1).float(), tokens.flatten())
 
 
 def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, recompute: bool) -> Subject:

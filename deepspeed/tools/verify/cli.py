@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, get_args
 
 from deepspeed.config.model.blocks import PipelineSchedule
@@ -73,7 +72,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": _option(count_of, "N", "parts of the model on each stage"),
     "costs": _option(number_of, ("F", "I", "W"), "time of a forward, a backward for inputs, one for weights", nargs=3),
     "hop": _option(number_of, "T", "time of a message between two stages"),
-    "png": _option(Path, "FILE", "draw it there too (needs matplotlib)"),
 }
 _MODEL: dict[str, Any] = dict(model=None, config=None)
 _NAMED: dict[str, Any] = dict(ranks=2, steps=STEPS, time_limit=120.0, tolerance=TOLERANCE)
@@ -82,7 +80,7 @@ _EPOCH = dict(save_n=4, load_n=3, workers=2, samples=997, batch=4, epoch_at=None
 # An order of additions that another processor chose was seen to cost 1.03e-6.
 _LAYOUTS: dict[str, Any] = dict(**_MODEL, ranks=8, steps=STEPS, time_limit=300.0, tolerance=2e-6)
 _LAYOUTS |= dict(pp=None, tp=None, zero=None, schedule=None, chunks=None)
-_PICTURE = dict(schedule="1f1b", stages=4, micro_batches=8, chunks=None, costs=[1.0, 1.0, 1.0], hop=0.0, png=None)
+_PICTURE = dict(schedule="1f1b", stages=4, micro_batches=8, chunks=None, costs=[1.0, 1.0, 1.0], hop=0.0)
 # Module and function of a gate, and its options with their defaults. The docstring of the function is the help text,
 # read from the source: the module is imported, and torch with it, when the line is right.
 GATES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -60,7 +60,7 @@ def wire_bytes(index: torch.Tensor, ranks: int, experts: int, hidden: torch.Tens
     """
     goes = torch.zeros(len(index), ranks, dtype=torch.bool).scatter_(1, index // experts, 1)
     of_row = 2 * hidden.shape[1] * hidden.itemsize + index.shape[1] * (weights.itemsize + _COUNT)
-    return int(goes.sum()) * of_row + 2 * _COUNT * ranks
+    return int(goes.sum()) * of_row + 3 * _COUNT * ranks  # rows, pairs, and whether scores are finite
 
 
 def count_wire(cell: Cell) -> tuple[int, int]:

@@ -71,9 +71,9 @@ def check_sequences(driver: Driver) -> int:
     block = config.get("sequence") or {}
     sizes, stages = sizes_and_stages(driver, config, config.get("sequence_parallel_size", 1))
     rows = [("whole", block.get("attention", "auto"), stage, sp) for stage in stages for sp in sizes]
-    _, attention, *last = rows[-1]
-    rows += [(kind, attention, *last) for kind in ("odd", "packed")]
-    rows += [("packed", "ring", *last)] * (attention == "auto")
+    _, attention, stage, sp = rows[-1]
+    rows += [(kind, attention, stage, sp) for kind in ("odd", "packed")]
+    rows += [("packed", "ring", stage, sp)] * (attention == "auto")
     driver.say(f"{aligned(('rows', 'attention', 'stage', 'sp', *KINDS), WIDTHS)}  result")
     judged = partial(judge, tolerance=options.tolerance, columns=True)
     for kind, attention, stage, sp in rows:
