@@ -7,14 +7,22 @@ ZeRO-3, bf16, blocks recomputed, one sequence over all devices of a row. "Fits":
 most the device. ``switches``: AdamW in host memory, one switch of the block ``sequence`` after the other; the number of
 tokens where the device is full follows from two lengths, between which memory grows evenly.
 
+"Attention kept": recomputation spares it (torch's selective checkpointing, ``context_fn``), as its outputs are kept.
+
 Attention is charged at the rate of PyTorch's kernel, fitted on published steps of 2,048 to 8,192 tokens, and once more
 at the rate that the authors of FlashAttention found for long sequences.
 """
 
 import argparse
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from deepspeed.tools.simulate import models
 from deepspeed.tools.simulate.costs import Machine, load_machine
 from deepspeed.tools.simulate.models import Shape, decoder_subject
 from deepspeed.tools.simulate.run import Outcome, simulate
@@ -29,28 +37,28 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "MLP in tiles": {"mlp_tiles": "auto"},
     "activations in host memory": {"offload_activations": True},
 }
-MIB, GIB = 2**20, 2**30
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+GIB = 2**30
 # Shares of the bf16 peak, both ways, causal, heads of 128: Dao 2023, figure 4; Shah et al. 2024, figures 5 and 6.
 LONG_ATTENTION = {"a100": 0.60, "h100": 0.58}
 
 
 class Job(NamedTuple):
-    """Model, tokens of its one sequence, devices, kind of device; AdamW on the host or not; the switches."""
+    """Model, tokens of its one sequence, devices, kind of device; the switches; whether attention is kept."""
 
     shape: Shape
     tokens: int
     devices: int
     machine: Machine
     block: dict[str, Any]
-    on_host: bool = True
+    kept: bool = False
 
     def config(self) -> dict[str, Any]:
-        offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if self.on_host else {}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 3, **offload},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
             "sequence_parallel_size": self.devices,
             "sequence": self.block,
@@ -59,7 +67,10 @@ class Job(NamedTuple):
     def played(self) -> Outcome:
         subject = decoder_subject("decoder", self.shape, samples=1, sequence=self.tokens, recompute=True)
         world, config = self.devices, self.config()
-        return simulate(subject, config, self.machine, world=world, rank=world - 1, steps=2)
+        context = functools.partial(create_selective_checkpoint_contexts, [_ATTENTION])
+        run = functools.partial(checkpoint, context_fn=context) if self.kept else checkpoint
+        with patch.object(models, "checkpoint", run):
+            return simulate(subject, config, self.machine, world=world, rank=world - 1, steps=2)
 
     def operations(self) -> float:
         """Of the model, without what is recomputed: 6 for each weight and token, and half the square of scores."""
@@ -119,16 +130,18 @@ def steps() -> None:
     a800 = replace(load_machine("a100"), name="A800")
     a800.values["node_rate"] *= 400 / 600  # data sheet: NVLink of 400 GB/s
     print("| model, 8 devices | attention at | step | of the peak | peak | host memory |\n|---|---|---|---|---|---|")
+    ways = {"fitted": False, "long": False, "long, kept": True}
     for title, shape, kind, machine in (
         ("7B, 1,048,576 tokens, A800", LLAMA_7B, "a100", a800),
         ("Qwen3-8B, 1,048,576 tokens, H100", QWEN3_8B, "h100", load_machine("h100")),
     ):
-        for share in (machine["attention_share"], LONG_ATTENTION[kind]):
+        for way, kept in ways.items():
+            share = machine["attention_share"] if way == "fitted" else LONG_ATTENTION[kind]
             faster = replace(machine, values=machine.values | {"attention_share": share})
-            job = Job(shape, 1 << 20, 8, faster, block)
+            job = Job(shape, 1 << 20, 8, faster, block, kept)
             outcome = job.played()
             print(
-                f"| {title} | {share:.0%} | {outcome.seconds:,.0f} s | {job.share(outcome):.1%} | "
+                f"| {title} | {share:.0%}{', kept' * kept} | {outcome.seconds:,.0f} s | {job.share(outcome):.1%} | "
                 f"{outcome.peak / 1e9:.1f} GB | {host_bytes(outcome, job) / GIB:,.0f} GiB |",
                 flush=True,
             )

@@ -27,7 +27,7 @@ MAINS = {
 SAME = {"ds": "deepspeed", "dsr": "ds_report"}
 TIMED = ["loop", "gas", "optim", "lr", "teardown", "compile", "offload", "data", "resume", "3d", "moe"]
 TOLERANT = ["grads", "loop", "gas", "optim", "compile", "3d", "moe"]
-MEASURES = ["io", "ckpt", "load", "access", "step", "vs-fsdp2", "cpu-adam", "stream"]
+MEASURES = ["io", "ckpt", "load", "access", "vs-fsdp2", "cpu-adam", "stream"]
 NOT_NUMBERS = ("0", "-1", "nan", "inf", "soon")
 
 # what is written behind the command -> what standard error has of it; {} is a folder with a configuration
@@ -38,7 +38,7 @@ WRONG: dict[str, str] = {
     "ds_bench": "nothing to measure was named",
     "ds_bench comm": "there is no measurement 'comm'",
     "ds_bench lod": "there is no measurement 'lod', did you mean 'load'?",
-    **{f"ds_bench {what} --rows 0": "whole number from 1" for what in ("access", "step", "vs-fsdp2")},
+    **{f"ds_bench {what} --rows 0": "whole number from 1" for what in ("access", "vs-fsdp2")},
     "ds_bench access --params 1e13": "GB of memory and",
     "ds_bench ckpt --folder {}/none": "does not exist",
     "ds_bench io --folder {}/none": "none",

@@ -4,7 +4,6 @@ ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds
 ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
 ds_bench load       what getting its part of a model from safetensors files costs each rank
 ds_bench access     what reading whole gradients, weights and optimizer states costs
-ds_bench step       how much of the optimizer's update a training step hides
 ds_bench vs-fsdp2   the same model under ZeRO-3 and torch's FSDP2
 ds_bench stream     whole weights out of a running engine, beside plain messages of as many bytes
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
@@ -24,7 +23,7 @@ from deepspeed.tools.bench import options
 
 # Name: module; the function of the same name in ``options`` adds what the measurement may be told.
 _MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "load": "load", "cpu-adam": "cpu_adam", "access": "access"}
-_MODULES |= {"step": "step", "vs-fsdp2": "vs_fsdp2", "stream": "stream"}
+_MODULES |= {"vs-fsdp2": "vs_fsdp2", "stream": "stream"}
 
 
 def _measured(prog: str, name: str, words: Sequence[str] | None = None) -> int:

@@ -19,10 +19,10 @@ def _times(text: str) -> float:
     return float(text.removesuffix("x-shard"))
 
 
-def add_training(parser: CommandLine, *, ranks: int = 2, levels: Sequence[int] = range(4), least: int = 1) -> None:
+def add_training(parser: CommandLine, *, levels: Sequence[int] = range(4), least: int = 1) -> None:
     """Add options of a command that trains a model under one of these ZeRO ``levels``, on at least ``least`` ranks."""
     parser.option("--params", params_of, "8M", "N", "about, for example 8M or 1e9")
-    parser.option("--ranks", partial(count_of, least=least), ranks, "N", "processes")
+    parser.option("--ranks", partial(count_of, least=least), 2, "N", "processes")
     parser.option("--rows", count_of, 256, "N", "samples of a micro-batch")
     parser.option("--steps", count_of, 10, "N", "timed steps")
     if levels:
@@ -72,11 +72,6 @@ def load(parser: CommandLine) -> None:
 
 
 access = add_training
-
-
-def step(parser: CommandLine) -> None:
-    add_training(parser, ranks=1, levels=range(1, 4))
-    parser.switches(offload="optimizer states rest in host memory")
 
 
 def vs_fsdp2(parser: CommandLine) -> None:

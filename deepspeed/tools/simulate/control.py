@@ -194,9 +194,7 @@ def _agreed(numbers: Sequence[int | torch.Tensor], _: Any, group: AxisGroup, dev
 
 
 def _layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], ring: RingGroups | None = None) -> Layout:
-    """Return a layout in place of ``wire.layout_of``, whose program waits for the first tokens of documents: each row
-    is taken to be one.
-    """
+    """Return a layout in place of ``wire.layout_of``, which waits for where documents begin: each row is one."""
     rows, tokens = codes.shape
     codes.sum().item()
     if ring is not None:

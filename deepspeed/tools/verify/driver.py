@@ -36,12 +36,9 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sizes_and_stages(driver: "Driver", config: dict[str, Any], given: int) -> tuple[list[int], list[int | None]]:
-    """Return the sizes of a group of ranks and the stages that are tried: what is ``given`` alone, if it is.
-
-    Raises ValueError where there is one rank.
-    """
+    """Return the sizes of a group and the stages to try, or the ``given`` one. Raises ValueError for one rank."""
     ranks = driver.options.ranks
-    sizes = [given] if given > 1 else [n for n in range(2, ranks + 1) if not ranks % n]
+    sizes = [given] if given else [n for n in range(2, ranks + 1) if not ranks % n]
     if not sizes:
         raise ValueError(f"--ranks {ranks}: 2 ranks at least share the work")
     return sizes, [None] if "stage" in (config.get("zero_optimization") or {}) else [*range(4)]

@@ -111,8 +111,7 @@ def check_experts(driver: Driver) -> int:
     options, config = driver.options, config_of(driver.options)
     model, block = options.model or TOY, config.get("expert_parallel") or {}
     ep, etp = (block.get(key, 1) for key in ("autoep_size", "expert_tensor_parallel_size"))
-    sizes, stages = sizes_and_stages(driver, config, ep * etp)
-    sizes = [ep] if ep * etp > 1 else sizes
+    sizes, stages = sizes_and_stages(driver, config, ep if ep * etp > 1 else 0)
 
     def cell(stage: int | None, ep: int) -> Cell:
         divided = {**block, "enabled": True, "autoep_size": ep}

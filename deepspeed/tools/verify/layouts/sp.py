@@ -69,7 +69,7 @@ def check_sequences(driver: Driver) -> int:
     if options.model is None and find_spec("transformers") is None:
         raise ValueError("ds_verify sp: the small model is one of Transformers, which is not installed; give --model")
     block = config.get("sequence") or {}
-    sizes, stages = sizes_and_stages(driver, config, config.get("sequence_parallel_size", 1))
+    sizes, stages = sizes_and_stages(driver, config, config.get("sequence_parallel_size", 0))
     rows = [("whole", block.get("attention", "auto"), stage, sp) for stage in stages for sp in sizes]
     _, attention, stage, sp = rows[-1]
     rows += [(kind, attention, stage, sp) for kind in ("odd", "packed")]
