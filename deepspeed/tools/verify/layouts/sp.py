@@ -60,10 +60,9 @@ def check_sequences(driver: Driver) -> int:
         ds_verify sp --model my_model:build --config ds_config.json       your model under your configuration
 
     Each rank compares losses, gradients, their norm and the parameters after every step. Then rows have an odd number
-    of tokens, then several documents, and keys go around a ring.
-
-    The model is one of Transformers, and its batches are dicts with ``input_ids`` and ``labels``. Without
-    ``sequence_parallel_size`` in the configuration every size that divides the ranks is tried.
+    of tokens, then several documents, and keys go around a ring. The model is one of Transformers, and its batches are
+    dicts with ``input_ids`` and ``labels``. Without ``sequence_parallel_size`` every size that divides the ranks is
+    tried.
     """
     options, config = driver.options, config_of(driver.options)
     if options.model is None and find_spec("transformers") is None:
