@@ -211,7 +211,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sequences-ring-recomputed": _sequences(3, attention="ring"),
     # in tiles; and what the forward keeps in host memory
     "sequences-tiled": _sequences(1, memory={"loss": "tiled", "mlp_tiles": 2}),
-    "sequences-kept-on-host": _sequences(3, memory={"loss": "tiled", "offload_activations": True}),
+    "sequences-kept": _sequences(3, memory={"loss": "tiled", "offload_activations": True}),
     "sequences-both": _sequences(3, attention="both"),
     "sequences-both-on-host-unchecked": (
         _sequences(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED
@@ -237,7 +237,7 @@ def _subject(name: str) -> Subject:
         return decoder_subject(name, shape, samples=1, sequence=64, recompute="recomputed" in name)
     if name.startswith("sequences"):
         shape = Shape(WIDTH, 2, 8, 1024, VOCABULARY, 512, key_heads=4, gated=True)
-        kept = name.endswith("kept-on-host")  # all that has as many bytes as are worth a copy
+        kept = name.endswith("kept")  # all that has as many bytes as are worth a copy
         recompute = kept or "recomputed" in name
         return decoder_subject(name, shape, samples=1, sequence=4096 if kept else 64, recompute=recompute)
     before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
@@ -370,7 +370,7 @@ PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     "states are written while a save copies them": ("saving", Saver, "before_update", lambda _: None),
     "keys of a ring are read before they have come": ("sequences-ring", ring, "start_shift", _shift_without_waiting),
     "memory of an activation that is on its way is another's": (
-        "sequences-kept-on-host",
+        "sequences-kept",
         _Activation,
         "__del__",
         lambda _: None,

