@@ -98,7 +98,8 @@ def switches() -> None:
     rows = [("one device a sequence", 1, "none"), *(("ranks share it" if n == "none" else n, 8, n) for n in SWITCHES)]
     for title, sharing, name in rows:
         block |= SWITCHES[name]
-        jobs = [Job(LLAMA_8B, n * sharing, sharing, machine, block) for n in (65_536, 98_304)]
+        lengths = (262_144, 327_680) if "mlp_tiles" in block and block["mlp_tiles"] != 1 else (65_536, 98_304)
+        jobs = [Job(LLAMA_8B, n * sharing, sharing, machine, block) for n in lengths]  # short ones have no tiles
         small, large = outcomes = [job.played() for job in jobs]
         slope = (large.reserved - small.reserved) / (jobs[1].tokens - jobs[0].tokens)
         room = machine["device_bytes"] - small.reserved
