@@ -24,7 +24,7 @@ def test_a_token_is_reckoned_once_for_each_rank_that_has_one_of_its_experts() ->
     """Two ranks of four experts: the first token stays with one of them, the second goes to both."""
     index, hidden, weights = torch.tensor([[0, 3], [1, 4]]), torch.zeros(2, 16), torch.zeros(2, 2)
     of_row = 2 * 16 * 4 + 2 * (4 + 8)
-    assert wire_bytes(index, 2, 4, hidden, weights) == 3 * of_row + 2 * 8 * 2
+    assert wire_bytes(index, 2, 4, hidden, weights) == 3 * of_row + 3 * 8 * 2
 
 
 def test_bytes_beside_the_formula_are_a_fault() -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm import collectives
+from deepspeed.tensor.differentiable import exchange_rows
 from deepspeed.tier.aio import AioEngine
 
 SCRIPT = os.path.abspath(__file__)
@@ -34,6 +35,7 @@ FAULTS = {
     "other_model": "one rank runs a layer twice, with a sum over all ranks in it",
     "fewer": "one rank has fewer batches and goes on to a barrier",
     "branch": "a sum of the user's in a branch that one rank skips",
+    "sequence": "one rank does not enter an exchange of a sequence",
     "drive": "a read of a drive does not come back",
     "loader": "a worker of one rank's loader does not answer",
     "loader_dies": "a worker of one rank's loader dies",
@@ -53,6 +55,7 @@ WORDS = {
     "other_model": (r"rank 1 .*waits in all_reduce of 3 float32 in layers.1 \(stuck.py", r"wait.*behind rank 1"),
     "fewer": (r"rank 1 .*waits in barrier \(stuck.py", r"wait.*behind rank 1"),
     "branch": (r"rank 1 .*waits.*behind rank 0", r"waits? in all_reduce of 3 float32 in layers.1 \(stuck.py"),
+    "sequence": (r"rank 1 .*waits.*", r"waits? in all_to_all of \d+ float32 .*in layers.1"),
     "drive": (r"rank 1 .*waits for a drive: (reading|writing) \d+ bytes at offset \d+ of /.*layers", r"wait"),
     "loader": (
         r"rank 1 .*waits for a batch of its data loader: worker 0 \(pid \d+\) runs",
@@ -110,6 +113,9 @@ class Layer(nn.Module):
             spin()
         if self.fault in ("branch", "other_model"):
             dist.all_reduce(torch.ones(3))
+        if self.fault == "sequence":
+            heads = self.up.weight._ds_unit.keeper.mesh.sp
+            exchange_rows(torch.ones(heads.size, 3), heads, sent=[1] * heads.size, received=[1] * heads.size)
         if self.fault == "raises_and_waits":
             try:
                 raise ValueError("the data is bad")
@@ -176,7 +182,8 @@ def _go_wrong(fault: str, model: Any, *, faulty: bool) -> None:
         first, second = (dist.all_reduce, dist.barrier)[:: -1 if faulty else 1]
         first(*([values] if first is dist.all_reduce else []))
         second(*([values] if second is dist.all_reduce else []))
-    if (fault == "branch" and not faulty) or (faulty and fault in ("loops", "other_model", "raises_and_waits")):
+    of_faulty = ("loops", "other_model", "raises_and_waits")
+    if fault in (of_faulty if faulty else ("branch", "sequence")):
         model.layers[1].fault = fault
     if not faulty:
         return
@@ -213,6 +220,8 @@ def main() -> None:
         zero["offload_param"] = {"device": "nvme", "nvme_path": options.folder, "max_in_cpu": 0}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
     config |= {"zero_optimization": zero, "hang_timeout": options.hang_timeout}
+    if fault == "sequence":  # without parameters that are on their way at the same time
+        config["sequence_parallel_size"], zero["stage"] = int(os.environ["WORLD_SIZE"]), 1
     engine, *_ = deepspeed.initialize(model=Model(), config=config)
     with open(os.path.join(options.folder, f"pid{rank}"), "w") as file:
         file.write(str(os.getpid()))

@@ -1,5 +1,6 @@
 """Tiles in one process: values, gradients, random numbers, and what is refused."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from deepspeed.config.model.sequence import SequenceConfig
 from deepspeed.errors import UsageError
 from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     SequenceTiledCompute,
@@ -16,6 +18,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 )
 from deepspeed.sequence.tiling import logits
 from deepspeed.sequence.tiling.logits import LazyHead, LazyLogits
+from deepspeed.sequence.tiling.memory import save_memory
 
 
 class _Mlp(nn.Module):
@@ -218,3 +221,30 @@ def test_autocast_holds_in_the_recomputation(monkeypatch: Any) -> None:
         assert words.dtype == torch.bfloat16
         grads.append(_gradients(functional.cross_entropy(words.float().view(-1, 11), target), hidden, head.weight))
     assert _error(grads[0], grads[1]) <= 2**-7
+
+
+class _Normed(nn.Module):
+    """A layer, after which a norm of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"input_norm": nn.RMSNorm(8), "mlp": _Mlp()})])
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (layer,) = self.layers
+        return self.norm(x + layer["mlp"](layer["input_norm"](x)))
+
+
+def test_norms_are_computed_in_tiles_with_the_mlps() -> None:
+    torch.manual_seed(0)
+    model, x, rows = _Normed(), torch.randn(2, 9, 8, requires_grad=True), list[int]()
+    of = [x, *model.parameters()]
+    wanted = _gradients(model(x).square().sum(), *of)
+    with ExitStack() as back:
+        save_memory(model, SequenceConfig(mlp_tiles=3), shared=False, back=back)
+        inner = model.norm.forward.forward
+        model.norm.forward.forward = lambda part: (rows.append(part.shape[1]), inner(part))[1]
+        found = _gradients(model(x).square().sum(), *of)
+    assert rows == [3, 3, 3] * 2 and _error(found, wanted) < 1e-6
+    assert "forward" not in vars(model.norm)

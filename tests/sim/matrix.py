@@ -24,7 +24,12 @@ from torch import nn
 from deepspeed.checkpoint.save.collect import Elements, TensorPart
 from deepspeed.checkpoint.save.content import Copies
 from deepspeed.checkpoint.save.writer import Saver
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.row_exchange import start_all_to_all, start_shift
 from deepspeed.errors import CheckpointError
+from deepspeed.sequence import ring
+from deepspeed.sequence.tiling.offload import _Activation
+from deepspeed.tensor import differentiable
 from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
@@ -74,6 +79,13 @@ def _config(
 def _experts(stage: int, *, ep: int = 4, etp: int = 1, tp: int = 1, **more: Any) -> dict[str, Any]:
     block = {"enabled": True, "autoep_size": ep, "expert_tensor_parallel_size": etp}
     return _config(stage, **more) | {"expert_parallel": block, "tensor_parallel": {"autotp_size": tp}}
+
+
+def _sequences(
+    stage: int, ways: int = 8, attention: str = "auto", memory: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    block = {"attention": attention, **(memory or {})}
+    return _config(stage, **more) | {"sequence_parallel_size": ways, "sequence": block}
 
 
 def _derived(config: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +203,19 @@ CASES: dict[str, dict[str, Any]] = {
     "experts-recomputed": _experts(3),
     "experts-optimizer-on-host": _experts(3, offload_optimizer=_CPU),
     "experts-both-on-host-unchecked": _experts(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED,
+    # a sequence over ranks: that they got the same, and where documents begin, is waited for, and nothing else
+    "sequences-stage1": _sequences(1),
+    "sequences-stage2-accumulated": _sequences(2, 2, accumulation=2),
+    "sequences-stage3-fp32": _sequences(3, dtype="fp32"),
+    "sequences-ring": _sequences(3, attention="ring"),
+    "sequences-ring-recomputed": _sequences(3, attention="ring"),
+    # in tiles; and what the forward keeps in host memory
+    "sequences-tiled": _sequences(1, memory={"loss": "tiled", "mlp_tiles": 2}),
+    "sequences-kept": _sequences(3, memory={"loss": "tiled", "offload_activations": True}),
+    "sequences-both": _sequences(3, attention="both"),
+    "sequences-both-on-host-unchecked": (
+        _sequences(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU) | _UNCHECKED
+    ),
     "stage1-visiting-on-host-fp32": _config(1, dtype="fp32", accumulation=2, offload_optimizer=_TRAVEL, **_BUCKETS),
 }
 _LINE = re.compile(r":[0-9]+ ")
@@ -210,6 +235,11 @@ def _subject(name: str) -> Subject:
         routed: dict[str, Any] = {"gated": True, "experts": 8, "choices": 2, "expert": 512, "shared": 256}
         shape = Shape(WIDTH, 2, 4, 1024, VOCABULARY, 512, 4, **routed)
         return decoder_subject(name, shape, samples=1, sequence=64, recompute="recomputed" in name)
+    if name.startswith("sequences"):
+        shape = Shape(WIDTH, 2, 8, 1024, VOCABULARY, 512, key_heads=4, gated=True)
+        kept = name.endswith("kept")  # all that has as many bytes as are worth a copy
+        recompute = kept or "recomputed" in name
+        return decoder_subject(name, shape, samples=1, sequence=4096 if kept else 64, recompute=recompute)
     before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
 
     def batch(model: nn.Module, step: int) -> torch.Tensor:
@@ -319,6 +349,15 @@ def _end_at_once(pages: Any) -> None:
     pages._recorder.stores.unmap(pages.buffer)
 
 
+def _shift_without_waiting(values: torch.Tensor, out: torch.Tensor, group: AxisGroup) -> Transfer:
+    start_shift(values, out, group)
+    return ARRIVED
+
+
+def _exchange_without_waiting(rows: torch.Tensor, group: AxisGroup, **numbers: list[int]) -> torch.Tensor:
+    return start_all_to_all(rows, group, **numbers)[0]
+
+
 # Faults that no missing call makes, each with a case: (owner, name, what is there instead).
 PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are read before they have come down": (
@@ -329,6 +368,19 @@ PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "memory of a copy under way is another's": ("arena", Arena, "_reclaim", _take_back_at_once),
     "states are written while a save copies them": ("saving", Saver, "before_update", lambda _: None),
+    "keys of a ring are read before they have come": ("sequences-ring", ring, "start_shift", _shift_without_waiting),
+    "memory of an activation that is on its way is another's": (
+        "sequences-kept",
+        _Activation,
+        "__del__",
+        lambda _: None,
+    ),
+    "heads are read before their tokens have come": (
+        "sequences-stage1",
+        differentiable,
+        "all_to_all",
+        _exchange_without_waiting,
+    ),
     "pages end while a copy reads them": ("arena", _Pages, "__del__", _end_at_once),
 }  # fmt: skip
 

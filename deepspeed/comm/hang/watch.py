@@ -134,8 +134,9 @@ class HangWatch:
         self._engine, self._thread, mesh = weakref.ref(engine), threading.get_ident(), engine.mesh
         if not self.ends:
             return
-        names = ("job", "data", "zero", "tp", "pp", "host", "control", "reducing")
-        named = {name: getattr(mesh, name) for name in names}
+        names = ("job", "data", "zero", "tp", "pp", "sp", "host", "control", "reducing")
+        named = {group.pg.group_name: group for group in mesh.made if group.pg}  # a ring has no other name
+        named |= {name: getattr(mesh, name) for name in names}
         named |= {f"axis {i}": group for i, group in enumerate(mesh.groups)}
         named |= {f"ep {group.size}": group for group in mesh.experts}
         groups = {id(group): (group, name) for name, group in named.items() if isinstance(group, AxisGroup)}

@@ -65,7 +65,7 @@ class Mesh:
     @property
     def communicators(self) -> set[Any]:
         """Return the groups of several ranks whose collectives run on the device, where each holds memory."""
-        groups = (self.job, self.data, self.zero, self.tp, self.pp, self.sp, *self.groups, *self.sums)
+        groups = (self.job, self.data, self.zero, self.tp, self.pp, self.sp, *self.groups, *self.sums, *self.made)
         return {group.pg for group in groups if group.size > 1 and group.backend != "gloo"}
 
     @property
@@ -78,9 +78,10 @@ class Mesh:
         return (rank,) if self.topology is None else self.topology.axis(rank, "tp").ranks
 
     def title(self, rank: int) -> str:
-        """Name the global ``rank`` for people, with pipeline stage and tensor-parallel rank if there are several."""
-        names = {"pp": "pipeline stage", "tp": "tensor-parallel rank"} if self.topology is not None else {}
-        axes = [(name, self.topology.axis(rank, axis)) for axis, name in names.items() if self.topology is not None]
+        """Name the global ``rank`` for people, with its place on each axis of several ranks but the data-parallel."""
+        names = {"pp": "pipeline stage", "sp": "sequence-parallel rank", "tp": "tensor-parallel rank"}
+        topology = self.topology
+        axes = [(name, topology.axis(rank, axis)) for axis, name in names.items()] if topology is not None else []
         places = ", ".join(f"{name} {axis.index}" for name, axis in axes if axis.size > 1)
         return f"rank {rank} ({places})" if places else f"rank {rank}"
 

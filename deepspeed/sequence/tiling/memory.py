@@ -42,7 +42,7 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
             f"names {', '.join(_MLP_NAMES)}. Delete the key, or call TiledMLP.apply in the model"
         )
     logged: list[int] = []
-    for mlp in mlps:
+    for mlp in (*mlps, *(_norms(model) if mlps else ())):
         _replace(mlp, _TiledForward(mlp, block.mlp_tiles, logged), back)
     if block.offload_activations and get_accelerator().device_name() == "cpu":
         log_dist("sequence.offload_activations has no effect: on the CPU activations are in host memory anyway")
@@ -91,6 +91,11 @@ def _mlps(model: nn.Module) -> Iterator[nn.Module]:
             yield from experts if mixed else [mlp]
 
 
+def _norms(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield norms of tokens, which compute in fp32: their values are as large as those of an MLP."""
+    yield from (m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "LayerNorm")))
+
+
 def _is_stack(module: nn.Module) -> bool:
     """Tell whether ``module`` has experts stacked in its own parameters."""
     number, params = getattr(module, "num_experts", 0), [*module.parameters(recurse=False)]
@@ -122,6 +127,7 @@ class _TiledForward:
         if isinstance(self._tiles, int):
             return self._tiles
         size = sum(p.numel() for p in self._module.parameters() if p.dim() > 1) / hidden.shape[-1]
+        size = size or 3 * hidden.shape[-1]  # of a norm: in fp32, and a narrow one
         if self._stacked:
             size *= (more[0].shape[-1] if more else 1) / next(self._module.parameters()).shape[0]
         # once for the values, once for their gradients

@@ -55,6 +55,8 @@ class _Activation:
         self.previous: Callable[[], _Activation | None] = lambda: None  # the backward asks for it next
 
     def __del__(self) -> None:
+        if self.tensor is not None and self.event is not None:  # fetched, and never asked for: its memory is another's
+            get_accelerator().current_stream().wait_event(self.event)
         if self.host is not None:  # later copies are ordered behind those of this one by their common stream
             self.owner.buffers.give(self.host)
 

@@ -14,18 +14,28 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.comm import collectives, point_to_point
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh import groups
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.comm.mesh.topology import Axis
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine import initialize as start
 from deepspeed.moe import exchange
 from deepspeed.moe.layer import Experts
 from deepspeed.pipe.engine import PipelineEngine
+from deepspeed.sequence import wire
+from deepspeed.sequence.layout import Layout, RingGroups, in_turn
+from deepspeed.sequence.ring import RingMask, attend_around, inner_ranks
 from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch
+from deepspeed.tensor.differentiable import sum_parts
+from deepspeed.tools.simulate.device import MODULE
 from deepspeed.tools.simulate.events import Talk
+from deepspeed.tools.simulate.models import Attention, Decoder, causal_attention
 from deepspeed.tools.simulate.record import Recorder
 from deepspeed.zero.regions import bounds, widths
 from deepspeed.zero.sync import agreement
@@ -122,17 +132,17 @@ class _Routing:
         self._recorder, self._skew = recorder, skew
         self._plan, self._apply = exchange.plan_routes, Experts.forward
 
-    def plan_routes(self, index: torch.Tensor, group: AxisGroup, experts: int, *, etp: int = 1) -> exchange.Routes:
+    def plan_routes(self, index: torch.Tensor, group: AxisGroup, experts: int, **more: Any) -> exchange.Routes:
         """Plan in place of ``exchange.plan_routes``: the counts that it reads are those of the assumed choice."""
-        (tokens, choices), ranks = index.shape, group.size // etp
+        (tokens, choices), ranks = index.shape, group.size // more.get("etp", 1)
         total = ranks * experts
         share = 1 - math.comb(total - experts, choices) / math.comb(total, choices)
         sent = [round(tokens * share), round(tokens * choices / ranks)]
         most = [tokens, tokens * min(choices, experts)]
         received = [min(round(self._skew * count), limit) for count, limit in zip(sent, most, strict=True)]
         self._recorder.routing = f"the experts of a rank get {self._skew:g} times an even share of the tokens"
-        self._recorder.numbers = [[sent] * group.size, [received] * group.size]
-        return self._plan(index, group, experts, etp=etp)
+        self._recorder.numbers = [[[*counts, 0]] * group.size for counts in (sent, received)]
+        return self._plan(index, group, experts, **more)
 
     def apply(self, module: Experts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Apply in place of ``Experts.forward``, which reads how many tokens each expert has."""
@@ -145,6 +155,60 @@ def _even_edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
     """Replace ``loss._edges``, which reads how many words all ranks have: the program waits for a number."""
     int(collectives.sum_in_place(torch.zeros(group.size, device=logits.device, dtype=torch.float64), group).sum())
     return bounds(logits.shape[-1] * group.size, group.size)
+
+
+def _wire_sequences(
+    model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, *more: Any, wired: Callable[..., Mesh] = wire.wire_sequences
+) -> Mesh:
+    """Wire in place of ``wire.wire_sequences``: it knows models of Transformers, and ``Decoder`` is none."""
+    if mesh.sp.size == 1 or not isinstance(model, Decoder):
+        return wired(model, cfg, mesh, *more)
+    ways = inner_ranks(mesh.sp.size, model.shape.heads // mesh.tp.size, cfg.sequence.attention)
+    mesh, ring = wire._with_ring(mesh, ways)
+    group, plain, current = mesh.sp, model.forward, list[Layout]()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: int = 0) -> torch.Tensor:
+        if ring is None:
+            return current[-1].attend(q, k, v, causal_attention)
+        return attend_around(current[-1], q, k, v, mask=RingMask(), scale=None)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        _agreed([*tokens.shape, tokens.sum()], None, group, tokens.device)
+        current[:] = [_layout_of(tokens, group, widths(bounds(tokens.shape[1], group.size)), ring)]
+        part = tokens.split(current[-1].lengths, 1)[group.index].contiguous()
+        return sum_parts(plain(part) / group.size, group)
+
+    for attention in (module for module in model.modules() if isinstance(module, Attention)):
+        attention.attend = attend  # type: ignore[assignment]
+    model.forward = forward  # type: ignore[method-assign]
+    return mesh
+
+
+def _agreed(numbers: Sequence[int | torch.Tensor], _: Any, group: AxisGroup, device: torch.device) -> torch.Tensor:
+    """Agree in place of ``wire.agreed``: all ranks say the same. The program waits for the answers twice."""
+    answers = in_turn([0, *numbers], group, device)
+    for column in (0, 1):
+        answers[:, column].any().item()
+    known = [number if isinstance(number, int) else 0 for number in numbers]
+    return torch.tensor([known] * group.size, device="cpu")
+
+
+def _layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], ring: RingGroups | None = None) -> Layout:
+    """Return a layout in place of ``wire.layout_of``, which waits for where documents begin: each row is one."""
+    rows, tokens = codes.shape
+    codes.sum().item()
+    if ring is not None:
+        part, parts = ring.outer.index + 1, ring.outer.size
+        text = f"keys go around {parts} parts of a sequence, of which this rank's attends to {part}"
+        MODULE.sink.routing = text + f"; all wait for the last (--rank {group.ranks[-1]})" * (part < parts)
+    documents = tuple((row * tokens, tokens) for row in range(rows))
+    return Layout(group, rows, tuple(lengths), documents, codes.device, ring)
+
+
+def _post(posted: Sequence[dist.P2POp]) -> list[Any]:
+    """Post in place of ``dist.batch_isend_irecv``, which asks for the device's own backend: one after the other."""
+    sides = {dist.isend: "group_dst", dist.irecv: "group_src"}
+    return [one.op(one.tensor, group=one.group, **{sides[one.op]: one.group_peer}) for one in posted]
 
 
 @contextlib.contextmanager
@@ -166,6 +230,10 @@ def talking(recorder: Recorder, *, column: Sequence[int] = (), skew: float = 1.0
         (loss, "_edges", _even_edges),
         (exchange, "plan_routes", routing.plan_routes),
         (Experts, "forward", lambda *given: routing.apply(*given)),
+        (start, "wire_sequences", _wire_sequences),
+        (wire, "agreed", _agreed),
+        (wire, "layout_of", _layout_of),
+        (dist, "batch_isend_irecv", _post),
     ]
     if column:
         among = _Column(recorder, control, column)

@@ -25,6 +25,7 @@ class Sink(Protocol):
     """Receiver of all requests to the device: ``simulate.record``. Streams and events are numbers, times seconds."""
 
     plain_attention: Counter[str]
+    routing: str
 
     def record(self, stream: int) -> int: ...
     def wait(self, stream: int, event: int) -> None: ...

@@ -135,12 +135,19 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: int = 0) -> torch.Tensor:
+    """Return [rows, tokens, heads, width] from [rows, heads, tokens, width]."""
+    grouped = query.shape[1] != key.shape[1]
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    return mixed.transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Attention with query, key, value and output projections; tensor parallelism leaves some of the heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.gqa = shape.heads, shape.channels, shape.key_heads != shape.heads
+        self.num_heads, self.head_dim, self.attend = shape.heads, shape.channels, causal_attention
         self.norms = nn.ModuleList(nn.RMSNorm(shape.channels) for _ in range(2 if shape.normed else 0))
         bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
         self.query = nn.Linear(shape.width, wide, bias=bias)
@@ -155,8 +162,7 @@ class Attention(nn.Module):
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if angles is not None:
             query, key = _rotated(query, *angles), _rotated(key, *angles)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.gqa)
-        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out: torch.Tensor = self.out(self.attend(query, key, value).flatten(2))
         return out
 
 
@@ -243,6 +249,7 @@ class Decoder(nn.Module):
         self.shape, self.recompute = shape, recompute
         self.config = SimpleNamespace(hidden_size=shape.width, base_model_ep_plan=_EP_PLAN if shape.experts else {})
         self.config.num_experts_per_tok = shape.choices if shape.experts else 0
+        self.config.num_hidden_layers = shape.blocks
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
         self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
@@ -250,6 +257,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.tokens.weight
+        self.loss_function = functional.cross_entropy  # tells ``sequence.loss`` where the logits of the head go
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head, as transformers' models do."""
@@ -266,7 +274,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, angles, use_reentrant=False) if self.recompute else block(x, angles)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        return self.loss_function(logits.flatten(0, 1).float(), tokens.flatten())
 
 
 def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, recompute: bool) -> Subject:

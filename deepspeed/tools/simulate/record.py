@@ -307,9 +307,11 @@ class Recorder(TorchDispatchMode):
         self.host_wait(reason, stream=MODULE.current_stream().number)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return a result whose size depends on data; half are taken to be true. The program waits."""
+        """Return a result whose size depends on data; all are taken to be true. The program waits."""
         self._wait_here("a size that depends on data")
-        return torch.empty((max(1, mask.numel() // 2), mask.dim()), dtype=torch.int64, device=mask.device)
+        func, out = _aten.nonzero.default, torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=mask.device)
+        self._note(func, _op(func), (mask,), {}, out)
+        return out
 
     def _plain_index(self, index: Any) -> Iterable[Any]:
         if _is_mask(index):
@@ -351,7 +353,7 @@ class Recorder(TorchDispatchMode):
                     elif not op.aliased[position] and not op.factory:
                         reads[_on_host(tensor)].append(touch)
         for tensor in _tensors(out):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
                 devices.add(tensor.fake_device.type)
                 if not self.stores.known(tensor):
                     writes.append(self.stores.touch(tensor, pinned=bool(kwargs.get("pin_memory"))))

@@ -99,6 +99,7 @@ GATES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "crash": ("crash", "check_crashes", dict(kills=200, ranks=2, seed=0, stage=3, folder=None, background=False)),
     "schedule": ("layouts.schedule", "check_schedule", _PICTURE),
     "moe": ("layouts.moe", "check_experts", dict(**_MODEL, **{**_NAMED, "ranks": 4})),
+    "sp": ("layouts.sp", "check_sequences", dict(**_MODEL, **{**_NAMED, "ranks": 4})),
     "3d": ("layouts.three_axes", "check_layouts", dict(matrix=False, checkpoints=False, **_LAYOUTS)),
 }
 

@@ -35,6 +35,15 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
+def sizes_and_stages(driver: "Driver", config: dict[str, Any], given: int) -> tuple[list[int], list[int | None]]:
+    """Return the sizes of a group and the stages to try, or the ``given`` one. Raises ValueError for one rank."""
+    ranks = driver.options.ranks
+    sizes = [given] if given else [n for n in range(2, ranks + 1) if not ranks % n]
+    if not sizes:
+        raise ValueError(f"--ranks {ranks}: 2 ranks at least share the work")
+    return sizes, [None] if "stage" in (config.get("zero_optimization") or {}) else [*range(4)]
+
+
 def aligned(values: Sequence[object], widths: Sequence[int]) -> str:
     """Join the padded cells of one row of a table whose other rows are not known yet."""
     return "  ".join(str(value).ljust(width) for value, width in zip(values, widths, strict=False))

@@ -47,6 +47,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 KEPT_KEYS = (
     *("zero_optimization", "gradient_accumulation_steps", "gradient_clipping", "prescale_gradients"),
     *("gradient_predivide_factor", "activation_checkpointing", "expert_parallel"),
+    *("sequence_parallel_size", "sequence"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
 # With these an engine is built once more, to look at the dtypes.
@@ -172,7 +173,7 @@ def start_engine(case: Case, config: dict[str, Any], model: nn.Module | None = N
 
 def _train_step(engine: Any, case: Case, record: StepRecord, step: int, errors: Errors) -> None:
     """Train one step and compare all of it. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = engine.mesh.data.index, engine.mesh.data.size
     for micro in range(case.accumulation):
         place = MicroBatch(step, micro, rank, world)
         losses = case.seeded_loss(engine, place)
@@ -207,8 +208,9 @@ def run_cell(
     """Train the model of the cell, or ``case``, on this process group; return this rank's errors. Collective."""
     case = case or case_of(cell.model, cell.config)
     case = case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
-    reference = train_reference(case, world=dist.get_world_size(), steps=steps)
     config, errors = cell.settings(case), no_errors()
+    batches = dist.get_world_size() // config.get("sequence_parallel_size", 1)
+    reference = train_reference(case, world=batches, steps=steps)
     engine = start_engine(case, config)
     prepare(engine)
     for step, record in enumerate(reference):

@@ -51,22 +51,25 @@ def _look(engine: Any, lora: Lora | None) -> tuple[dict[str, Any], MemoryPlan]:
     if lora is not None:
         layers = [path for path, module in model.named_modules() if isinstance(module, AdaptedLinear)]
         facts["lora"] = {"rank": lora.rank, "layers": layers}
-    if exchanges := _exchanges(engine):
-        facts["exchange_bytes_per_token"] = exchanges
+    facts |= _per_token(engine)
     facts["bytes"] = {x.what: {"device": x.device, "host": x.host, "drive": x.drive} for x in memory.lines}
     facts["together"] = {"device": memory.device, "host": memory.host, "drive": memory.drive}
     return facts, memory
 
 
-def _exchanges(engine: Any) -> int:
-    """Return the most bytes that an exchange of experts keeps on the device for each token of a rank: its hidden state
-    by receiving rank, before and after the way, and by chosen expert. 0 without experts, or where sizes are not known.
+def _per_token(engine: Any) -> dict[str, Any]:
+    """Return bytes on the device for each token of a rank: inputs of blocks, which recomputation keeps, with the ranks
+    that share a sequence; and the most of an exchange of experts: its hidden state by receiving rank, before and after
+    the way, and by chosen expert. Nothing where sizes are not known.
     """
-    config = getattr(engine.module, "config", None)
-    width, choices = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_experts_per_tok"))
-    ranks = max((group.size for group in engine.mesh.experts), default=0)
-    itemsize = max(param.element_size() for param in engine.module.parameters())
-    return (2 * min(choices, ranks) + choices) * width * itemsize if ranks else 0
+    config, mesh = getattr(engine.module, "config", None), engine.mesh
+    names = "hidden_size", "num_hidden_layers", "num_experts_per_tok"
+    width, blocks, choices = (getattr(config, name, 0) or 0 for name in names)
+    ranks = max((group.size for group in mesh.experts), default=0)
+    width *= max(param.element_size() for param in engine.module.parameters())
+    kept = {"block_input_bytes_per_token": blocks * width, "sequence_ranks": mesh.sp.size} if blocks * width else {}
+    exchanged = (2 * min(choices, ranks) + choices) * width
+    return kept | ({"exchange_bytes_per_token": exchanged} if ranks and exchanged else {})
 
 
 def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
@@ -81,6 +84,9 @@ def _text(facts: dict[str, Any], memory: MemoryPlan, title: str) -> str:
         more = ", ..." if len(names) > _LISTED else ""
         lines.append(f"LoRA of rank {rank} on {len(layers)} layers ({', '.join(names[:_LISTED])}{more})")
     beside = ["beside them: activations and inputs (ds_simulate)"]
+    if nbytes := facts.get("block_input_bytes_per_token"):
+        share = f"; {facts['sequence_ranks']} ranks share a sequence" * (facts["sequence_ranks"] > 1)
+        beside.append(f"with recomputation, inputs of blocks: {size(1000 * nbytes)} for 1,000 tokens of a rank{share}")
     if nbytes := facts.get("exchange_bytes_per_token"):
         beside.append(f"an exchange of experts: at most {size(1000 * nbytes)} of these for 1,000 tokens of a rank")
     return "\n".join([*lines, "", memory.table(), "", *beside])

@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.moe import spread
 from deepspeed.tools.simulate.models import Decoder, Shape
-from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of
+from deepspeed.tools.verify.driver import Driver, RowResult, aligned, config_of, sizes_and_stages
 from deepspeed.tools.verify.grads import KINDS, Cell, Errors, judge, run_cell, start_engine
 from deepspeed.tools.verify.models import Case, MicroBatch
 from deepspeed.tools.verify.user_model import case_of
@@ -60,7 +60,7 @@ def wire_bytes(index: torch.Tensor, ranks: int, experts: int, hidden: torch.Tens
     """
     goes = torch.zeros(len(index), ranks, dtype=torch.bool).scatter_(1, index // experts, 1)
     of_row = 2 * hidden.shape[1] * hidden.itemsize + index.shape[1] * (weights.itemsize + _COUNT)
-    return int(goes.sum()) * of_row + 2 * _COUNT * ranks
+    return int(goes.sum()) * of_row + 3 * _COUNT * ranks  # rows, pairs, and whether scores are finite
 
 
 def count_wire(cell: Cell) -> tuple[int, int]:
@@ -111,10 +111,7 @@ def check_experts(driver: Driver) -> int:
     options, config = driver.options, config_of(driver.options)
     model, block = options.model or TOY, config.get("expert_parallel") or {}
     ep, etp = (block.get(key, 1) for key in ("autoep_size", "expert_tensor_parallel_size"))
-    sizes = [ep] if ep * etp > 1 else [n for n in range(2, options.ranks + 1) if not options.ranks % n]
-    stages = [None] if "stage" in (config.get("zero_optimization") or {}) else [*range(4)]
-    if not sizes:
-        raise ValueError(f"--ranks {options.ranks}: experts are divided over 2 ranks at least")
+    sizes, stages = sizes_and_stages(driver, config, ep if ep * etp > 1 else 0)
 
     def cell(stage: int | None, ep: int) -> Cell:
         divided = {**block, "enabled": True, "autoep_size": ep}
