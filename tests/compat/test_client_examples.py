@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 PACKAGES = {
     "finetune_hf_trainer": ("transformers", "accelerate"),
     "moe_finetune": ("transformers",),
+    "long_context": ("transformers",),
     "finetune_accelerate": ("transformers", "accelerate"),
     "lora_zero3": ("transformers", "accelerate", "peft"),
     "lightning_fit": ("lightning",),
@@ -25,6 +26,7 @@ PACKAGES = {
 WRITTEN = {
     "finetune_hf_trainer": "model.safetensors",
     "moe_finetune": "pytorch_model.bin",
+    "long_context": "pytorch_model.bin",
     "finetune_accelerate": "model.safetensors",
     "lora_zero3": "adapter_model.safetensors",
     "lightning_fit": "lightning.ckpt/latest",
@@ -67,6 +69,7 @@ def needs(example: str) -> None:
     [
         ("finetune_hf_trainer", 3),
         ("moe_finetune", 3),
+        ("long_context", 3),
         ("finetune_accelerate", 2),
         ("lora_zero3", 3),
         ("lightning_fit", 3),
