@@ -33,10 +33,10 @@ FUNCTION_LINES = 60
 # Experts over ranks came: meshes and gradients of them (core, 78), the block, gates, layers and the exchange of tokens
 # (surface, 775). Nothing left for them but two mixins of the engine and tables of what was not there.
 # Then came what experts lacked (loads, balance, adapters, DeepSpeed's files in parts: surface, 1,180), sequences over
-# ranks (axis and keys: core, 121; attention, a ring, tiles, packing: surface, 3,390), and both in ds_simulate, ds_plan
+# ranks (axis and keys: core, 122; attention, a ring, tiles, packing: surface, 3,390), and both in ds_simulate, ds_plan
 # and ds_verify (tools, 489). Nothing left for them. This is a debt: the sequences were to be 2,000 lines.
-CORE_LINES = 20_327
-SURFACE_LINES = 28_301
+CORE_LINES = 20_328
+SURFACE_LINES = 28_303
 TOOLS_LINES = 11_934
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.

@@ -1,6 +1,7 @@
 """Tiles of the loss and of MLPs, by configuration, on models of Transformers as they are."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def _batch(rank: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+@mock.patch.object(logits, "TILE_BYTES", 5 * WORDS * 4)
 def _apart(kind: str, stage: int, sp: int) -> list[float]:
     """Errors of loss, gradients and logits, beside one process with the batches of both ranks (``sp`` 2: one batch)."""
-    logits.TILE_BYTES = 5 * WORDS * 4
     rank, plain, model = dist.get_rank(), _model(kind), _model(kind)
     batches = [_batch(0, 12)] if sp > 1 else [_batch(r, 12 + 4 * r) for r in range(2)]
     outputs = [plain(**batch) for batch in batches]
@@ -84,9 +85,9 @@ def test_tiles_and_parts_of_sequences_together(pool2: Any) -> None:
         assert max(errors) <= 1e-6, errors
 
 
+@mock.patch.object(logits, "TILE_BYTES", 5 * WORDS * 4)
 def _generated() -> bool:
     """Whether words are chosen as without an engine, and evaluation gives the same loss and logits."""
-    logits.TILE_BYTES = 5 * WORDS * 4
     plain, model = _model("llama").eval(), _model("llama")
     engine = start(model, make_config(0, sequence={"loss": "tiled"}))
     engine.eval()

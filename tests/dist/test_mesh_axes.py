@@ -44,7 +44,8 @@ def _grid() -> tuple[list[list[int]], int, str, int]:
     mesh = build_mesh("gloo", sp=2, inner_size=2)
     shard, outer = mesh.groups
     joined += [_sum_over(axis) for axis in (shard, outer, mesh.data, mesh.zero)]
-    assert mesh.zero is mesh.job and mesh.pp.size == mesh.tp.size == 1 and mesh.title(3) == "rank 3"
+    assert mesh.zero is mesh.job and mesh.pp.size == mesh.tp.size == 1
+    assert mesh.title(3) == "rank 3 (sequence-parallel rank 1)"
     destroy_mesh(mesh)
     return joined, made, title, dist.get_rank()
 

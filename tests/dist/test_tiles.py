@@ -3,6 +3,7 @@
 import functools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,14 +74,15 @@ def _own_head(model: Long) -> None:
     model.lm_head.__class__ = Adapted
 
 
-def _few_bytes() -> None:
-    """Three or four rows to a tile, from the first tile on."""
-    logits.TILE_BYTES, logits.LAZY_FROM, memory._MLP_FROM = 4 * WORDS * 4, 2, 2
+def _few_bytes(run: Any) -> Any:
+    """Let ``run`` see three or four rows to a tile, from the first tile on."""
+    run = mock.patch.multiple(logits, TILE_BYTES=4 * WORDS * 4, LAZY_FROM=2)(run)
+    return mock.patch.object(memory, "_MLP_FROM", 2)(run)
 
 
+@_few_bytes
 def _parity(prepare: Any, stage: int, options: dict[str, Any], changes: dict[str, Any]) -> dict[str, float]:
     """Train three steps beside one process that sees the batches of both ranks; return the largest errors."""
-    _few_bytes()
     gas, world = changes.get("gradient_accumulation_steps", 1), dist.get_world_size()
     torch.manual_seed(1)
     model, plain = Long(**options), Long(**options)

@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[2] / "deepspeed"
 
 PRIVATE = {
     "torch.Tensor._make_subclass": "tools/simulate/install.py",
-    "torch._C": "client/zero/incoming.py tools/simulate/install.py zero/hooks.py zero/param.py",
-    "torch._C.DisableTorchFunctionSubclass": "client/zero/incoming.py zero/param.py",
+    "torch.Tensor._make_wrapper_subclass": "sequence/tiling/logits.py",
+    "torch._C": "client/zero/incoming.py sequence/tiling/logits.py tools/simulate/install.py zero/hooks.py "
+    "zero/param.py",
+    "torch._C.DisableTorchFunctionSubclass": "client/zero/incoming.py sequence/tiling/logits.py zero/param.py",
     "torch._C._current_graph_task_id": "zero/hooks.py",
     "torch._C._distributed_c10d.FakeWork": "tools/simulate/install.py tools/simulate/record.py",
     "torch._C._distributed_c10d.FakeWork.unbox": "tools/simulate/record.py",
@@ -100,6 +102,10 @@ PRIVATE_OF_OBJECTS = {
     "Tensor._post_accumulate_grad_hooks": "tools/verify/teardown.py",
     "OpOverload._schema": "tools/simulate/record.py",
     "aten._to_copy": "tools/simulate/record.py",
+    "aten._scaled_dot_product_flash_attention": "sequence/ring.py",
+    "aten._scaled_dot_product_flash_attention_backward": "sequence/ring.py",
+    "aten._scaled_dot_product_flash_attention_for_cpu": "sequence/ring.py",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": "sequence/ring.py",
 }
 
 # Names that torch has not everywhere, and what it takes.

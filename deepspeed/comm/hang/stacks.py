@@ -268,7 +268,8 @@ def spot_of(frames: list[FrameType], modules: Mapping[int, str], *, whole: bool 
 def spots(thread: int, modules: Mapping[int, str], *, whole: bool = False, busy: bool = False) -> Spot:
     """Return the place of ``thread``, or of a thread on which autograd works for it and waits."""
     current, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
-    del current[threading.get_ident()]  # this frame would hold itself, and so all frames' tensors until a collection
+    if thread != threading.get_ident():  # this frame would hold itself, and all frames' tensors until a collection
+        del current[threading.get_ident()]
     stack = list(outwards(current.get(thread)))
     spot = spot_of(stack, modules, whole=whole, busy=busy)
     if spot.kind or not any("autograd" in frame.f_code.co_filename for frame in stack[:3]):

@@ -65,7 +65,8 @@ class Mesh:
     @property
     def communicators(self) -> set[Any]:
         """Return the groups of several ranks whose collectives run on the device, where each holds memory."""
-        groups = (self.job, self.data, self.zero, self.tp, self.pp, self.sp, *self.groups, *self.sums, *self.made)
+        made = (group for group in self.made if group is not self.control and group is not self.host)
+        groups = (self.job, self.data, self.zero, self.tp, self.pp, self.sp, *self.groups, *self.sums, *made)
         return {group.pg for group in groups if group.size > 1 and group.backend != "gloo"}
 
     @property

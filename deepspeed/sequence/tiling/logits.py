@@ -189,7 +189,8 @@ class LazyLogits(torch.Tensor):
     ) -> "LazyLogits":
         """Make logits of the dtype and the number of words of ``sample``."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=sample.dtype, device=sample.device)
+        like: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device}
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(cls, shape, **like)
         made._head, made._hidden, made._steps = head, hidden, steps
         return made
 
