@@ -63,5 +63,5 @@ def test_a_plan_counts_inputs_of_blocks_and_the_axis(folder: Path) -> None:
     done = run_all({"plan": [*_given("ring"), "--json"]}, folder, module="deepspeed.tools.simulate.plan.cli")["plan"]
     facts: dict[str, Any] = json.loads(done.stdout)
     assert facts["block_input_bytes_per_token"] == BLOCKS * WIDTH * 2 and facts["sequence_ranks"] == WORLD
-    # of the job, of the axis, and of the ring
-    assert [what for what in facts["bytes"] if what.startswith("communicators: 3")]
+    # of the job, whose ranks share each sequence, and of the ring
+    assert [what for what in facts["bytes"] if what.startswith("communicators: 2")]
