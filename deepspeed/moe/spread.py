@@ -22,7 +22,7 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.loads import ExpertLoads
-from deepspeed.moe.utils import GROUP_NAME, is_moe_param
+from deepspeed.moe.utils import GROUP_NAME, is_moe_param, stacked_experts
 from deepspeed.monitor.log import log_dist
 from deepspeed.optim.registry import granularity
 from deepspeed.zero.layout import Place
@@ -156,7 +156,7 @@ def _stacked(model: nn.Module, block: ExpertParallelConfig) -> Iterator[tuple[st
         )
     for path, module in matching.items():
         module, adapters = _adapted(module)
-        number = _number(module)
+        number = stacked_experts(module) if _routes(module) else 0
         if any(not hasattr(adapter, "get_delta_factors") for adapter in adapters):
             raise DeepSpeedConfigError(f"expert_parallel: adapters on {path} need PEFT 0.21 or later; update it")
         if not number:
@@ -191,18 +191,13 @@ def divided_at(tensor: torch.Tensor) -> nn.Parameter | None:
     return next((p for p in same if hasattr(p, "tp_place") and tuple(p.shape) != p.tp_place.shape), None)
 
 
-def _number(module: nn.Module) -> int:
-    """Return how many experts ``module`` stacks in each of its own parameters; 0 where it is no module of experts."""
-    number = getattr(module, "num_experts", 0)
-    shapes = [tuple(param.shape) for param in module.parameters(recurse=False)]
-    stacked = isinstance(number, int) and all(shape and shape[0] == number for shape in shapes)
-    if not stacked or max(map(len, shapes), default=0) < 3:  # a router has a row for each expert, not a matrix
-        return 0
+def _routes(module: nn.Module) -> bool:
+    """Tell whether ``module`` is called with tokens, the experts chosen for them, and their weights."""
     try:
         inspect.signature(module.forward).bind("hidden", "index", "weights")
     except TypeError:
-        return 0
-    return int(number)
+        return False
+    return True
 
 
 def inner_cut(module: nn.Module, name: str, param: nn.Parameter, etp: int, *, at: str) -> tuple[int, int]:

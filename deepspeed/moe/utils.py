@@ -44,6 +44,14 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str
     return split_params_into_different_moe_groups_for_optimizer(groups)
 
 
+def stacked_experts(module: torch.nn.Module) -> int:
+    """Return how many experts ``module`` stacks in each of its own parameters (experts first); 0 where it does not."""
+    number = getattr(module, "num_experts", 0)
+    shapes = [tuple(param.shape) for param in module.parameters(recurse=False)]
+    stacked = isinstance(number, int) and all(shape and shape[0] == number for shape in shapes)
+    return int(number) if stacked and max(map(len, shapes), default=0) >= 3 else 0  # a router has a row for each
+
+
 def has_moe_layers(model: torch.nn.Module) -> tuple[bool, int]:
     """Return (whether there is a layer of experts, number of experts of the last one)."""
     numbers = [m.num_experts for m in model.modules() if getattr(m, "is_mixture_of_experts", False)]

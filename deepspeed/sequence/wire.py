@@ -60,9 +60,8 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     for top in tops:
         attach_attention(top, back)
         balance_whole_sequences(top)
-        Hooks(mesh.sp, ring, cuts=client is None, in_eval=not getattr(client, "disable_in_eval", True)).attach(
-            top, back
-        )
+        in_eval = not getattr(client, "disable_in_eval", True)
+        Hooks(mesh.sp, ring, cuts=client is None, in_eval=in_eval).attach(top, back)
     around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}{around}")
     return mesh
@@ -73,8 +72,7 @@ def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:
     ranks, place = mesh.sp.ranks, mesh.sp.index
     if ways == len(ranks):
         return mesh, None
-    first = place - place % ways
-    mesh, inner = with_group(mesh, "sequence/heads", ranks[first : first + ways])
+    mesh, inner = with_group(mesh, "sequence/heads", ranks[place - place % ways :][:ways])
     mesh, outer = with_group(mesh, "sequence/ring", ranks[place % ways :: ways])
     return mesh, RingGroups(inner, outer)
 
@@ -178,7 +176,7 @@ class Hooks:
         """Cut a whole batch, the same on all ranks."""
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         fault = shape_fault(given, (name, "labels"))
-        group, ids, device = self._group, given.get(name), self._device(run.module)
+        group, ids, device = self._group, given.get(name), next(run.module.parameters()).device
         error = SequenceError(f"sequence parallelism: {fault}") if fault else None
         numbers: list[int | torch.Tensor] = [0, 0, 0]
         if not fault:
@@ -187,11 +185,8 @@ class Hooks:
             numbers = [ids.shape[0], ids.shape[1], sum(_checksum(value) for value in checked if value is not None)]
         answers = agreed(numbers, error, group, device)
         if bool((answers != answers[0]).any()):
-            shapes = ", ".join(
-                f"rank {r}: {tuple(row[:2])}" for r, row in zip(group.ranks, answers.tolist(), strict=True)
-            )
             raise SequenceError(
-                f"the ranks of one sequence got different batches ([rows, tokens] of {shapes}). Take them from "
+                f"the ranks of one sequence got different batches ({_shapes(answers, group)}). Take them from "
                 "engine.deepspeed_io, wrap the loader in UlyssesSPDataLoaderAdapter, or sample by data-parallel ranks"
             )
         assert ids is not None
@@ -215,12 +210,10 @@ class Hooks:
         if not fault:
             assert ids is not None
             numbers = [ids.shape[0], ids.shape[1], 0 if targets is None else targets.ne(IGNORED).sum()]
-        answers = agreed(numbers, error, self._group, self._device(run.module))
+        answers = agreed(numbers, error, self._group, next(run.module.parameters()).device)
         rows, lengths = answers[:, 0].tolist(), answers[:, 1].tolist()
         if len(set(rows)) > 1 or min(lengths) == 0:
-            shapes = ", ".join(
-                f"rank {r}: {s}" for r, s in zip(self._group.ranks, answers[:, :2].tolist(), strict=True)
-            )
+            shapes = _shapes(answers, self._group)
             raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
         assert ids is not None
         codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
@@ -229,9 +222,6 @@ class Hooks:
             given = {**given, "labels": targets}
         whole = joined(codes.to(answers.device), self._group, lengths)
         return given, layout_of(whole, self._group, lengths, self._ring)
-
-    def _device(self, module: nn.Module) -> torch.device:
-        return next(module.parameters()).device
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._runs or self._runs[-1].module is not module:
@@ -256,6 +246,11 @@ class Hooks:
         if not run.summed:  # the mean over no token is no number
             loss = torch.where(count > 0, loss, 0.0) * (count / run.counts.sum().clamp(min=1)).to(loss.dtype)
         return sum_parts(loss, self._group)
+
+
+def _shapes(answers: torch.Tensor, group: AxisGroup) -> str:
+    shapes = zip(group.ranks, answers[:, :2].tolist(), strict=True)
+    return "[rows, tokens] of " + ", ".join(f"rank {rank}: {shape}" for rank, shape in shapes)
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

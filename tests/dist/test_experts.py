@@ -156,6 +156,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
     ),
     "folded over tensor-parallel ranks": ("llama", 4, 3, {}, {"tensor_parallel": {"autotp_size": 2}}, ""),
     "beside tensor parallelism": ("llama", 2, 1, {}, {"tensor_parallel": {"autotp_size": 2}}, ""),
+    "experts in tiles": ("llama", 2, 3, {}, {"sequence": {"mlp_tiles": 3}}, ""),
     "layer, ranks without tokens": ("layered", 4, 3, {**DROPLESS, "k": 1}, {}, "skewed layers"),
     "layer, top-2 without capacity": ("layered", 2, 1, DROPLESS, {}, ""),
     "layer, top-1 with capacity": ("layered", 4, 3, {"k": 1, "use_rts": False, "min_capacity": 1}, {}, ""),

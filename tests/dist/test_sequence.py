@@ -329,7 +329,7 @@ FAULTS = {
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
     "stages": "sequence_parallel_size beside pipeline stages is not in this release",
     "different": "the ranks of one sequence got different batches",
-    "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: (2, 16), rank 1: (2, 13)",
+    "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: [2, 16], rank 1: [2, 13]",
     "labels": "the batch has no tensor 'labels'",
     "positions": "a part of a sequence needs its position ids",
 }

@@ -95,6 +95,22 @@ def test_a_parameter_that_nobody_named_gets_one_gradient() -> None:
     assert extra.grad is not None and torch.allclose(extra.grad, mlp(x).sum((0, 1)), atol=1e-4)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_hook_on_a_parameter_sees_one_gradient_a_backward(named: bool) -> None:  # noqa: FBT001
+    """Tensor parallelism sums the gradients of shared norms in such a hook: each call is a collective."""
+    grads = []
+    for shards in (0, 3):
+        mlp, x, calls = _Mlp(), torch.linspace(-1, 1, 104).view(1, 13, 8).requires_grad_(), list[int]()
+        for param in mlp.parameters():
+            param.register_hook(lambda grad, calls=calls: (calls.append(1), 2 * grad)[1])
+        listed = [*mlp.parameters()] if named else [mlp.up.weight]
+        out = TiledMLP.apply(_call, mlp, x, shards, listed) if shards else mlp(x)
+        out.square().sum().backward()
+        assert len(calls) == 4
+        grads.append([param.grad for param in mlp.parameters()])
+    assert _error(grads[1], grads[0]) <= 1e-6
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losses_of_tiles_are_weighed_by_their_positions(reduction: Any) -> None:
     head, x = nn.Linear(8, 5), torch.randn(2, 13, 8, requires_grad=True)

@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.config.model.sequence import SequenceConfig
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.moe.utils import stacked_experts
 from deepspeed.monitor.log import log_dist
 from deepspeed.sequence.tiling.logits import LazyHead, tile_bytes
 from deepspeed.sequence.tiling.offload import get_checkpoint_hidden_states_offloading_ctx_manager
@@ -86,7 +87,7 @@ def _mlps(model: nn.Module) -> Iterator[nn.Module]:
             mlp = layer._modules.get(name)
             if mlp is None:
                 continue
-            experts = [module for module in mlp.modules() if _is_stack(module)]
+            experts = [module for module in mlp.modules() if stacked_experts(module)]
             mixed = experts or any(isinstance(module, nn.ModuleList) for module in mlp.modules())
             yield from experts if mixed else [mlp]
 
@@ -96,20 +97,13 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
     yield from (m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "LayerNorm")))
 
 
-def _is_stack(module: nn.Module) -> bool:
-    """Tell whether ``module`` has experts stacked in its own parameters."""
-    number, params = getattr(module, "num_experts", 0), [*module.parameters(recurse=False)]
-    stacked = isinstance(number, int) and all(p.dim() and p.shape[0] == number for p in params)
-    return stacked and any(p.dim() == 3 for p in params)  # a router has a matrix
-
-
 class _TiledForward:
     """The ``forward`` of an MLP, or of stacked experts, in ``tiles`` tiles or as many as bytes ask for."""
 
     def __init__(self, module: nn.Module, tiles: int | str, logged: list[int]) -> None:
         self._module, self._tiles, self._logged = module, tiles, logged
         self.forward: Callable[..., torch.Tensor] = module.forward
-        self._stacked = _is_stack(module)
+        self._experts = stacked_experts(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module in tiles of its tensors, where they all are of the same tokens."""
@@ -128,8 +122,8 @@ class _TiledForward:
             return self._tiles
         size = sum(p.numel() for p in self._module.parameters() if p.dim() > 1) / hidden.shape[-1]
         size = size or 3 * hidden.shape[-1]  # of a norm: in fp32, and a narrow one
-        if self._stacked:
-            size *= (more[0].shape[-1] if more else 1) / next(self._module.parameters()).shape[0]
+        if self._experts:
+            size *= (more[0].shape[-1] if more else 1) / self._experts
         # once for the values, once for their gradients
         nbytes = 2 * size * hidden.element_size() * hidden.numel() / hidden.shape[-1]
         tiles = math.ceil(nbytes / tile_bytes(hidden.device))

@@ -80,11 +80,17 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         computed = tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, nn.Parameter)
         return computed and tensor.nbytes >= self._smallest and tensor.device.type != "cpu"
 
-    def _side(self) -> Any:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start a copy behind all work so far; return the event of its end."""
+        accelerator = get_accelerator()
         if self._stream is None:
-            accelerator = get_accelerator()
             self._stream = accelerator.Stream() if self._streams else accelerator.current_stream()
-        return self._stream
+        self._stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = accelerator.Event()
+            event.record(self._stream)
+        return event
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.moves(tensor):
@@ -100,34 +106,22 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def _send(self, kept: _Activation) -> None:
         """Start the copy of ``kept`` to the host; its memory on the device is free after at most ``in_flight`` more."""
         assert kept.tensor is not None
-        accelerator, side = get_accelerator(), self._side()
         kept.host = self.buffers.take(kept.tensor)
-        side.wait_stream(accelerator.current_stream())
-        with accelerator.stream(side):
-            kept.host.copy_(kept.tensor, non_blocking=True)
-            kept.event = accelerator.Event()
-            kept.event.record(side)
+        kept.event = self._copy(kept.host, kept.tensor)
         self.copied += 1
         self._out.append(kept)
         while len(self._out) > (self._in_flight if self._streams else 0):
             oldest = self._out.popleft()
-            accelerator.current_stream().wait_event(
-                oldest.event
-            )  # so that whoever gets its memory comes after the copy
+            get_accelerator().current_stream().wait_event(oldest.event)  # whoever gets its memory comes after the copy
             oldest.tensor = None
 
     def _fetch(self, kept: _Activation) -> None:
         """Start the copy of ``kept`` to the device."""
         if kept.tensor is not None or kept.host is None:
             return
-        accelerator, side = get_accelerator(), self._side()
         # allocated on the stream that will use it, after whose work so far the copy may write it
         kept.tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
-        side.wait_stream(accelerator.current_stream())
-        with accelerator.stream(side):
-            kept.tensor.copy_(kept.host, non_blocking=True)
-            kept.event = accelerator.Event()
-            kept.event.record(side)
+        kept.event = self._copy(kept.tensor, kept.host)
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, _Activation):

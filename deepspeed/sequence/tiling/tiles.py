@@ -205,7 +205,8 @@ class _Gradients:
         sums = self._params | {p: self._unlisted.setdefault(p, Sum(p)) for p in more}
         needed = [i for i, need in enumerate(self._needs) if need]
         wanted = [*(leaves[i] for i in needed), *sums]
-        values = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+        with _without_hooks(sums):
+            values = torch.autograd.grad(output, wanted, grad, allow_unused=True)
         for i, value in zip(needed, values, strict=False):
             if i in self._whole:
                 self._whole[i].add(value)
@@ -226,6 +227,19 @@ class _Gradients:
                 views = [param.view_as(param) for param in self._unlisted]
             torch.autograd.backward(views, [total.result(param) for param, total in self._unlisted.items()])
         return [self._params[p].result(p) if p in self._params else None for p in self._work.params]
+
+
+@contextlib.contextmanager
+def _without_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let nobody see the gradients of ``params`` inside: hooks on them are for the sum of all tiles."""
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in params if p._backward_hooks]
+    for known, _ in hooks:
+        known.clear()
+    try:
+        yield
+    finally:
+        for known, kept in hooks:
+            known.update(kept)
 
 
 def _unlisted(output: torch.Tensor, listed: set[torch.Tensor]) -> list[torch.Tensor]:
