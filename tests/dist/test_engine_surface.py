@@ -71,3 +71,19 @@ def missing(name: str) -> str:
 def test_parts_that_come_later_say_so_by_name(pool1: RankPool, name: str) -> None:
     (said,) = pool1.run(missing, name)
     assert name in said
+
+
+def modes() -> tuple[bool, ...]:
+    """``training`` of engine and module after eval() and train()."""
+    engine = start(torch.nn.Linear(4, 4), make_config(1))
+    engine.eval()
+    off = engine.training, engine.module.training
+    engine.train()
+    on = engine.training, engine.module.training
+    engine.destroy()
+    return *off, *on
+
+
+def test_the_engine_itself_knows_its_mode(pool2: RankPool) -> None:
+    """``engine.training`` follows ``eval()`` and ``train()``."""
+    assert pool2.run(modes) == [(False, False, True, True)] * 2

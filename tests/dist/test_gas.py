@@ -75,3 +75,21 @@ def test_a_window_has_the_length_that_its_micro_batches_are_divided_by(pool2: An
     for error, lengths in pool2.run(changed_lengths, stage, {(1, 0): 2, (3, 1): 4}, client):
         assert lengths == [3, 2, 2, 2, 4]
         assert error <= 1e-6, error
+
+
+def reductions_of_a_window(stage: int) -> float:
+    """Reductions per unit and update with an accumulation of four."""
+    engine = start(seeded(Stack)(), make_config(stage, gradient_accumulation_steps=4))
+    for micro in range(8):
+        x, y = _of_window(0, micro, dist.get_rank())
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+    count = engine.runtime.counts.reductions / 2 / len(engine.runtime.units)
+    engine.destroy()
+    return count
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_window_is_reduced_once_where_gradients_stay_local(pool2: Any, stage: int) -> None:
+    """It was twice: the first gradient of the last backward sent the unit off."""
+    assert pool2.run(reductions_of_a_window, stage) == [1.0, 1.0]
