@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,25 @@ def test_steps_are_counted_in_fp32_whatever_the_default_dtype(cls: type[torch.op
     finally:
         torch.set_default_dtype(torch.float32)
     assert int(optimizer.state[weight]["step"]) == 300
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_a_native_step_is_seen_by_autograd(cls: type[torch.optim.Optimizer]) -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = cls([weight], lr=0.1)
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(8)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_one_pool_of_threads_serves_all_sizes(threads: None) -> None:
+    torch.set_num_threads(4)
+    for pieces in (2, 3, 4):
+        adam(tensors(pieces * host._GRAIN))
+    names = {t.name.rsplit("_", 1)[0] for t in threading.enumerate() if t.name.startswith("deepspeed-4-threads")}
+    assert len(names) == 1
 
 
 def test_all_kernels_are_built() -> None:
