@@ -95,6 +95,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._kinds: list[str] | None = None  # of the last batch, on every rank
+        # Who reads one batch together: all ranks of a sequence, unless each of them reads its part.
+        self._alike = ("pp", "tp") if module.sharers is not None else ("pp", "sp", "tp")
         cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
         log_dist(f"pipeline: {module.schedule}, {cut}")
 
@@ -230,9 +232,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _lose(self, outcome: PassResult) -> None:
         """Note that this rank has lost the batch, also for the ranks that share its layers and may wait for it."""
-        fault, tp = outcome.fault, self.mesh.tp
-        if tp.size > 1 and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
-            peers = " or ".join(self.mesh.title(rank) for rank in tp.ranks if rank != tp.ranks[tp.index])
+        fault, mesh = outcome.fault, self.mesh
+        sharing = {*mesh.tp.ranks, *mesh.sp.ranks} - {mesh.job.ranks[mesh.job.index]}
+        if sharing and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
+            peers = " or ".join(mesh.title(rank) for rank in sorted(sharing))
             place, cause = str(fault).partition(": ")[0], fault.__cause__
             fault = PipelineError(f"{place}: {peers} does not answer and has ended or is out of reach")
             fault.__cause__ = cause
@@ -263,7 +266,7 @@ class PipelineEngine(DeepSpeedEngine):
                     item = next(source)
                     one = self.module.micro_batch(item if self._batch_fn is None else self._batch_fn(item))
                     kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
-                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size > 1 else 0)
+                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size > 1 or self._kinds is None else 0)
                     labels.append(_checksum(one.labels))
                     batch.append(map_tensors(one, lambda t: t.to(self.device, non_blocking=True)))
             except StopIteration:
@@ -287,8 +290,11 @@ class PipelineEngine(DeepSpeedEngine):
         tp, labels, inputs = self.mesh.tp, 0, 0
         tp_size, index = (1, 0) if tp.alike else (tp.size, tp.index)
         if read is not None:
-            num_peers, first = len(self.module.readers) * tp_size - 1, self.stage_id == self.module.readers[0]
-            labels = (num_peers if first and index == 0 else -1) * _digest(self.mesh.data.index, read.labels)
+            sp, whole = self.mesh.sp, "sp" in self._alike
+            first = self.stage_id == self.module.readers[0] and index == 0 and (sp.index == 0 or not whole)
+            num_peers = len(self.module.readers) * tp_size * (sp.size if whole else 1) - 1
+            place = self.mesh.data.index, 0 if whole else sp.index
+            labels = (num_peers if first else -1) * _digest(place, read.labels)
             inputs = (tp_size - 1 if index == 0 else -1) * _digest(tp.ranks, read.inputs)
         return not any(self._sum([int(odd), labels, inputs if tp_size > 1 else 0], torch.int64))
 
@@ -315,7 +321,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError("; ".join(faults[:3]))
         grid = self.mesh.topology
         for rank, read in readers.items():
-            together = (rank,) if grid is None else grid.axis(rank, "pp", "tp").ranks
+            together = (rank,) if grid is None else grid.axis(rank, *self._alike).ranks
             first, sharer = next(r for r in together if r in readers), self.mesh.sharers(rank)[0]
             for kind, other, expected, actual in (
                 ("inputs of other shapes", first, readers[first].kinds, read.kinds),
@@ -328,8 +334,20 @@ class PipelineEngine(DeepSpeedEngine):
                         f"{self.mesh.title(other)} and {self.mesh.title(rank)} have read {kind} for micro-batch {odd}; "
                         "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
+        self._check_parts(readers)
         column = self.mesh.pp.ranks
         return next(readers[r] for r in column if r in readers).kinds
+
+    def _check_parts(self, readers: dict[int, _Read]) -> None:
+        """Raise where ranks that read parts of one sequence have read the same, which is the whole of it."""
+        for rank, read in readers.items() if self.module.sharers is not None else ():
+            first = self.mesh.topology.axis(rank, "sp").ranks[0]
+            same = (readers[first].inputs, readers[first].labels) == (read.inputs, read.labels)
+            if rank != first and same and all(read.inputs) and all(read.labels):
+                raise PipelineError(
+                    f"{self.mesh.title(first)} and {self.mesh.title(rank)} share sequences and have read the same: each "
+                    "has to read its part of the tokens (deepspeed.sequence.batch.part_of, engine.set_batch_fn)"
+                )
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Read further batches from ``loader``, again and again."""
