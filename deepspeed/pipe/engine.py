@@ -340,13 +340,15 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _check_parts(self, readers: dict[int, _Read]) -> None:
         """Raise where ranks that read parts of one sequence have read the same, which is the whole of it."""
-        for rank, read in readers.items() if self.module.sharers is not None else ():
-            first = self.mesh.topology.axis(rank, "sp").ranks[0]
-            same = (readers[first].inputs, readers[first].labels) == (read.inputs, read.labels)
-            if rank != first and same and all(read.inputs) and all(read.labels):
+        grid = self.mesh.topology
+        if grid is None or self.module.sharers is None:
+            return
+        for rank, read in readers.items():
+            first = grid.axis(rank, "sp").ranks[0]
+            if rank != first and read == readers[first] and all(read.inputs) and all(read.labels):
                 raise PipelineError(
-                    f"{self.mesh.title(first)} and {self.mesh.title(rank)} share sequences and have read the same: each "
-                    "has to read its part of the tokens (deepspeed.sequence.batch.part_of, engine.set_batch_fn)"
+                    f"{self.mesh.title(first)} and {self.mesh.title(rank)} share sequences and have read the same: "
+                    "each has to read its part of the tokens (deepspeed.sequence.batch.part_of, engine.set_batch_fn)"
                 )
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:

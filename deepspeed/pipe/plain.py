@@ -234,8 +234,8 @@ def cut_model(
         blocks = max(dict.fromkeys(parents), key=parents.count, default=None)
     if num_stages > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
-            "output_router_logits of the model's configuration asks for a loss over the routers of all blocks, of which a "
-            "stage has some; set it to False"
+            "output_router_logits of the model's configuration asks for a loss over the routers of all blocks, and a "
+            "stage has some of them; set it to False"
         )
     if not blocks or not isinstance(recursive_getattr(model, blocks), nn.ModuleList):
         raise UsageError(f"{type(model).__name__} has no nn.ModuleList of blocks; name it in blocks=")

@@ -50,15 +50,12 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     client = dims.registered
     if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
         return mesh
-    tops, fault, ways = outermost(model.source if isinstance(model, PlainPipeline) else model), None, 0
+    tops, fault = outermost(model.source if isinstance(model, PlainPipeline) else model), None
     try:
-        _check_stages(model, tops)
-        ways = min(
-            (check(top, mesh.sp.size, tp=mesh.tp.size, attention=cfg.sequence.attention) for top in tops), default=0
-        )
+        ways = _check_all(model, tops, mesh, cfg.sequence.attention)
     except DeepSpeedConfigError as error:
         fault = error
-    for rank, text in failures(fault, mesh.pp).items():  # stages have different layers
+    for rank, text in failures(fault, mesh.pp).items():  # the others wait, and may have other layers
         raise fault or DeepSpeedConfigError(f"{mesh.title(rank)}: {text}")
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
@@ -81,19 +78,20 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     return mesh
 
 
-def _check_stages(model: nn.Module, tops: list[Any]) -> None:
-    """Raise DeepSpeedConfigError where ``model`` is a pipeline in which the models ``tops`` cannot be wired."""
-    if isinstance(model, PipelineModule) and tops:
-        if not isinstance(model, PlainPipeline):
-            raise DeepSpeedConfigError(
-                f"{_KEY}: a layer of the PipelineModule is a {type(tops[0]).__name__}, which takes no labels there. Cut "
-                "the model itself by deepspeed.pipe.cut_model, or set the key to 1"
-            )
-        if model.loss_fn is not None:
-            raise DeepSpeedConfigError(
-                f"{_KEY}: cut_model got a loss_fn, which would see the logits of a part of the tokens. Leave it out: the "
-                f"loss of {type(tops[0]).__name__} is that of the whole sequence"
-            )
+def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str) -> int:
+    """Return the least that ``check`` returns of ``tops``; raise DeepSpeedConfigError, too, for some pipelines."""
+    kind = type(tops[0]).__name__ if tops else ""
+    if tops and isinstance(model, PipelineModule) and not isinstance(model, PlainPipeline):
+        raise DeepSpeedConfigError(
+            f"{_KEY}: a layer of the PipelineModule is a {kind}, which takes no labels there. Cut the model itself by "
+            "deepspeed.pipe.cut_model, or set the key to 1"
+        )
+    if tops and isinstance(model, PlainPipeline) and model.loss_fn is not None:
+        raise DeepSpeedConfigError(
+            f"{_KEY}: cut_model got a loss_fn, which would see the logits of a part of the tokens. Leave it out: the "
+            f"loss of {kind} is that of the whole sequence"
+        )
+    return min((check(top, mesh.sp.size, tp=mesh.tp.size, attention=attention) for top in tops), default=0)
 
 
 def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:

@@ -160,7 +160,9 @@ def staged(family: str, stage: int, kind: str, changes: dict[str, Any]) -> dict[
         worst["loss"] = max(worst["loss"], abs(float(engine.train_batch(iter(batches)) - whole.detach())))
         worst["norm"] = max(worst["norm"], abs(engine.get_global_grad_norm() / norm - 1))
     wanted = dict(plain.named_parameters())
-    pairs = [(safe_get_full_fp32_param(param), wanted[name].detach()) for name, param in engine.module.named_parameters()]
+    pairs = [
+        (safe_get_full_fp32_param(param), wanted[name].detach()) for name, param in engine.module.named_parameters()
+    ]
     worst["parameter"] = max(scaled_error(*pair) for pair in pairs)
     engine.destroy()
     return worst

@@ -199,15 +199,8 @@ STAGED: dict[str, tuple[Any, ...]] = {
     "layers of a client, a loss with its number of tokens": (1, 4, 0, "1f1b", "pairs", {}),
     "a model that is cut, packed": (2, 2, 1, "1f1b", "cut", {"kind": "packed", "tied": True}),
     "a model that is cut, stage 3": (2, 2, 3, "interleaved", "cut", {"kind": "padded left", **GROUPED}),
-    "a model that is cut, a tied head beside tensor parallelism": (
-        2,
-        1,
-        1,
-        "1f1b",
-        "cut",
-        {"tied": True, "changes": TENSOR},
-    ),
-    "a model that is cut, a head of its own beside tensor parallelism": (2, 1, 3, "1f1b", "cut", {"changes": TENSOR}),
+    "layers shared, a tied head, no parts": (2, 1, 1, "1f1b", "cut", {"tied": True, "changes": TENSOR}),
+    "layers shared, a head of its own, no parts": (2, 1, 3, "1f1b", "cut", {"changes": TENSOR}),
     "a model that is cut, a ring": (2, 2, 0, "zbv", "cut", {"heads": 1, "keys": 1, "window": 5}),
 }
 
