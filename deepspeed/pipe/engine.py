@@ -3,6 +3,7 @@
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -95,8 +96,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._kinds: list[str] | None = None  # of the last batch, on every rank
-        # Who reads one batch together: all ranks of a sequence, unless each of them reads its part.
-        self._alike = ("pp", "tp") if module.sharers is not None else ("pp", "sp", "tp")
+        # Ranks of a stage on these axes read one batch: all of a sequence, unless each of them reads its part.
+        self._alike = ("tp",) if module.sharers is not None else ("sp", "tp")
         cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
         log_dist(f"pipeline: {module.schedule}, {cut}")
 
@@ -266,7 +267,7 @@ class PipelineEngine(DeepSpeedEngine):
                     item = next(source)
                     one = self.module.micro_batch(item if self._batch_fn is None else self._batch_fn(item))
                     kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
-                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size > 1 or self._kinds is None else 0)
+                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size * self.mesh.sp.size > 1 else 0)
                     labels.append(_checksum(one.labels))
                     batch.append(map_tensors(one, lambda t: t.to(self.device, non_blocking=True)))
             except StopIteration:
@@ -287,16 +288,15 @@ class PipelineEngine(DeepSpeedEngine):
         cached = self._kinds is not None and len(self._kinds) == count
         odd = not cached or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.
-        tp, labels, inputs = self.mesh.tp, 0, 0
-        tp_size, index = (1, 0) if tp.alike else (tp.size, tp.index)
+        labels = inputs = 0
+        peers = [group for name in self._alike if not (group := getattr(self.mesh, name)).alike]
+        size, first = prod(group.size for group in peers), not any(group.index for group in peers)
         if read is not None:
-            sp, whole = self.mesh.sp, "sp" in self._alike
-            first = self.stage_id == self.module.readers[0] and index == 0 and (sp.index == 0 or not whole)
-            num_peers = len(self.module.readers) * tp_size * (sp.size if whole else 1) - 1
-            place = self.mesh.data.index, 0 if whole else sp.index
-            labels = (num_peers if first else -1) * _digest(place, read.labels)
-            inputs = (tp_size - 1 if index == 0 else -1) * _digest(tp.ranks, read.inputs)
-        return not any(self._sum([int(odd), labels, inputs if tp_size > 1 else 0], torch.int64))
+            readers, place = self.module.readers, (self.mesh.data.index, self.module.sharers and self.mesh.sp.index)
+            leads = first and self.stage_id == readers[0]
+            labels = (len(readers) * size - 1 if leads else -1) * _digest(place, read.labels)
+            inputs = (size - 1 if first else -1) * _digest(place, self.stage_id, read.inputs)
+        return not any(self._sum([int(odd), labels, inputs if size > 1 else 0], torch.int64))
 
     def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """Sum ``numbers`` over all ranks."""
@@ -321,8 +321,9 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError("; ".join(faults[:3]))
         grid = self.mesh.topology
         for rank, read in readers.items():
-            together = (rank,) if grid is None else grid.axis(rank, *self._alike).ranks
-            first, sharer = next(r for r in together if r in readers), self.mesh.sharers(rank)[0]
+            together = (rank,) if grid is None else grid.axis(rank, "pp", *self._alike).ranks
+            sharer = rank if grid is None else grid.axis(rank, *self._alike).ranks[0]
+            first = next(r for r in together if r in readers)
             for kind, other, expected, actual in (
                 ("inputs of other shapes", first, readers[first].kinds, read.kinds),
                 ("other inputs", sharer, readers[sharer].inputs, read.inputs),

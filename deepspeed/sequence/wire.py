@@ -80,16 +80,10 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
 
 def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str) -> int:
     """Return the least that ``check`` returns of ``tops``; raise DeepSpeedConfigError, too, for some pipelines."""
-    kind = type(tops[0]).__name__ if tops else ""
-    if tops and isinstance(model, PipelineModule) and not isinstance(model, PlainPipeline):
+    if tops and isinstance(model, PipelineModule) and (type(model) is not PlainPipeline or model.loss_fn is not None):
         raise DeepSpeedConfigError(
-            f"{_KEY}: a layer of the PipelineModule is a {kind}, which takes no labels there. Cut the model itself by "
-            "deepspeed.pipe.cut_model, or set the key to 1"
-        )
-    if tops and isinstance(model, PlainPipeline) and model.loss_fn is not None:
-        raise DeepSpeedConfigError(
-            f"{_KEY}: cut_model got a loss_fn, which would see the logits of a part of the tokens. Leave it out: the "
-            f"loss of {kind} is that of the whole sequence"
+            f"{_KEY}: the loss of whole sequences is that of {type(tops[0]).__name__} itself, which a PipelineModule "
+            "does not call with labels. Cut the model by deepspeed.pipe.cut_model without loss_fn, or set the key to 1"
         )
     return min((check(top, mesh.sp.size, tp=mesh.tp.size, attention=attention) for top in tops), default=0)
 

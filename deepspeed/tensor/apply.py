@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.accelerator.device import get_accelerator, map_tensors
+from deepspeed.accelerator.device import map_tensors
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
@@ -18,7 +18,7 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.monitor.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.differentiable import summed
-from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
+from deepspeed.tensor.layers import RandomStates, SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss
 from deepspeed.tensor.parts import guard_saving, put_back
 from deepspeed.tensor.sequence import split_sequence
@@ -68,9 +68,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
     back.callback(model.register_forward_pre_hook(FirstBatch(group), with_kwargs=True).remove)
     back.callback(model.register_forward_hook(partial(_end_forward, shared), always_call=True).remove)
     if shared.random:
-        torch.set_rng_state(gather_objects(torch.get_rng_state(), group)[0])
-        if (accelerator := get_accelerator()).device_name() != "cpu":
-            accelerator.set_rng_state(gather_objects(accelerator.get_rng_state().cpu(), group)[0])
+        gather_objects(RandomStates.now(), group)[0].set()
     guard_saving(model, back)
     counts = Counter(type(layer).__name__ for layer in made)
     text = ", ".join(f"{count} {name}" for name, count in counts.items())

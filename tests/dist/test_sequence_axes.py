@@ -284,10 +284,10 @@ def pair_loss(output: Tensor, labels: Any) -> Tensor:
 FAULTS = {
     "whole": "share sequences and have read the same: each has to read its part of the tokens",
     "pair": "the labels of a part of a sequence are a tuple, not a tensor in which -100 marks what has no loss",
-    "layer": "a layer of the PipelineModule is a Decoder, which takes no labels there. Cut the model itself",
-    "loss_fn": "cut_model got a loss_fn, which would see the logits of a part of the tokens. Leave it out",
+    "layer": "the loss of whole sequences is that of Decoder itself",
+    "loss_fn": "Cut the model by deepspeed.pipe.cut_model without loss_fn, or set the key to 1",
     "heads": "has 1 attention heads, and each rank needs one. Set sequence_parallel_size to 1 or less",
-    "inputs": "the ranks of one sequence got different batches",
+    "inputs": "have read other inputs for micro-batch 0",
     "shapes": "have read inputs of other shapes for micro-batch 0",
     "labels": "the batch has no tensor 'labels'",
 }
@@ -341,6 +341,28 @@ def _asked() -> tuple[Any, ...]:
 def test_a_grid_counts_the_ranks_of_a_sequence_as_one_of_data(pool4: RankPool) -> None:
     for rank, answer in enumerate(pool4.run(_asked)):
         assert answer == (ROWS, 1, 0, 2 + rank % 2, True)
+
+
+def _moved(folder: str) -> tuple[float, float]:
+    """The next loss of a run in stages, and that of the same run, loaded where four ranks share each sequence."""
+    with modules_replaced({"transformers": stand_in}):
+        batches = [batch_of("packed", 0, micro) for micro in range(2)]
+        changes = {"gradient_accumulation_steps": 2, "pipeline": {"schedule": "1f1b"}}
+        engine = start(cut_model(decoder(tied=True), 2), config_of(2, 1, **changes))
+        engine.train_batch(iter(batches))
+        engine.save_checkpoint(folder)
+        expected = float(engine.train_batch(iter(batches)))
+        engine.destroy()
+        engine = start(decoder(tied=True), config_of(4, 3))
+        engine.load_checkpoint(folder)
+        found = sum(float(engine(**batch)["loss"].detach()) for batch in batches) / 2
+        engine.destroy()
+    return expected, found
+
+
+def test_a_run_in_stages_goes_on_without_them(pool4: RankPool, tmp_path: Path) -> None:
+    for expected, found in pool4.run(_moved, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 # -- tensor-parallel ranks, experts, tiers ----------------------------------------------------------------------------
