@@ -86,8 +86,12 @@ class DistributedAttention(nn.Module):
         if group.size == 1:
             query, key = _rotated((query, key), rotary_pos_emb)
             return self.local_attn(query, key, value, *args, **kwargs)
-        dims = (batch_dim_idx, self.scatter_idx, self.gather_idx)
-        order = (*dims, 6 - sum(dims))
+        order = (
+            batch_dim_idx,
+            self.scatter_idx,
+            self.gather_idx,
+            6 - batch_dim_idx - self.scatter_idx - self.gather_idx,
+        )
         heads = [part.permute(order) for part in (query, key, value)]
         plan = plan_heads(heads[0].shape[1], heads[1].shape[1], group.size)
         lengths = [query.shape[self.gather_idx]] * group.size
