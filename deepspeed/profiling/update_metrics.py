@@ -19,6 +19,7 @@ from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.timeline.listen import Listener
 from deepspeed.profiling.timeline.spans import StepSpans, clock_for
+from deepspeed.sequence.batch import is_part
 
 _PENDING = 64
 
@@ -49,7 +50,7 @@ class UpdateMetrics:
         self._watch = AnomalyWatch(block.window) if watches else None
         self.wanted = monitor.enabled or watches
         self.more: Callable[[], Mapping[str, float]] = dict  # further figures; all ranks call it together
-        self._tokens = 0
+        self._tokens, self._of_parts = 0, False
         self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
@@ -61,6 +62,7 @@ class UpdateMetrics:
         """Count the tokens of a micro-batch that this rank starts."""
         if self._monitor.enabled:
             self._tokens += tokens_in(inputs, kwargs)
+            self._of_parts = is_part(kwargs)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Keep the loss of a micro-batch for the next report."""
@@ -121,7 +123,8 @@ class UpdateMetrics:
             return {}
         rates = {"samples_per_s": engine.train_batch_size() / seconds}
         if tokens:
-            rates["tokens_per_s"] = tokens * engine.mesh.data.size / seconds
+            whole = engine.mesh.cuts and not self._of_parts
+            rates["tokens_per_s"] = tokens * (engine.mesh.data if whole else engine.mesh.zero).size / seconds
         if profile is None or profile.flops_per_update is None:
             return rates
         share = tokens / self._counted_tokens if tokens and self._counted_tokens else 1.0

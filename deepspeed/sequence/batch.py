@@ -22,6 +22,12 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
+def is_part(batch: dict[str, Any]) -> bool:
+    """Return whether ``batch`` was cut before: its targets are those of its own tokens."""
+    labels, targets = batch.get("labels"), batch.get("shift_labels")
+    return targets is not None and (labels is None or labels is targets)
+
+
 def shape_fault(batch: dict[str, Any], needed: tuple[str, ...]) -> str:
     """Return why ``batch`` cannot be cut: it lacks what is ``needed``, or tensors differ in shape; empty if it can."""
     missing = [name for name in needed if not isinstance(batch.get(name), torch.Tensor)]

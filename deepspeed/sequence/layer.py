@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.hang.watch import heard
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import SequenceError
 from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
@@ -30,7 +31,7 @@ def single_all_to_all(
     Parts differ by at most one where ranks do not divide the dimension that is cut. ``async_op`` is done at once, and
     ``handle``, ``type`` and ``batch_dim_idx`` have no effect. Collective, in the backward too.
     """
-    ranks = plain_mesh("", group=group).job
+    ranks = heard(plain_mesh("", group=group).job, "group")
     parts = input.split(widths(bounds(input.shape[scatter_idx], ranks.size)), dim=scatter_idx)
     lengths = in_turn([input.shape[gather_idx]], ranks, input.device).view(-1).tolist()
     shapes = [list(parts[ranks.index].shape) for _ in lengths]
@@ -80,7 +81,7 @@ class DistributedAttention(nn.Module):
         ``rotary_pos_emb``: cosine and sine of all positions, which broadcast over q [.., tokens, heads, width]; q and k
         are rotated by halves after the exchange. Collective, in the backward too.
         """
-        group = plain_mesh("", group=self.spg).job
+        group = heard(plain_mesh("", group=self.spg).job, "sequence_process_group")
         if query.dim() != 4:
             raise SequenceError(f"DistributedAttention takes tensors of 4 dimensions, not {tuple(query.shape)}")
         if group.size == 1:

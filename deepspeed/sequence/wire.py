@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from deepspeed.errors import DeepSpeedConfigError, SequenceError
 from deepspeed.monitor.log import log_dist
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
-from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, whole_batch
+from deepspeed.sequence.batch import IGNORED, is_part, part_of, shape_fault, whole_batch
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
@@ -39,7 +39,7 @@ _PRIME = 65_521
 def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> Mesh:
     """Let ``model`` work on parts of sequences, where the configuration or a registered client asks for it.
 
-    Return ``mesh``, with more groups to destroy where keys go around a ring. ``back`` undoes the rest. A model that is
+    Return ``mesh``, which knows of it, with more groups to destroy where keys go around a ring. ``back`` undoes the rest. A model that is
     none of Transformers is left to its own attention. Raises DeepSpeedConfigError, a ValueError, for one whose
     attention cannot be divided.
     """
@@ -64,7 +64,7 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         Hooks(mesh.sp, ring, cuts=client is None, in_eval=in_eval).attach(top, back)
     around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}{around}")
-    return mesh
+    return replace(mesh, cuts=client is None)
 
 
 def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:
@@ -161,8 +161,7 @@ class Hooks:
             return None
         names = inspect.signature(module.forward).parameters
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        labels, targets = given.get("labels"), given.get("shift_labels")
-        parts = not self._cuts or (targets is not None and (labels is None or labels is targets))
+        parts = not self._cuts or is_part(given)
         run, layout = _Run(module, ExitStack()), None
         if parts and (module.training or self._in_eval or self._cuts):
             given, layout = self._of_parts(given, run)

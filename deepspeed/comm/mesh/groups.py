@@ -35,6 +35,7 @@ class Mesh:
     known. ``reducing``: a second group over the first axis, for the sums of gradients, as a communicator runs one
     collective at a time.
     ``experts``: the groups that divide experts and exchange tokens. ``made``: all groups that are to be destroyed.
+    ``cuts``: the ranks of a sequence get the whole batch, which the engine cuts; else each gets its part.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -51,6 +52,7 @@ class Mesh:
     reducing: AxisGroup | None = None
     experts: tuple[AxisGroup, ...] = ()
     made: tuple[AxisGroup, ...] = ()
+    cuts: bool = False
 
     @property
     def sums(self) -> tuple[AxisGroup, ...]:
