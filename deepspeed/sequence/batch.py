@@ -71,6 +71,24 @@ def part_of(batch: dict[str, Any], ids: torch.Tensor, rank: int, ranks: int) -> 
     return {name: value[:, part].contiguous() if _along(value, ids) else value for name, value in batch.items()}
 
 
+def prepare_autosp_inputs(
+    input_id: torch.Tensor,
+    label_id: torch.Tensor,
+    position_id: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    seq_dim: int = 1,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the first four arguments, whole batches that the engine cuts under the pass ``autosp`` of the block
+    ``compile``. SequenceError, a ValueError, for tensors that it cannot cut: they are [rows, tokens] each.
+    """
+    names = ("input_ids", "labels", "position_ids", "attention_mask")
+    batch = dict(zip(names, (input_id, label_id, position_id, attention_mask), strict=True))
+    fault = "" if seq_dim in (1, -1) else f"seq_dim is {seq_dim}, and tokens are dimension 1"
+    if fault := fault or shape_fault(batch, names[:2]):
+        raise SequenceError(f"prepare_autosp_inputs: {fault}")
+    return tuple(batch.values())
+
+
 class UlyssesSPDataLoaderAdapter:
     """Iterator over ``dl``, whose batches differ between the ranks of ``sp_group``: it takes one from each of these,
     and yields them one after the other, cut along the sequence so that each rank has its part.

@@ -43,16 +43,17 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     none of Transformers is left to its own attention. Raises DeepSpeedConfigError, a ValueError, for one whose
     attention cannot be divided.
     """
-    client = dims.registered
-    if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
+    client, asked = dims.registered, "autosp" in (cfg.compile.passes or ())
+    if mesh.sp.size == 1 or (client is None and not asked and (cfg.sequence_ways == 1 or dims.known)):
         return mesh
     if mesh.pp.size > 1:
         raise DeepSpeedConfigError(f"{_KEY} beside pipeline stages is not in this release; set it to 1")
     tops = outermost(model)
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
-        if cfg.sequence.attention != "auto":
-            raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
+        if asked or cfg.sequence.attention != "auto":
+            which = 'compile.passes has "autosp"' if asked else f'sequence.attention is "{cfg.sequence.attention}"'
+            raise DeepSpeedConfigError(f"{which}, but {text}")
         log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
         return mesh
     ways = min(check(top, mesh.sp.size, tp=mesh.tp.size, attention=cfg.sequence.attention) for top in tops)

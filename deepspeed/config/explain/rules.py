@@ -195,6 +195,10 @@ def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
     ways, ranks = cfg.expert_parallel.ways, cfg.world_size * cfg.ways
     text = f"x expert_tensor_parallel_size = {ways} does not divide the {ranks} ranks. Use a divisor of {ranks}."
     yield ranks % ways, "expert_parallel.autoep_size", text
+    passes, on = cfg.compile.passes or (), cfg.compile.deepcompile
+    text = "is the one pass of this release. Leave it alone, or delete both: engine.compile() needs neither."
+    text = f'{[*passes]} with deepcompile {on}: "autosp" {text}'
+    yield passes != ("autosp",) and (on or "autosp" in passes), "compile.passes", text
     text = "cannot be combined with expert_parallel in this release: experts need whole tokens. Delete it."
     yield ways > 1 and block.sequence_parallel_norms, "tensor_parallel.sequence_parallel_norms", text
 

@@ -7,7 +7,7 @@ from pydantic import Field, SkipValidation
 from deepspeed.config.model import blocks, unread, values
 from deepspeed.config.model.elastic import ElasticityConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
-from deepspeed.config.model.sequence import SequenceConfig
+from deepspeed.config.model.sequence import CompileConfig, SequenceConfig
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 
@@ -63,6 +63,7 @@ class Configuration(unread.Keys):
     aio: blocks.AioConfig = Field(default_factory=blocks.AioConfig)
     checkpoint: blocks.CheckpointConfig = Field(default_factory=blocks.CheckpointConfig)
     comet: blocks.CometConfig = Field(default_factory=blocks.CometConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
