@@ -217,9 +217,9 @@ class Hooks:
             raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
         assert ids is not None
         codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
+        run.counts = None if targets is None else answers[:, 2]
         if self._cuts:
-            run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
-            given = {**given, "labels": targets}
+            run.summed, given = given.get("num_items_in_batch") is not None, {**given, "labels": targets}
         whole = joined(codes.to(answers.device), self._group, lengths)
         return given, layout_of(whole, self._group, lengths, self._ring)
 
@@ -240,12 +240,15 @@ class Hooks:
         return output
 
     def _weighed(self, loss: torch.Tensor, run: _Run) -> torch.Tensor:
-        """Return the loss of the sequence from that of this rank's tokens. Collective."""
+        """Return the loss of the sequence from that of this rank's tokens, or this one where it is not the engine that
+        cuts. Collective.
+        """
         assert run.counts is not None
         count = run.counts[self._group.index]
+        share = (count / run.counts.sum().clamp(min=1)).to(loss.dtype) if self._cuts else 1.0
         if not run.summed:  # the mean over no token is no number
-            loss = torch.where(count > 0, loss, 0.0) * (count / run.counts.sum().clamp(min=1)).to(loss.dtype)
-        return sum_parts(loss, self._group)
+            loss = torch.where(count > 0, loss, 0.0) * share
+        return sum_parts(loss, self._group) if self._cuts else loss
 
 
 def _shapes(answers: torch.Tensor, group: AxisGroup) -> str:

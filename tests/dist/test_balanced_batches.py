@@ -20,6 +20,7 @@ from tests.harness.training import ADAMW, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH, HEADS, VOCABULARY, LONGEST, MICROS = 16, 4, 32, 40, 2
+SGD = {"type": "SGD", "params": {"lr": 0.0}}
 COST = CostModel(0.01, 1.0, exchange_bytes=8.0, node_bandwidth=1.0)  # sharing costs, so that few sequences are shared
 
 
@@ -72,9 +73,9 @@ def started(stage: int, max_degree: int, **changes: Any) -> tuple[Any, BalancedL
     return engine, loader
 
 
-def plain_update(model: nn.Module, indices: range) -> None:
-    """Gradients of the mean loss over all labels of the samples, one sample after the other."""
-    data = samples()
+def plain_update(model: nn.Module, indices: range, data: list[dict[str, Tensor]]) -> float:
+    """Loss, and gradients, of the mean over all labels of the samples, one sample after the other."""
+    total = 0.0
     counts = [int(data[i].get("labels", data[i]["input_ids"])[1:].ne(-100).sum()) for i in indices]
     for index, count in zip(indices, counts, strict=True):
         ids = data[index]["input_ids"][None]
@@ -82,7 +83,10 @@ def plain_update(model: nn.Module, indices: range) -> None:
         positions = torch.arange(ids.shape[1])[None]
         if count:
             targets = F.pad(labels.view_as(ids)[:, 1:], (0, 1), value=-100)
-            (model(ids, positions, targets) * (count / sum(counts))).backward()
+            loss = model(ids, positions, targets) * (count / sum(counts))
+            loss.backward()
+            total += float(loss.detach())
+    return total
 
 
 def run_parity(stage: int, max_degree: int) -> tuple[float, list[int]]:
@@ -96,7 +100,7 @@ def run_parity(stage: int, max_degree: int) -> tuple[float, list[int]]:
         if count % MICROS == 0:
             end = loader.state_dict()["samples"]
             optimizer.zero_grad()
-            plain_update(plain, range(begin % len(samples()), end))
+            plain_update(plain, range(begin % len(samples()), end), samples())
             grads = [safe_get_full_grad(p) for p in engine.module.parameters()]
             worst = max(scaled_error(g, p.grad) for g, p in zip(grads, plain.parameters(), strict=True))
             optimizer.step()
@@ -119,6 +123,42 @@ def test_an_update_is_that_of_its_samples_one_by_one(pool4: RankPool, stage: int
 def test_two_ranks_share_what_fits_neither(pool2: RankPool) -> None:
     for error, degrees in pool2.run(run_parity, 1, 2):
         assert error <= 1e-6 and 2 in degrees
+
+
+def run_unlabelled(folder: Path, stage: int) -> tuple[list[float], list[float], float, int]:
+    """Losses by the monitor and by one process, the worst gradient, and micro-batches of this rank without a label."""
+    data = [{"input_ids": sample["input_ids"][:8]} for sample in samples() if len(sample["input_ids"]) >= 8]
+    for sample in data[::2]:
+        sample["labels"] = torch.full_like(sample["input_ids"], -100)
+    plain, told, wanted, worst, empty = Attends(), list[float](), list[float](), 0.0, 0
+    monitor = {"enabled": True, "output_file": str(folder / f"{dist.get_rank()}.prom")}
+    engine = start(Attends(), make_config(stage, normalize="tokens", optimizer=SGD, prometheus=monitor))
+    engine.monitor.write_events = lambda events: told.extend(v for n, v, _ in events if n.endswith("train_loss"))
+    loader = BalancedLoader(data, engine, 16, batch_tokens=32, cost=COST, seed=None)
+    engine.module.groups = loader.groups
+    begin = 0
+    for batch in loader:
+        empty += int(batch["labels"].ne(-100).sum() == 0)
+        engine.backward(engine(**batch))
+        end = loader.state_dict()["samples"]
+        plain.zero_grad()
+        wanted.append(plain_update(plain, range(begin, end), data))
+        pairs = zip(engine.module.parameters(), plain.parameters(), strict=True)
+        worst = max(worst, *(scaled_error(safe_get_full_grad(p), q.grad) for p, q in pairs))
+        engine.step()
+        begin = end
+    engine.destroy()
+    return told, wanted, worst, empty
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_loss_of_an_update_is_that_of_all_its_labels_where_a_rank_has_none(
+    pool2: RankPool, tmp_path: Path, stage: int
+) -> None:
+    ranks = pool2.run(run_unlabelled, tmp_path, stage)
+    assert sum(empty for *_, empty in ranks) > 0
+    for told, wanted, worst, _ in ranks:
+        assert told == pytest.approx(wanted, rel=1e-5) and worst <= 1e-6
 
 
 def run_resumed(folder: Path, stop: int) -> bool:
