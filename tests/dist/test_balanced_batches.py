@@ -10,12 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.lengths.balanced_loader import BalancedLoader
 from deepspeed.sequence.lengths.dealing import CostModel
 from deepspeed.sequence.lengths.degrees import DegreeGroups
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness import pipes
+from tests.harness.faults import modules_replaced
 from tests.harness.pool import RankPool
+from tests.harness.sequences import WORDS, decoder, stand_in
 from tests.harness.training import ADAMW, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,6 +165,54 @@ def test_the_loss_of_an_update_is_that_of_all_its_labels_where_a_rank_has_none(
         assert told == pytest.approx(wanted, rel=1e-5) and worst <= 1e-6
 
 
+TENSOR = {"autotp_size": 2, "partition_config": {"layer_specs": [
+    {"patterns": [r"layers\.\d\.[qkv]_proj"]}, {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
+], "use_default_specs": False}}  # fmt: skip
+
+
+def run_tensor_parallel(folder: Path, stage: int, max_degree: int) -> tuple[list[float], list[float], set[int]]:
+    """Losses and norms of updates by the monitor, and by one process; degrees of this rank."""
+    told, wanted, degrees, begin = list[float](), list[float](), set[int](), 0
+    draw = torch.Generator().manual_seed(3)
+    sizes = [3, 5, 30, 4, 7, 2, 9, 4, 34, 6, 3, 5]
+    data = [{"input_ids": torch.randint(1, WORDS, (size,), generator=draw)} for size in sizes]
+    monitor = {"enabled": True, "output_file": str(folder / f"{dist.get_rank()}.prom")}
+    with modules_replaced({"transformers": stand_in}):
+        ours, plain = decoder(heads=4, keys=2), decoder(heads=4, keys=2)
+        rule = {"type": "SGD", "params": {"lr": 0.1}}
+        config = make_config(stage, normalize="tokens", optimizer=rule, prometheus=monitor, tensor_parallel=TENSOR)
+        engine, optimizer = start(ours, config), torch.optim.SGD(plain.parameters(), lr=0.1)
+        names = ("train_loss", "grad_norm")
+        engine.monitor.write_events = lambda events: told.extend(v for n, v, _ in events if n.endswith(names))
+        loader = BalancedLoader(
+            data, engine, 24 if max_degree > 1 else 48, batch_tokens=48, max_degree=max_degree, cost=COST, seed=None
+        )
+        for batch in loader:
+            degrees.add(loader.groups.current.size)
+            engine.backward(engine(**batch)["loss"])
+            engine.step()
+            rows = [sample["input_ids"][None] for sample in data[begin : loader.state_dict()["samples"] or None]]
+            total, begin = sum(row.shape[1] - 1 for row in rows), begin + len(rows)
+            losses = [plain(input_ids=row, labels=row)["loss"] * ((row.shape[1] - 1) / total) for row in rows]
+            optimizer.zero_grad()
+            sum(losses).backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+            optimizer.step()
+            wanted += [float(sum(losses).detach()), float(norm)]
+        engine.destroy()
+    return told, wanted, degrees
+
+
+@pytest.mark.parametrize(("stage", "max_degree"), [(1, 2), (3, 1)])
+def test_tensor_parallel_ranks_get_the_same_batches(
+    pool4: RankPool, tmp_path: Path, stage: int, max_degree: int
+) -> None:
+    ranks = pool4.run(run_tensor_parallel, tmp_path, stage, max_degree)
+    for told, wanted, degrees in ranks:
+        assert len(told) >= 4 and told == pytest.approx(wanted, rel=1e-5)
+        assert degrees == ({1, 2} if max_degree > 1 else {1})
+
+
 def run_resumed(folder: Path, stop: int) -> bool:
     """Whether the batches behind a checkpoint are those that were left."""
     engine, loader = started(1, 2, seed=5)
@@ -225,6 +277,8 @@ def run_refused() -> list[str]:
     within = loader.state_dict()
     engine.destroy()
     wrong = start(Attends(), make_config(0))
+    stages = PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy)
+    pipeline = start(stages, make_config(1))
     said = [
         outcome(lambda: first(lengths=[3 - rank] * 20)),
         outcome(lambda: first(batch_tokens=80 + rank)),
@@ -232,8 +286,10 @@ def run_refused() -> list[str]:
         outcome(lambda: moved(within, batch_tokens=77)),
         outcome(lambda: moved(within, seed=6)),
         outcome(lambda: BalancedLoader(samples(), wrong, 64)),
+        outcome(lambda: BalancedLoader(samples(), pipeline, 64)),
     ]
     wrong.destroy()
+    pipeline.destroy()
     return said
 
 
@@ -245,6 +301,7 @@ def test_what_would_go_wrong_is_a_sentence_on_every_rank(pool2: RankPool) -> Non
         "between two updates",
         "seed None (here 6)",
         '"normalize" is "micro_batches"',
+        "the stages of a pipeline pass on micro-batches of one length",
     )
     for said in pool2.run(run_refused):
         for text, part in zip(said, parts, strict=True):

@@ -115,7 +115,7 @@ class BalancedLoader:
         self._sampler = ResumableSampler(dataset, num_replicas=1, rank=0, shuffle=seed is not None, seed=seed or 0)
         total = max(ranks.size * tokens_per_rank * steps // 2, 1) if batch_tokens is None else batch_tokens
         self._dealer = Dealer(ranks.size, tokens_per_rank, total, steps, min(max_degree, ranks.size), cost)
-        self.groups = DegreeGroups(max_degree, engine.module, ranks)
+        self.groups = DegreeGroups(max_degree, engine.module, ranks, tp=engine.mesh.tp.size)
         engine._lasting.callback(self.groups.detach)
         if engine.training_dataloader is None:
             engine.training_dataloader = self
@@ -204,6 +204,11 @@ class BalancedLoader:
 def _check(dataset: Any, engine: Any) -> None:
     if not len(dataset):
         raise DeepSpeedConfigError("BalancedLoader: the dataset has no sample")
+    if engine.mesh.pp.size > 1:
+        raise DeepSpeedConfigError(
+            "BalancedLoader: the stages of a pipeline pass on micro-batches of one length, which are not weighed by "
+            "their tokens; deal samples of about one length to a PipelineModule by a loader of your own"
+        )
     if engine._config.normalize != "tokens":
         raise DeepSpeedConfigError(
             f'BalancedLoader: micro-batches have unequal numbers of tokens, but "normalize" is '
