@@ -52,10 +52,6 @@ class TokenWeights:
         quiet = torch.compiler.disable(before)
         return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
 
-    def mean(self, job: AxisGroup) -> float:
-        """Return the mean over the ranks of the window's weight so far. Collective; waits for the device."""
-        return float(sum_in_place(self.total.clone(), job)) / job.size
-
     def note(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a forward that sets out: count its labels, given by name or in a mapping."""
         given = [kwargs, *(value for value in inputs if hasattr(value, "keys"))]
@@ -119,8 +115,8 @@ class TokenWeights:
         self.total, self._weight, self._by_caller, self._anew = self._nothing(), None, False, True
 
     def state(self, job: AxisGroup) -> dict[str, float]:
-        """Return the state for a checkpoint: the unit and the window's mean over the ranks. Collective."""
-        return {"unit": self.unit, "total": self.mean(job)}
+        """Return the state for a checkpoint: the unit and the window's mean over the ranks. Collective; waits."""
+        return {"unit": self.unit, "total": float(sum_in_place(self.total.clone(), job)) / job.size}
 
     def restore(self, state: dict[str, float], *, window: bool) -> None:
         """Restore the result of ``state``, on as many ranks as there are now; ``window``: with its gradients."""

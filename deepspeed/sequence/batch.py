@@ -81,11 +81,10 @@ def prepare_autosp_inputs(
     """Return the first four arguments, whole batches that the engine cuts under the pass ``autosp`` of the block
     ``compile``. SequenceError, a ValueError, for tensors that it cannot cut: they are [rows, tokens] each.
     """
-    names = ("input_ids", "labels", "position_ids", "attention_mask")
-    batch = dict(zip(names, (input_id, label_id, position_id, attention_mask), strict=True))
-    fault = "" if seq_dim in (1, -1) else f"seq_dim is {seq_dim}, and tokens are dimension 1"
-    if fault := fault or shape_fault(batch, names[:2]):
-        raise SequenceError(f"prepare_autosp_inputs: {fault}")
+    batch = {"input_ids": input_id, "labels": label_id, "position_ids": position_id, "attention_mask": attention_mask}
+    fault = shape_fault(batch, ("input_ids", "labels"))
+    if fault or seq_dim not in (1, -1):
+        raise SequenceError(f"prepare_autosp_inputs: {fault or f'seq_dim is {seq_dim}, and tokens are dimension 1'}")
     return tuple(batch.values())
 
 

@@ -1,11 +1,14 @@
 """``UlyssesSPAttentionHF``: attention of Transformers over sequence-parallel ranks for clients that weigh losses."""
 
 import importlib
+from functools import partial
+from itertools import product
 from typing import Any
 
+from deepspeed.client.comm.groups import KINDS, answer_of
 from deepspeed.comm.collectives import require_group
-from deepspeed.comm.mesh.groups import group_over, plain_mesh
-from deepspeed.comm.mesh.topology import Axis, dense_topology
+from deepspeed.comm.mesh.groups import plain_mesh
+from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.errors import SequenceError
 from deepspeed.sequence.attention import PREFIX, family_of, registered
 from deepspeed.sequence.wire import check
@@ -15,54 +18,15 @@ _WHO = "register_with_transformers"
 
 
 class SequenceMpu:
-    """Process groups of a job whose consecutive ranks share sequences, for ``deepspeed.initialize(mpu=...)``."""
+    """Process groups of a job whose consecutive ranks share sequences, for ``deepspeed.initialize(mpu=...)``: getters
+    as those of ``deepspeed.utils.groups``.
+    """
 
     def __init__(self, sequence_parallel_size: int, *, disable_in_eval: bool) -> None:
-        self.disable_in_eval, self._job = disable_in_eval, plain_mesh("").job
-        self._topology = dense_topology(self._job.ranks, sp=sequence_parallel_size)
-
-    def _axis(self, *names: str) -> Axis:
-        return self._topology.axis(self._job.ranks[self._job.index], *names)
-
-    def _group(self, *names: str) -> Any:
-        axis, world = self._axis(*names), self._job.pg
-        return world if axis.size == self._job.size or world is None else group_over(world, axis.ranks)
-
-    def get_sequence_parallel_group(self) -> Any:
-        """Return the process group of the ranks that share this rank's sequences."""
-        return self._group("sp")
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Return how many ranks share one sequence."""
-        return self._axis("sp").size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """Return the place of this rank's part in the sequence."""
-        return self._axis("sp").index
-
-    def get_data_parallel_group(self) -> Any:
-        """Return the process group of the ranks that have the same part of other sequences."""
-        return self._group("dp")
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return how many groups of ranks get different sequences."""
-        return self._axis("dp").size
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the place of this rank's group among those."""
-        return self._axis("dp").index
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        """Return the process group of all ranks, over which ZeRO shards."""
-        return self._group("dp", "sp")
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Return the number of all ranks."""
-        return self._axis("dp", "sp").size
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """Return this rank's place among all."""
-        return self._axis("dp", "sp").index
+        self.disable_in_eval = disable_in_eval
+        topology = dense_topology(plain_mesh("").job.ranks, sp=sequence_parallel_size)
+        for family, kind in product(("sequence_parallel", "data_parallel", "sequence_data_parallel"), KINDS):
+            setattr(self, f"get_{family}_{kind}", partial(answer_of, topology, family, kind))
 
 
 class UlyssesSPAttentionHF:

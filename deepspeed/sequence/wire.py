@@ -39,9 +39,9 @@ _PRIME = 65_521
 def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> Mesh:
     """Let ``model`` work on parts of sequences, where the configuration or a registered client asks for it.
 
-    Return ``mesh``, which knows of it, with more groups to destroy where keys go around a ring. ``back`` undoes the rest. A model that is
-    none of Transformers is left to its own attention. Raises DeepSpeedConfigError, a ValueError, for one whose
-    attention cannot be divided.
+    Return ``mesh``, which knows who cuts, with more groups to destroy where keys go around a ring. ``back`` undoes the
+    rest. A model that is none of Transformers is left to its own attention, but under the pass ``autosp``. Raises
+    DeepSpeedConfigError, a ValueError, for one whose attention cannot be divided.
     """
     client, asked = dims.registered, "autosp" in (cfg.compile.passes or ())
     if mesh.sp.size == 1 or (client is None and not asked and (cfg.sequence_ways == 1 or dims.known)):

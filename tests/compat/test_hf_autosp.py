@@ -44,14 +44,24 @@ def script(family: str, stage: int, backend: str, ways: dict[str, Any], mesh: An
         norms.append(engine.get_global_grad_norm())
     sums = [float(safe_get_full_fp32_param(p).double().abs().sum()) for p in engine.module.parameters()]
     engine.destroy()
-    return {"losses": losses, "norms": norms, "sums": sums, "graphs": [torch._dynamo.utils.counters["stats"]["unique_graphs"]]}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "sums": sums,
+        "graphs": [torch._dynamo.utils.counters["stats"]["unique_graphs"]],
+    }
 
 
 @pytest.mark.parametrize(
     ("family", "stage", "backend", "by_mesh"), [("llama", 1, "eager", False), ("mixtral", 3, "eager", True)]
 )
 def test_a_compiled_script_trains_as_on_one_rank(
-    pool1: RankPool, pool2: RankPool, family: str, stage: int, backend: str, by_mesh: bool  # noqa: FBT001
+    pool1: RankPool,
+    pool2: RankPool,
+    family: str,
+    stage: int,
+    backend: str,
+    by_mesh: bool,  # noqa: FBT001
 ) -> None:
     wanted = pool1.run(script, family, stage, backend, {}, time_limit=150)[0]
     ways: Any = ({}, (1, 2)) if by_mesh else ({"sequence_parallel_size": 2, "data_parallel_size": 1},)
@@ -86,7 +96,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(pool2: RankPool) -> Non
     wanted = [
         'compile.passes has "autosp", but Linear is no model of Transformers',
         "attention 'eager' cannot be divided",
-        "['autosp', 'autotp'] with deepcompile False: \"autosp\" is the one pass",
+        "['autosp', 'autotp'] with deepcompile False: use \"autosp\" alone, or neither",
         "seq_dim is 0, and tokens are dimension 1",
         "labels has the shape (2, 5)",
         "attention_mask has the shape (2, 1, 6, 6)",

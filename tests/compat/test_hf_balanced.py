@@ -35,7 +35,9 @@ def run(stage: int, max_degree: int, recompute: bool) -> tuple[float, list[int],
 
     draw = torch.Generator().manual_seed(2)
     data = [{"input_ids": torch.randint(1, 64, (size,), generator=draw)} for size in SIZES]
-    for sample in (one for number, one in enumerate(data) if number % 5 != 2):  # so that some rank has no label in a micro-batch
+    for sample in (
+        one for number, one in enumerate(data) if number % 5 != 2
+    ):  # so that some rank has no label in a micro-batch
         sample["labels"] = torch.full_like(sample["input_ids"], -100)
     model, plain = model_of(), model_of()
     if recompute:

@@ -58,7 +58,10 @@ WORDS = {
     "fewer": (r"rank 1 .*waits in barrier \(stuck.py", r"wait.*behind rank 1"),
     "branch": (r"rank 1 .*waits.*behind rank 0", r"waits? in all_reduce of 3 float32 in layers.1 \(stuck.py"),
     "sequence": (r"rank 1 .*waits.*", r"waits? in all_to_all of \d+ float32 .*in layers.1"),
-    "attention": (r"rank 1 .*waits.*", r"waits? in all_to_all of \d+ float32 .*on sequence_process_group in DistributedAttention"),
+    "attention": (
+        r"rank 1 .*waits.*",
+        r"waits? in all_to_all of \d+ float32 .*on sequence_process_group in DistributedAttention",
+    ),
     "drive": (r"rank 1 .*waits for a drive: (reading|writing) \d+ bytes at offset \d+ of /.*layers", r"wait"),
     "loader": (
         r"rank 1 .*waits for a batch of its data loader: worker 0 \(pid \d+\) runs",

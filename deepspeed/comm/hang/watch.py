@@ -132,6 +132,8 @@ class HangWatch:
     def follow(self, engine: Any) -> None:
         """Listen to the collectives of an engine (its ``mesh`` names the groups); name its modules and steps."""
         self._engine, self._thread, mesh = weakref.ref(engine), threading.get_ident(), engine.mesh
+        if not self.ends:
+            return
         names = ("job", "data", "zero", "tp", "pp", "sp", "host", "control", "reducing")
         named = {group.pg.group_name: group for group in mesh.made if group.pg}  # a ring has no other name
         named |= {name: getattr(mesh, name) for name in names}
@@ -139,11 +141,6 @@ class HangWatch:
         named |= {f"ep {group.size}": group for group in mesh.experts}
         groups = {id(group): (group, name) for name, group in named.items() if isinstance(group, AxisGroup)}
         for group, name in groups.values():
-            self.listen(group, name)
-
-    def listen(self, group: AxisGroup, name: str) -> None:
-        """Listen to the collectives of ``group``, if they are to be known where the job ends."""
-        if self.ends:
             group.ledger.append(self.ledger.listener(name))
 
     def _look(self) -> None:
@@ -427,8 +424,8 @@ def follow(engine: Any) -> None:
 
 def heard(group: AxisGroup, name: str) -> AxisGroup:
     """Return a group that is no engine's, whose collectives the watch of this process reports as those on ``name``."""
-    if (guard := _living()) is not None:
-        guard.listen(group, name)
+    if (guard := _living()) is not None and guard.ends:
+        group.ledger.append(guard.ledger.listener(name))
     return group
 
 

@@ -1,1 +1,0 @@
-from deepspeed.sequence.batch import prepare_autosp_inputs

@@ -1,6 +1,4 @@
-"""The block ``sequence``: how one long sequence is worked on by the ranks that share it (an extension); and ``compile``,
-whose one pass divides sequences, too.
-"""
+"""The blocks ``sequence`` (an extension) and ``compile``: how ranks work on one long sequence that they share."""
 
 from typing import Literal
 
@@ -32,6 +30,4 @@ class CompileConfig(unread.CompileKeys):
     """``compile``: passes over what ``engine.compile()`` compiles. The threshold is in bytes."""
 
     deepcompile: Flag = key(False, "DeepSpeed's switch of the passes; engine.compile() needs none.")
-    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(
-        None, "autosp: ranks share sequences, whoever cuts them; no other is in this release."
-    )
+    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(None, "autosp: ranks share sequences.")
