@@ -52,6 +52,10 @@ class TokenWeights:
         quiet = torch.compiler.disable(before)
         return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
 
+    def mean(self, job: AxisGroup) -> float:
+        """Return the mean over the ranks of the window's weight so far. Collective; waits for the device."""
+        return float(sum_in_place(self.total.clone(), job)) / job.size
+
     def note(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a forward that sets out: count its labels, given by name or in a mapping."""
         given = [kwargs, *(value for value in inputs if hasattr(value, "keys"))]
@@ -97,8 +101,7 @@ class TokenWeights:
     def weighed(self, loss: torch.Tensor, *, by_caller: bool) -> torch.Tensor:
         """Return ``loss``, before its backward, times its weight, unless the caller has weighed it."""
         if not by_caller:
-            weight = self.weight().to(loss)
-            return torch.where(weight > 0, loss, 0.0) * weight  # the mean over no token is no number
+            return torch.where(self.weight() > 0, loss, 0.0) * self.weight().to(loss)  # of no token it is no number
         if self._weight is not None:
             raise UsageError("backward(scale_wrt_gas=False) in a window of which 'normalize' has weighed other losses")
         self._by_caller, self._forwards, self._twice = True, 0, False
@@ -115,8 +118,8 @@ class TokenWeights:
         self.total, self._weight, self._by_caller, self._anew = self._nothing(), None, False, True
 
     def state(self, job: AxisGroup) -> dict[str, float]:
-        """Return the state for a checkpoint: the unit and the window's mean over the ranks. Collective; waits."""
-        return {"unit": self.unit, "total": float(sum_in_place(self.total.clone(), job)) / job.size}
+        """Return the state for a checkpoint: the unit and the window's mean over the ranks. Collective."""
+        return {"unit": self.unit, "total": self.mean(job)}
 
     def restore(self, state: dict[str, float], *, window: bool) -> None:
         """Restore the result of ``state``, on as many ranks as there are now; ``window``: with its gradients."""
