@@ -82,9 +82,9 @@ def prepare_autosp_inputs(
     ``compile``. SequenceError, a ValueError, for tensors that it cannot cut: they are [rows, tokens] each.
     """
     batch = {"input_ids": input_id, "labels": label_id, "position_ids": position_id, "attention_mask": attention_mask}
-    fault = shape_fault(batch, ("input_ids", "labels"))
-    if fault or seq_dim not in (1, -1):
-        raise SequenceError(f"prepare_autosp_inputs: {fault or f'seq_dim is {seq_dim}, and tokens are dimension 1'}")
+    fault = f"seq_dim is {seq_dim}, and tokens are dimension 1" if seq_dim not in (1, -1) else ""
+    if fault := fault or shape_fault(batch, ("input_ids", "labels")):
+        raise SequenceError(f"prepare_autosp_inputs: {fault}")
     return tuple(batch.values())
 
 

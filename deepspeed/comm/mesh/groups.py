@@ -33,7 +33,7 @@ class Mesh:
     ranks that share each layer; ``sp``: each sequence; ``pp``: those that hold the stages one batch passes. ``host``:
     a gloo group over the job, where ``control`` is none. ``topology``: where each rank is; None: only this one is
     known. ``reducing``: a second group over the first axis, for the sums of gradients, as a communicator runs one
-    collective at a time. ``experts``: the groups that divide experts and exchange tokens. ``made``: all to be destroyed.
+    collective at a time. ``experts``: the groups that divide experts and exchange tokens. ``made``: all to destroy.
     ``cuts``: the ranks of a sequence get the whole batch, which the engine cuts; else each gets its part.
     """
 
