@@ -207,7 +207,8 @@ def _check(dataset: Any, engine: Any) -> None:
         "the dataset has no sample": not len(dataset),
         "the stages of a pipeline pass on micro-batches of one length, which are not weighed by their tokens; deal "
         "samples of about one length to a PipelineModule by a loader of your own": engine.mesh.pp.size > 1,
-        f'micro-batches have unequal numbers of tokens, but "normalize" is "{kind}"; set it to "tokens"': kind != "tokens",
+        f'micro-batches have unequal numbers of tokens, but "normalize" is "{kind}"; set it to "tokens"': kind
+        != "tokens",
         f"sequence_parallel_size is {sp}, for every sequence; leave it out and give max_degree, as each micro-batch "
         "has its own number of ranks": sp > 1,
     }
