@@ -217,9 +217,7 @@ def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
-        end = group.note("broadcast", tensor)
-        dist.broadcast(as_bytes(tensor), group_src=source, group=group.pg)
-        end()
+        start_broadcast(tensor, group, source=source).wait()
 
 
 def start_broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int) -> Collective:

@@ -27,7 +27,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.plain import PlainPipeline
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
-from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, weighed, whole_batch
+from deepspeed.sequence.batch import IGNORED, is_part, part_of, shape_fault, weighed, whole_batch
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
@@ -43,12 +43,12 @@ _PRIME = 65_521
 def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> Mesh:
     """Let ``model`` work on parts of sequences, where the configuration or a registered client asks for it.
 
-    Return ``mesh``, with more groups to destroy where keys go around a ring. ``back`` undoes the rest. A model that is
-    none of Transformers is left to its own attention. Raises DeepSpeedConfigError, a ValueError, for one whose
-    attention cannot be divided.
+    Return ``mesh``, which knows who cuts, with more groups to destroy where keys go around a ring. ``back`` undoes the
+    rest. A model that is none of Transformers is left to its own attention, but under the pass ``autosp``. Raises
+    DeepSpeedConfigError, a ValueError, for one whose attention cannot be divided.
     """
-    client = dims.registered
-    if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
+    client, asked = dims.registered, "autosp" in (cfg.compile.passes or ())
+    if mesh.sp.size == 1 or (client is None and not asked and (cfg.sequence_ways == 1 or dims.known)):
         return mesh
     tops, fault = outermost(model.source if isinstance(model, PlainPipeline) else model), None
     try:
@@ -59,8 +59,9 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         raise fault or DeepSpeedConfigError(f"{mesh.title(rank)}: {text}")
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
-        if cfg.sequence.attention != "auto":
-            raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
+        if asked or cfg.sequence.attention != "auto":
+            which = 'compile.passes has "autosp"' if asked else f'sequence.attention is "{cfg.sequence.attention}"'
+            raise DeepSpeedConfigError(f"{which}, but {text}")
         log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
         # The group that its layers get: made before any rank may fail, whose wait there ends as in the engine's own.
         mesh = replace(mesh, sp=replace(mesh.sp, pg=GETTERS["get_sequence_parallel_group"]()))
@@ -75,7 +76,7 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         Hooks(mesh.sp, ring, cuts=client is None, in_eval=in_eval).attach(top, back)
     around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}{around}")
-    return mesh
+    return replace(mesh, cuts=client is None)
 
 
 def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str) -> int:
@@ -182,8 +183,7 @@ class Hooks:
             return None
         names = inspect.signature(module.forward).parameters
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        labels, targets = given.get("labels"), given.get("shift_labels")
-        parts = not self._cuts or (targets is not None and (labels is None or labels is targets))
+        parts = not self._cuts or is_part(given)
         run, layout = _Run(module, ExitStack()), None
         if parts and (module.training or self._in_eval or self._cuts):
             given, layout = self._of_parts(given, run)
@@ -238,9 +238,9 @@ class Hooks:
             raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
         assert ids is not None
         codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
+        run.counts = None if targets is None else answers[:, 2]
         if self._cuts:
-            run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
-            given = {**given, "labels": targets}
+            run.summed, given = given.get("num_items_in_batch") is not None, {**given, "labels": targets}
         whole = joined(codes.to(answers.device), self._group, lengths)
         return given, layout_of(whole, self._group, lengths, self._ring)
 
@@ -261,11 +261,16 @@ class Hooks:
         return output
 
     def _weighed(self, loss: torch.Tensor, run: _Run) -> torch.Tensor:
-        """Return the loss of the sequence from that of this rank's tokens. Collective."""
+        """Return the loss of the sequence from that of this rank's tokens, or this one where it is not the engine that
+        cuts. Collective.
+        """
         assert run.counts is not None
+        count = run.counts[self._group.index]
+        if not self._cuts:  # the mean over no target is no number
+            return torch.where(count > 0, loss, 0.0)
         if run.summed:
             return sum_parts(loss, self._group)
-        return weighed(loss, run.counts[self._group.index], run.counts.sum(), self._group)
+        return weighed(loss, count, run.counts.sum(), self._group)
 
 
 def _shapes(answers: torch.Tensor, group: AxisGroup) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness.faults import modules_replaced
 from tests.harness.pool import RankFailure, RankPool
-from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
+from tests.harness.sequences import ROWS, WORDS, batch_of, decoder, stand_in
 from tests.harness.training import make_config, start
 
 pytestmark = pytest.mark.timeout(180)
@@ -274,6 +275,43 @@ def test_the_adapter_refuses_on_every_rank_what_it_cannot_cut(pool2: RankPool) -
         assert "rank 0: the batch has no tensor 'labels'" in text
     for text in pool2.run(_adapted, True, 5):
         assert "5 tokens do not divide over 2 ranks" in text
+
+
+class _OwnAttention(torch.nn.Module):
+    """A model that the engine cannot cut batches for: its caller does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, 4)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.embed(input_ids).square().mean()}
+
+
+def _rates(kind: str, folder: str) -> list[float]:
+    """Tokens a sample, by the figures of each update."""
+    found: dict[str, list[float]] = {}
+    with modules_replaced({"transformers": stand_in}):
+        monitor = {"enabled": True, "output_file": f"{folder}/{dist.get_rank()}.prom"}
+        model = _OwnAttention() if kind == "of its own" else decoder()
+        engine = start(model, config_of(2, 1, prometheus=monitor))
+        engine.monitor.write_events = lambda events: [found.setdefault(n, []).append(v) for n, v, _ in events]
+        for step in range(3):
+            batch = batch_of("plain", step, engine.mesh.data.index)
+            if kind != "whole":
+                batch = _part(batch, engine.mesh.sp)
+            if kind == "of its own":
+                batch = {"input_ids": batch["input_ids"], "labels": batch["shift_labels"]}
+            engine.backward(engine(**batch)["loss"])
+            engine.step()
+        engine.destroy()
+    pairs = zip(found["Train/Samples/tokens_per_s"], found["Train/Samples/samples_per_s"], strict=True)
+    return [tokens / samples for tokens, samples in pairs]
+
+
+@pytest.mark.parametrize("kind", ["whole", "in parts", "of its own"])
+def test_rates_count_every_token_of_a_shared_sequence_once(pool4: RankPool, tmp_path: Path, kind: str) -> None:
+    assert pool4.run(_rates, kind, str(tmp_path))[0] == pytest.approx([16.0, 16.0])
 
 
 def _faulty(fault: str) -> list[str]:
