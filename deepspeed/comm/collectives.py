@@ -6,6 +6,7 @@ buffers, and lets the receiver add in the accumulation dtype. On other backends 
 """
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -254,6 +255,20 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, value, group=group.pg)
     return gathered
+
+
+def first_difference(entries: list[str], group: AxisGroup) -> tuple[int, str, str] | None:
+    """Return the first rank whose ``entries`` are not those of the group's first rank, with that rank's entry and its
+    own; None where all ranks have the same. Collective.
+    """
+    if len(set(gather_objects(hashlib.sha256(repr(entries).encode()).hexdigest(), group))) == 1:
+        return None
+    first, *others = gather_objects(entries, group)
+    for rank, theirs in zip(group.ranks[1:], others, strict=True):
+        pairs = itertools.zip_longest(first, theirs, fillvalue="nothing more")
+        if first != theirs:
+            return rank, *next(pair for pair in pairs if pair[0] != pair[1])
+    return None
 
 
 def describe(fault: BaseException) -> str:

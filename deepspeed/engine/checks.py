@@ -1,14 +1,42 @@
 """What keeps an engine from what a client asks for: looked at when a call begins, before anything changes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from deepspeed.comm import interrupts
-from deepspeed.comm.collectives import is_of_backend
-from deepspeed.errors import UsageError
+from deepspeed.comm.collectives import AxisGroup, first_difference, is_of_backend
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.reallocate.flow import WeightFlow
 from deepspeed.zero.hooks import inside_backward
+
+# Keys that each rank may have for itself: what it logs, watches and keeps on its own drives.
+_OF_A_RANK = {
+    *("aio", "comet", "comms_logger", "csv_monitor", "disable_python_gc", "dump_state", "flops_profiler"),
+    *("hang_timeout", "log_level", "memory", "memory_breakdown", "nvme_path", "observe", "prometheus"),
+    *("steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb"),
+}
+
+
+def check_same_config(cfg: DeepSpeedConfig, job: AxisGroup) -> None:
+    """Raise DivergenceError unless all ranks have the same configuration, but for keys of single ranks. Collective."""
+    if differs := first_difference([*_entries("", cfg.model_dump(by_alias=True))], job):
+        rank, first, other = differs
+        raise DivergenceError(
+            f"ranks were given different configurations: rank {job.ranks[0]} has {first}, rank {rank} has {other}. "
+            "Pass the same one on every rank"
+        )
+
+
+def _entries(path: str, value: Any) -> Iterator[str]:
+    """Yield each key of ``value`` below ``path`` with what it is set to."""
+    if not isinstance(value, dict):
+        yield f"{path} {value!r}"
+        return
+    for name, item in value.items():
+        if name not in _OF_A_RANK:
+            yield from _entries(f"{path}.{name}" if path else str(name), item)
 
 
 class Checks:

@@ -6,6 +6,7 @@ own way, as the gradients of parameters are summed over the ranks of a sequence 
 """
 
 import inspect
+import logging
 import re
 import sys
 from contextlib import ExitStack
@@ -24,9 +25,11 @@ from deepspeed.monitor.log import log_dist
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
 from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, whole_batch
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
+from deepspeed.tensor.loss import loss_fault
 from deepspeed.zero.regions import bounds, widths
 
 _KEY = "sequence_parallel_size"
@@ -53,9 +56,14 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
         if cfg.sequence.attention != "auto":
             raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
-        log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
+        level = logging.INFO if any(isinstance(m, DistributedAttention) for m in model.modules()) else logging.WARNING
+        text = (
+            f"{text} (deepspeed.sequence.layer.DistributedAttention), and each rank's loss is to be its tokens' share"
+        )
+        log_dist(f"{_KEY} {mesh.sp.size}: {text}, as gradients are summed over the ranks of a sequence", level=level)
         return mesh
-    ways = min(check(top, mesh.sp.size, tp=mesh.tp.size, attention=cfg.sequence.attention) for top in tops)
+    options: dict[str, Any] = {"tp": mesh.tp.size, "attention": cfg.sequence.attention, "shifts": client is None}
+    ways = min(check(top, mesh.sp.size, **options) for top in tops)
     mesh, ring = _with_ring(mesh, ways)
     for top in tops:
         attach_attention(top, back)
@@ -88,9 +96,9 @@ def outermost(model: nn.Module) -> list[Any]:
     return [module for path, module in models if path not in inner]
 
 
-def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") -> int:
+def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses", shifts: bool = True) -> int:
     """Return how many of the ``ranks`` of a sequence divide heads (``inner_ranks``). Raise DeepSpeedConfigError, which
-    names the reason, where they cannot divide the sequences of ``model``.
+    names the reason, where they cannot divide the sequences of ``model``. ``shifts``: labels will be shifted.
     """
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
@@ -101,6 +109,8 @@ def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") ->
             f"{who} has layers of the kind {', '.join(kinds)}: they carry a state along the sequence, or have a "
             f"mask of their own, which each part would begin anew. Set {_KEY} to 1"
         )
+    if shifts and (fault := loss_fault(model)):
+        raise DeepSpeedConfigError(f"{_KEY} is {ranks}, but {fault}. Set {_KEY} to 1")
     takes = inspect.signature(model.forward).parameters
     if not model._can_set_attn_implementation() or "position_ids" not in takes or "kwargs" not in takes:
         raise DeepSpeedConfigError(

@@ -288,6 +288,8 @@ def _faulty(fault: str) -> list[str]:
             model.config._attn_implementation_internal = "eager"
         if fault == "state":
             model.config.layer_types = ["full_attention", "linear_attention"]
+        if fault == "unshifted":
+            model.loss_type = "ForTokenClassification"
         if fault == "mesh":
             options["mesh_param"] = (2, 2)
         changes: dict[str, Any] = {"data_parallel_size": 3} if fault == "data" else {}
@@ -324,6 +326,7 @@ FAULTS = {
     "heads": "has 2 attention heads, and each rank needs one. Set sequence_parallel_size to 2 or less",
     "eager": "attention 'eager' cannot be divided",
     "state": "has layers of the kind linear_attention",
+    "unshifted": "are not those of the next tokens (its loss is ForTokenClassification). Set sequence_parallel_size to 1",
     "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
     "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
