@@ -77,7 +77,7 @@ def initialize(
     """Wrap ``model`` for training or, without an optimizer, for inference. Collective over all ranks.
 
     Returns (engine, optimizer, loader or None, schedule or None). Raises DeepSpeedConfigError, a ValueError, UsageError
-    for wrong arguments, DivergenceError when ranks hold different models or configurations; the model is unchanged then.
+    for wrong arguments, DivergenceError for different models or configurations; nothing of the model has changed.
 
     Args:
         args: A namespace or dict; ``deepspeed_config`` and ``local_rank`` of it count.

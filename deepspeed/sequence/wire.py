@@ -56,11 +56,9 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
         if cfg.sequence.attention != "auto":
             raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
-        level = logging.INFO if any(isinstance(m, DistributedAttention) for m in model.modules()) else logging.WARNING
-        text = (
-            f"{text} (deepspeed.sequence.layer.DistributedAttention), and each rank's loss is to be its tokens' share"
-        )
-        log_dist(f"{_KEY} {mesh.sp.size}: {text}, as gradients are summed over the ranks of a sequence", level=level)
+        divides = any(isinstance(module, DistributedAttention) for module in model.modules())
+        text += " (deepspeed.sequence.layer.DistributedAttention); gradients are summed over a sequence's ranks"
+        log_dist(f"{_KEY} {mesh.sp.size}: {text}", level=logging.INFO if divides else logging.WARNING)
         return mesh
     options: dict[str, Any] = {"tp": mesh.tp.size, "attention": cfg.sequence.attention, "shifts": client is None}
     ways = min(check(top, mesh.sp.size, **options) for top in tops)

@@ -258,9 +258,9 @@ def check_same_model(model: nn.Module, mesh: Mesh, groups: list[dict[str, Any]])
     named = [(repr(n) if getattr(p, "allreduce", True) else "an expert", p) for n, p in model.named_parameters()]
     local += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
     if differs := collectives.first_difference(local, mesh.zero):
-        rank, first, other = differs
+        rank, one, other = differs
         raise DivergenceError(
-            f"ranks hold different models: {mesh.title(mesh.zero.ranks[0])} has {first}, {mesh.title(rank)} has {other}. "
+            f"ranks hold different models: {mesh.title(mesh.zero.ranks[0])} has {one}, {mesh.title(rank)} has {other}. "
             "Build the same model and optimizer, with the same requires_grad flags, on every rank"
         )
 
