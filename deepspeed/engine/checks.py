@@ -14,13 +14,15 @@ from deepspeed.zero.hooks import inside_backward
 # Keys that each rank may have for itself: what it logs, watches and keeps on its own drives.
 _OF_A_RANK = {
     *("aio", "comet", "comms_logger", "csv_monitor", "disable_python_gc", "dump_state", "flops_profiler"),
-    *("hang_timeout", "log_level", "memory", "memory_breakdown", "nvme_path", "observe", "prometheus"),
+    *("hang_timeout", "log_level", "memory", "memory_breakdown", "observe", "prometheus"),
     *("steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb"),
 }
 
 
 def check_same_config(cfg: DeepSpeedConfig, job: AxisGroup) -> None:
-    """Raise DivergenceError unless all ranks have the same configuration, but for keys of single ranks. Collective."""
+    """Raise DivergenceError unless all ranks have the same configuration, but for paths and keys of single ranks.
+    Collective.
+    """
     if differs := first_difference([*_entries("", cfg.model_dump(by_alias=True))], job):
         rank, first, other = differs
         raise DivergenceError(
@@ -31,12 +33,12 @@ def check_same_config(cfg: DeepSpeedConfig, job: AxisGroup) -> None:
 
 def _entries(path: str, value: Any) -> Iterator[str]:
     """Yield each key of ``value`` below ``path`` with what it is set to."""
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name not in _OF_A_RANK:
+                yield from _entries(f"{path}.{name}" if path else str(name), item)
+    elif not (isinstance(value, str) and "/" in value):  # each node may have a drive of its own
         yield f"{path} {value!r}"
-        return
-    for name, item in value.items():
-        if name not in _OF_A_RANK:
-            yield from _entries(f"{path}.{name}" if path else str(name), item)
 
 
 class Checks:
