@@ -13,7 +13,7 @@ from deepspeed.zero.hooks import inside_backward
 
 # Keys that each rank may have for itself: what it logs, watches and keeps on its own drives.
 _OF_A_RANK = {
-    *("aio", "comet", "comms_logger", "csv_monitor", "disable_python_gc", "dump_state", "flops_profiler"),
+    *("aio", "comet", "comms_logger", "csv_monitor", "disable_python_gc", "dump_state"),
     *("hang_timeout", "log_level", "memory", "memory_breakdown", "observe", "prometheus"),
     *("steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb"),
 }
