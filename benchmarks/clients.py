@@ -1,7 +1,7 @@
 """Scripts of the clients under this project and under the reference: does the same script end with the same loss?
 
     <clients' python> benchmarks/clients.py --reference-python <its python> [--clients raw trainer] [--ranks 1 2]
-    <clients' python> benchmarks/clients.py --write-docs        the table of all that was run, to benchmarks/same_loss.md
+    <clients' python> benchmarks/clients.py --write-docs      the table of all that was run, to benchmarks/same_loss.md
 
 Run it with the interpreter of the clients' environment (tests/compat/README.md); the reference's environment needs the
 same clients. Each of the two runs ``peers/client_rank.py``, one process group for as many cells as succeed in it. A row

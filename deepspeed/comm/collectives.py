@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator.device import get_accelerator
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import DeepSpeedError, DivergenceError, UsageError
 from deepspeed.monitor import hostmem
 from deepspeed.tier.transfer import Transfer
 
@@ -257,18 +257,24 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     return gathered
 
 
-def first_difference(entries: list[str], group: AxisGroup) -> tuple[int, str, str] | None:
-    """Return the first rank whose ``entries`` are not those of the group's first rank, with that rank's entry and its
-    own; None where all ranks have the same. Collective.
+def check_alike(
+    what: str, entries: list[str], group: AxisGroup, advice: str, *, title: Callable[[int], str] = "rank {}".format
+) -> None:
+    """Raise DivergenceError, which names the first entry that differs, unless all ranks have equal ``entries``.
+    Collective.
     """
-    if len(set(gather_objects(hashlib.sha256(repr(entries).encode()).hexdigest(), group))) == 1:
-        return None
+    if alike(entries, group):
+        return
     first, *others = gather_objects(entries, group)
-    for rank, theirs in zip(group.ranks[1:], others, strict=True):
-        pairs = itertools.zip_longest(first, theirs, fillvalue="nothing more")
-        if first != theirs:
-            return rank, *next(pair for pair in pairs if pair[0] != pair[1])
-    return None
+    rank, theirs = next(pair for pair in zip(group.ranks[1:], others, strict=True) if pair[1] != first)
+    pairs = itertools.zip_longest(first, theirs, fillvalue="nothing more")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    raise DivergenceError(f"ranks {what}: {title(group.ranks[0])} has {one}, {title(rank)} has {other}. {advice}")
+
+
+def alike(value: object, group: AxisGroup) -> bool:
+    """Return whether all ranks have the same ``value``, by its representation. Collective."""
+    return len(set(gather_objects(hashlib.sha256(repr(value).encode()).hexdigest(), group))) == 1
 
 
 def describe(fault: BaseException) -> str:

@@ -1,44 +1,31 @@
 """What keeps an engine from what a client asks for: looked at when a call begins, before anything changes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.comm import interrupts
-from deepspeed.comm.collectives import AxisGroup, first_difference, is_of_backend
+from deepspeed.comm.collectives import AxisGroup, check_alike, is_of_backend
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import DivergenceError, UsageError
+from deepspeed.config.model.blocks import MonitorConfig
+from deepspeed.config.model.settings import settings
+from deepspeed.errors import UsageError
 from deepspeed.reallocate.flow import WeightFlow
 from deepspeed.zero.hooks import inside_backward
 
-# Keys that each rank may have for itself: what it logs, watches and keeps on its own drives.
+# Blocks and keys that each rank may have for itself: what it logs and watches, and its own memory.
 _OF_A_RANK = {
-    *("aio", "comet", "comms_logger", "csv_monitor", "disable_python_gc", "dump_state"),
-    *("hang_timeout", "log_level", "memory", "memory_breakdown", "observe", "prometheus"),
-    *("steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb"),
+    *("aio", "comms_logger", "disable_python_gc", "dump_state", "hang_timeout", "log_level", "memory"),
+    *("memory_breakdown", "observe", "steps_per_print", "timers", "wall_clock_breakdown"),
+    *MonitorConfig.model_fields,
 }
 
 
 def check_same_config(cfg: DeepSpeedConfig, job: AxisGroup) -> None:
-    """Raise DivergenceError unless all ranks have the same configuration, but for paths and keys of single ranks.
-    Collective.
-    """
-    if differs := first_difference([*_entries("", cfg.model_dump(by_alias=True))], job):
-        rank, first, other = differs
-        raise DivergenceError(
-            f"ranks were given different configurations: rank {job.ranks[0]} has {first}, rank {rank} has {other}. "
-            "Pass the same one on every rank"
-        )
-
-
-def _entries(path: str, value: Any) -> Iterator[str]:
-    """Yield each key of ``value`` below ``path`` with what it is set to."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if name not in _OF_A_RANK:
-                yield from _entries(f"{path}.{name}" if path else str(name), item)
-    elif not (isinstance(value, str) and "/" in value):  # each node may have a drive of its own
-        yield f"{path} {value!r}"
+    """Raise DivergenceError unless the keys that matter to all are the same on all ranks, but for paths. Collective."""
+    found = [item for item in settings(cfg) if item.path.partition(".")[0] not in _OF_A_RANK]
+    entries = [f"{item.path} {item.value!r}" for item in found if "/" not in str(item.value)]
+    check_alike("were given different configurations", entries, job, "Pass the same one on every rank")
 
 
 class Checks:

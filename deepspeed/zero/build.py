@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
 from deepspeed.comm.mesh.groups import Mesh
-from deepspeed.errors import DivergenceError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.monitor import hostmem
 from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.hooks import ModuleHooks
@@ -257,12 +257,8 @@ def check_same_model(model: nn.Module, mesh: Mesh, groups: list[dict[str, Any]])
     # Each rank has experts of its own.
     named = [(repr(n) if getattr(p, "allreduce", True) else "an expert", p) for n, p in model.named_parameters()]
     local += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
-    if differs := collectives.first_difference(local, mesh.zero):
-        rank, one, other = differs
-        raise DivergenceError(
-            f"ranks hold different models: {mesh.title(mesh.zero.ranks[0])} has {one}, {mesh.title(rank)} has {other}. "
-            "Build the same model and optimizer, with the same requires_grad flags, on every rank"
-        )
+    advice = "Build the same model and optimizer, with the same requires_grad flags, on every rank"
+    collectives.check_alike("hold different models", local, mesh.zero, advice, title=mesh.title)
 
 
 def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[nn.Parameter, int]) -> FlatLayout:
