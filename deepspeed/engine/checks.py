@@ -23,8 +23,8 @@ _OF_A_RANK = {
 
 def check_same_config(cfg: DeepSpeedConfig, job: AxisGroup) -> None:
     """Raise DivergenceError unless the keys that matter to all are the same on all ranks, but for paths. Collective."""
-    found = [item for item in settings(cfg) if item.path.partition(".")[0] not in _OF_A_RANK]
-    entries = [f"{item.path} {item.value!r}" for item in found if "/" not in str(item.value)]
+    shared = [item for item in settings(cfg) if item.path.partition(".")[0] not in _OF_A_RANK]
+    entries = [f"{item.path} {item.value!r}" for item in shared if "/" not in str(item.value)]
     check_alike("were given different configurations", entries, job, "Pass the same one on every rank")
 
 
