@@ -80,7 +80,7 @@ class UlyssesSPAttentionHF:
                     f"{_WHO}: the model was loaded with attention {current!r}, and core_attn_implementation is "
                     f"{core_attn_implementation!r}; load it with attn_implementation={core_attn_implementation!r}"
                 )
-            check(model, sequence_parallel_size)
+            check(model, sequence_parallel_size, shifts=False)
         else:
             config = transformers.AutoConfig.from_pretrained(model).get_text_config()
             if config.num_attention_heads < sequence_parallel_size:

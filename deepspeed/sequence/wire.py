@@ -6,6 +6,7 @@ own way, as the gradients of parameters are summed over the ranks of a sequence 
 """
 
 import inspect
+import logging
 import re
 import sys
 from contextlib import ExitStack
@@ -28,9 +29,11 @@ from deepspeed.pipe.plain import PlainPipeline
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
 from deepspeed.sequence.batch import IGNORED, is_part, part_of, shape_fault, weighed, whole_batch
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
+from deepspeed.tensor.loss import loss_fault
 from deepspeed.zero.regions import bounds, widths
 
 _KEY = "sequence_parallel_size"
@@ -52,7 +55,7 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         return mesh
     tops, fault = outermost(model.source if isinstance(model, PlainPipeline) else model), None
     try:
-        ways = _check_all(model, tops, mesh, cfg.sequence.attention)
+        ways = _check_all(model, tops, mesh, cfg.sequence.attention, shifts=client is None)
     except DeepSpeedConfigError as error:
         fault = error
     for rank, text in failures(fault, mesh.pp).items():  # the others wait, and may have other layers
@@ -62,7 +65,9 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         if asked or cfg.sequence.attention != "auto":
             which = 'compile.passes has "autosp"' if asked else f'sequence.attention is "{cfg.sequence.attention}"'
             raise DeepSpeedConfigError(f"{which}, but {text}")
-        log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
+        divides = isinstance(model, PipelineModule) or any(isinstance(m, DistributedAttention) for m in model.modules())
+        text += " (deepspeed.sequence.layer.DistributedAttention); gradients are summed over a sequence's ranks"
+        log_dist(f"{_KEY} {mesh.sp.size}: {text}", level=logging.INFO if divides else logging.WARNING)
         # The group that its layers get: made before any rank may fail, whose wait there ends as in the engine's own.
         mesh = replace(mesh, sp=replace(mesh.sp, pg=GETTERS["get_sequence_parallel_group"]()))
         if isinstance(model, PipelineModule):
@@ -79,14 +84,15 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     return replace(mesh, cuts=client is None)
 
 
-def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str) -> int:
+def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str, *, shifts: bool) -> int:
     """Return the least that ``check`` returns of ``tops``; raise DeepSpeedConfigError, too, for some pipelines."""
     if tops and isinstance(model, PipelineModule) and (type(model) is not PlainPipeline or model.loss_fn is not None):
         raise DeepSpeedConfigError(
             f"{_KEY}: the loss of whole sequences is that of {type(tops[0]).__name__} itself, which a PipelineModule "
             "does not call with labels. Cut the model by deepspeed.pipe.cut_model without loss_fn, or set the key to 1"
         )
-    return min((check(top, mesh.sp.size, tp=mesh.tp.size, attention=attention) for top in tops), default=0)
+    options: dict[str, Any] = {"tp": mesh.tp.size, "attention": attention, "shifts": shifts}
+    return min((check(top, mesh.sp.size, **options) for top in tops), default=0)
 
 
 def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:
@@ -110,9 +116,9 @@ def outermost(model: nn.Module) -> list[Any]:
     return [module for path, module in models if path not in inner]
 
 
-def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") -> int:
+def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses", shifts: bool = True) -> int:
     """Return how many of the ``ranks`` of a sequence divide heads (``inner_ranks``). Raise DeepSpeedConfigError, which
-    names the reason, where they cannot divide the sequences of ``model``.
+    names the reason, where they cannot divide the sequences of ``model``. ``shifts``: labels will be shifted.
     """
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
@@ -123,6 +129,8 @@ def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") ->
             f"{who} has layers of the kind {', '.join(kinds)}: they carry a state along the sequence, or have a "
             f"mask of their own, which each part would begin anew. Set {_KEY} to 1"
         )
+    if shifts and (fault := loss_fault(model)):
+        raise DeepSpeedConfigError(f"{_KEY} is {ranks}, but {fault}. Set {_KEY} to 1")
     takes = inspect.signature(model.forward).parameters
     if not model._can_set_attn_implementation() or "position_ids" not in takes or "kwargs" not in takes:
         raise DeepSpeedConfigError(
