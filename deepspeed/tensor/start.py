@@ -55,7 +55,13 @@ def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[D
     if tp_size is not None and ranks % tp_size:
         raise DeepSpeedConfigError(f"{tp_size} tensor-parallel ranks do not divide {ranks} ranks; use a divisor")
     cfg = load_config(source, world_size=ranks, tp=tp_size, sp=None if axes.order is None else 1)
-    axes = _with_sequences(cfg, axes)
+    size, stated = cfg.sequence_parallel_size, axes.order is not None or axes.group is not None
+    if size is not None and stated and size != axes.sp:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size is {size}, but {axes.sp} ranks share each sequence by the mpu or mesh_param that "
+            "deepspeed.initialize got; make them equal, or delete one"
+        )
+    axes = axes if stated else replace(axes, sp=cfg.sequence_ways)
     size = cfg.tensor_parallel.autotp_size
     sizes = {"mpu": axes.tp if axes.tp > 1 else None, "tp_model_init": recorded and recorded.size}
     for who, other in sizes.items():
@@ -75,17 +81,6 @@ def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[D
             )
         axes = replace(axes, tp=recorded.size if recorded is not None else cfg.tensor_parallel.ways)
     return cfg, axes
-
-
-def _with_sequences(cfg: DeepSpeedConfig, axes: Ways) -> Ways:
-    """Return ``axes`` with the ranks that share one sequence by the configuration, unless the client has cut all."""
-    size, stated = cfg.sequence_parallel_size, axes.order is not None or axes.group is not None
-    if size is not None and stated and size != axes.sp:
-        raise DeepSpeedConfigError(
-            f"sequence_parallel_size is {size}, but {axes.sp} ranks share each sequence by the mpu or mesh_param that "
-            "deepspeed.initialize got; make them equal, or delete one"
-        )
-    return axes if stated else replace(axes, sp=cfg.sequence_ways)
 
 
 def _distributed(model: nn.Module) -> Recorded | None:

@@ -151,7 +151,10 @@ class HangWatch:
             passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._first_s / 2))), now
             progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun, self.ledger.waiting
             moved, self._last = progress != self._last or progress[0] is None, progress
-            self._tell_of_blindness(counted=progress[0] is not None)
+            self._blind_looks = 0 if progress[0] is not None else self._blind_looks + 1
+            if self._blind_looks == _BLIND_LOOKS and self.ends:
+                reason = f"the backend {dist.get_backend()!r} does not count its collectives"
+                logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", reason)
             spot = Spot() if moved else self._glance()
             same = spot.kind != "" and spot.mark == self._spot.mark
             moved |= spot.kind == self._spot.kind == LOADER and not same  # another batch has come
@@ -162,14 +165,16 @@ class HangWatch:
             self._beats += 1
             self._silent_store_s += passed
             if self._waits_too_long(self._alone_s) and self._silent_store_s > self._alone_s:
-                self._end_alone()
-
-    def _tell_of_blindness(self, *, counted: bool) -> None:
-        """Warn once that with this backend no job is ever known to stand still."""
-        self._blind_looks = 0 if counted else self._blind_looks + 1
-        if self._blind_looks == _BLIND_LOOKS and self.ends:
-            reason = f"the backend {dist.get_backend()!r} does not count its collectives"
-            logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", reason)
+                ends = self._due_s == self._limit_s
+                text = explain([self._report()], self._due_s, ends=ends) + (
+                    "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped "
+                    "or has ended\n"
+                )
+                if ends:
+                    self._say(text)
+                    self._end([])
+                logger.warning("%s", text.rstrip())
+                self._due_s = self._limit_s
 
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
         """Return this rank's place; an empty one where its stack cannot be read, as it moves meanwhile."""
@@ -367,19 +372,6 @@ class HangWatch:
         watchdog.start()  # a hook of the user's may wait for what never comes
         error = JobHungError(text)
         sys.excepthook(JobHungError, error, None)
-
-    def _end_alone(self) -> None:
-        """Report, and end the job where that is due, without asking anybody: the store does not answer."""
-        ends = self._due_s == self._limit_s
-        text = explain([self._report()], self._due_s, ends=ends) + (
-            "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped or "
-            "has ended\n"
-        )
-        if ends:
-            self._say(text)
-            self._end([])
-        logger.warning("%s", text.rstrip())
-        self._due_s = self._limit_s
 
     def _end(self, silent: list[list[Any]]) -> None:
         """End this process without destructors, which could wait; kill the ``silent`` ones of this machine."""
