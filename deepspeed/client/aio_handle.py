@@ -44,12 +44,10 @@ def _operation(
     path, create = (f"/proc/self/fd/{name}", False) if isinstance(name, int) else (os.fspath(name), write)
     with DirectFile(path, create=create, writable=write) as file:
         if not write:
-            facts, how = (
-                f"{file.path} has {file.size} bytes",
-                "read fills a tensor with a whole file, pread with a part",
-            )
+            facts = f"{file.path} has {file.size} bytes"
             if whole and file.size != buffer.nbytes:
-                raise FileMismatchError(f"{facts} and the tensor {buffer.nbytes}; {how}")
+                hint = "read fills a tensor with a whole file, pread with a part"
+                raise FileMismatchError(f"{facts} and the tensor {buffer.nbytes}; {hint}")
             if offset + buffer.nbytes > file.size:
                 raise FileMismatchError(f"{facts}; {buffer.nbytes} from offset {offset} on are more than there are")
         transfer = (engine.write if write else engine.read)(file, offset, host)

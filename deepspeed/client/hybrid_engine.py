@@ -51,8 +51,8 @@ def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, a
             raise DeepSpeedConfigError(f"{KEY} {size} does not divide the {ranks} ranks; use a divisor of {ranks}")
         if path := adapted_layer(module):
             raise NotYetError(
-                f"{KEY} is {size}, but {path} has an adapter, and such layers are not dealt out in this release; set it "
-                "to 1, or merge the adapters before deepspeed.initialize"
+                f"{KEY} is {size}, but {path} has an adapter, and such layers are not dealt out in this release; set "
+                "it to 1, or merge the adapters before deepspeed.initialize"
             )
         plan_parts(module, config.tensor_parallel, size)
     elif not options.pin_parameters and config.zero.divergence == "assume_none":

@@ -45,14 +45,18 @@ def _inside(frame: FrameType | None) -> bool:
         file = caller.f_code.co_filename
         owner = origin(file)
         if owner == "user" or (owner == "torch" and _LOADERS in file) or file.startswith(_SAVES):
-            for inner in frames[place:]:
-                file = inner.f_code.co_filename
-                if file == _KEEPER:
-                    return False  # saves behind an update
-                if file.startswith(_UPDATES) or (file == _ENGINE and inner.f_code.co_name == "step"):
-                    return True
-            return False
+            return _updating(frames[place:])
         if file.startswith(_RUNTIME) and not file.startswith(_CALLED):
+            return True
+    return False
+
+
+def _updating(frames: list[FrameType]) -> bool:
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if file == _KEEPER:
+            return False  # saves behind an update
+        if file.startswith(_UPDATES) or (file == _ENGINE and frame.f_code.co_name == "step"):
             return True
     return False
 

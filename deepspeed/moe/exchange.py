@@ -66,8 +66,20 @@ def plan_routes(
     ones = [1] * group.size
     arriving = all_to_all(counts, group, sent=ones, received=ones)
     sent, received = torch.stack([counts, arriving]).tolist()
-    flags = {rank: flag for rank, (_, _, flag) in zip(group.ranks, received, strict=True)}
-    # A rank that evaluates once more than others would else compute with the tokens of their next training step.
+    _check_flags({rank: flag for rank, (_, _, flag) in zip(group.ranks, received, strict=True)}, layer)
+    rows = [count for count, _, _ in sent]
+    rank, tokens = torch.nonzero_static(goes, size=sum(rows)).unbind(1)
+    owner = rank[:, None] // etp
+    local = torch.where(home[tokens] == owner, index[tokens] - owner * experts, -1)
+    arrivals = [count for count, _, _ in received]
+    return Routes(tokens, local, rows, arrivals, sum(pairs for _, pairs, _ in received))
+
+
+def _check_flags(flags: dict[int, int], layer: str) -> None:
+    """Raise UsageError if the ``flags`` of ranks tell of different forwards, or of scores that are not finite.
+
+    A rank that evaluates once more than others would else compute with the tokens of their next training step.
+    """
     training = [rank for rank, flag in flags.items() if flag & 2]
     others = [rank for rank in flags if rank not in training]
     if training and others:
@@ -83,12 +95,6 @@ def plan_routes(
         )
     if faulty := [rank for rank, flag in flags.items() if flag & 1]:
         raise _not_finite(layer, faulty)
-    rows = [count for count, _, _ in sent]
-    rank, tokens = torch.nonzero_static(goes, size=sum(rows)).unbind(1)
-    owner = rank[:, None] // etp
-    local = torch.where(home[tokens] == owner, index[tokens] - owner * experts, -1)
-    arrivals = [count for count, _, _ in received]
-    return Routes(tokens, local, rows, arrivals, sum(pairs for _, pairs, _ in received))
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -72,7 +72,14 @@ def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[D
     if recorded is not None and recorded.group is not None:
         if axes.known:
             raise UsageError("tp_model_init(tp_group=...) and mpu both bring process groups; pass one of them")
-        return cfg, _of_group(recorded.group, axes)
+        local = plain_mesh("gloo", group=recorded.group).job
+        job = plain_mesh("gloo", group=axes.group).job
+        groups = sorted(set(gather_objects(local.ranks, job)))
+        order = tuple(rank for ranks in groups for rank in ranks)
+        if sorted(order) != sorted(job.ranks) or len({len(ranks) for ranks in groups}) > 1:
+            raise DeepSpeedConfigError(f"the tensor-parallel groups {groups} do not divide the {job.size} ranks evenly")
+        # The ranks of all such groups, one group after the other.
+        return cfg, replace(axes, tp=local.size, order=order, known=(*axes.known, recorded.group))
     if axes.tp == 1:
         if axes.order is not None and cfg.tensor_parallel.ways > 1:
             raise DeepSpeedConfigError(
@@ -90,17 +97,6 @@ def _distributed(model: nn.Module) -> Recorded | None:
         if mesh is not None and hasattr(parameter, "placements") and mesh.ndim == 1:
             return Recorded(mesh.size(), None, mesh.get_group())
     return None
-
-
-def _of_group(group: Any, axes: Ways) -> Ways:
-    """Return ``axes`` with the ranks of all such groups, one group after the other. Collective."""
-    local = plain_mesh("gloo", group=group).job
-    job = plain_mesh("gloo", group=axes.group).job
-    groups = sorted(set(gather_objects(local.ranks, job)))
-    order = tuple(rank for ranks in groups for rank in ranks)
-    if sorted(order) != sorted(job.ranks) or len({len(ranks) for ranks in groups}) > 1:
-        raise DeepSpeedConfigError(f"the tensor-parallel groups {groups} do not divide the {job.size} ranks evenly")
-    return replace(axes, tp=local.size, order=order, known=(*axes.known, group))
 
 
 def split(

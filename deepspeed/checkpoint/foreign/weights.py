@@ -206,11 +206,10 @@ def write_weights(
     written = [out / name for name in names]
     if total > 1:
         written.append(out / f"{stem}{suffix}.index.json")
-        # As Hugging Face reads it: the tensors by file.
         where = with_aliases(
             {stream.name: name for name, shard in zip(names, shards, strict=True) for stream in shard}, aliases
         )
-        index = {"metadata": {"total_size": total_bytes(streams)}, "weight_map": dict(sorted(where.items()))}
+        index = {"metadata": {"total_size": total_bytes(streams)}, "weight_map": dict(sorted(where.items()))}  # by file
         write_atomically(written[-1], (json.dumps(index, indent=2) + "\n").encode())
     sync(out)
     return written

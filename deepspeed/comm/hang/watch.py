@@ -167,8 +167,8 @@ class HangWatch:
             if self._waits_too_long(self._alone_s) and self._silent_store_s > self._alone_s:
                 ends = self._due_s == self._limit_s
                 text = explain([self._report()], self._due_s, ends=ends) + (
-                    "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped "
-                    "or has ended\n"
+                    "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is "
+                    "stopped or has ended\n"
                 )
                 if ends:
                     self._say(text)
@@ -190,7 +190,9 @@ class HangWatch:
     def _talk(self) -> None:
         while not self._stopped.wait(self._beat_s):
             try:
-                self._exchange()
+                self._heed()
+                if self._waits_too_long():
+                    self._alarm()
             except GONE:
                 continue
             except Exception as error:  # else this rank falls silent, and is ended as one that cannot end by itself
@@ -214,11 +216,6 @@ class HangWatch:
         elif order["kind"] == "report" and order["turn"] != self._answered:
             self._channel.put(f"report/{order['turn']}/{self._rank}", asdict(self._report()))
             self._answered = order["turn"]
-
-    def _exchange(self) -> None:
-        self._heed()
-        if self._waits_too_long():
-            self._alarm()
 
     def _failure(self, modules: dict[int, str], *, ends: bool) -> Failure:
         """Return the error of this rank; none if it cannot be read, as its class may be the user's."""
@@ -263,8 +260,10 @@ class HangWatch:
         candidate = [self._rank, self._beats]
         claim = self._channel.claim("leader", candidate)
         if claim != candidate:
-            if self._lives(claim):
-                return
+            leader, claimed_s = claim[0], self._heard.hear("claim", claim)
+            silent_s = self._heard.hear("beat", [claim, self._beat_of(leader)])
+            if leader != self._rank and silent_s < _LEADER_S and claimed_s < _MOST_LEADER_S:
+                return  # it may still finish, as it beats on
             if self._channel.swap("leader", claim, candidate) != candidate:  # that rank has stopped, too
                 return
         # Few of the alarms that come to nothing, as others work, ask before they know; it leaves more time to answer.
@@ -294,13 +293,6 @@ class HangWatch:
         self._say(text)
         self._channel.put("order", {"kind": "end", "silent": processes})
         self._end(processes)
-
-    def _lives(self, claim: list[Any]) -> bool:
-        """Return whether the rank that made ``claim`` may still finish with it, as it beats on."""
-        leader = claim[0]
-        claimed_s = self._heard.hear("claim", claim)
-        silent_s = self._heard.hear("beat", [claim, self._beat_of(leader)])
-        return leader != self._rank and silent_s < _LEADER_S and claimed_s < _MOST_LEADER_S
 
     def _beat_of(self, rank: int) -> int:
         """Return the beat that ``rank`` has last written; -1 before the first."""

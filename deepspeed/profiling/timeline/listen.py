@@ -108,17 +108,13 @@ class Listener:
             n < _FIRST or n * _GOLDEN % 1 < self._share or self._detailed for n in (self._updates, self._updates + 1)
         )
         self.step.noted = this and not self._resting
-        if not (this or following):
-            self._rest()
-        else:
+        if this or following:
             self.wake()
-        return last
-
-    def _rest(self) -> None:
-        if not self._resting:
+        elif not self._resting:
             self._resting = True
             for place, call in self._places:
                 place.remove(call)
+        return last
 
     def wake(self) -> None:
         """Listen at least until the next update, though that may not be noted."""
