@@ -203,6 +203,8 @@ def _sequence_rules(cfg: Configuration) -> Iterator[Rule]:
     data, ranks = cfg.data_parallel_size, cfg.world_size
     text = f"{data} is not the number of ranks that get different batches, {ranks}. Delete it, or set it to {ranks}."
     yield cfg.sequence_ways > 1 and data not in (None, ranks), "data_parallel_size", text
+    text = '"auto" chooses what goes to the host, which offload_activations: true does too. Delete one of them.'
+    yield cfg.sequence.plan == "auto" and cfg.sequence.offload_activations, "sequence.plan", text
 
 
 def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:
