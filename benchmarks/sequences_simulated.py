@@ -7,7 +7,7 @@ ZeRO-3, bf16, blocks recomputed, one sequence over all devices of a row. "Fits":
 most the device. ``switches``: AdamW in host memory, one switch of the block ``sequence`` after the other; the number of
 tokens where the device is full follows from two lengths, between which memory grows evenly.
 
-"Planned": ``sequence.plan``, which chooses at the third forward, in place of recomputation and host memory for all.
+"Planned": ``sequence.plan``, which chooses in the third step, in place of recomputation and host memory for all.
 
 Attention is charged at the rate of PyTorch's kernel, fitted on published steps of 2,048 to 8,192 tokens, and once more
 at the rate that the authors of FlashAttention found for long sequences.
@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
     def played(self) -> Outcome:
         subject = decoder_subject("decoder", self.shape, samples=1, sequence=self.tokens, recompute=True)
-        world, steps = self.devices, 4 if "plan" in self.block else 2
+        world, steps = self.devices, 3 if "plan" in self.block else 2
         return simulate(subject, self.config(), self.machine, world=world, rank=world - 1, steps=steps)
 
     def operations(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.client.attrs import replace_attribute
 from deepspeed.client.comm.groups import forget_topology, register_topology
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
@@ -272,8 +273,8 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)
-    back.callback(_put_back, module, "forward", vars(module).get("forward"))
-    module.num_experts, module.forward = local, forward  # type: ignore[assignment]
+    module.num_experts = local  # type: ignore[assignment]
+    replace_attribute(module, "forward", forward, back)
 
 
 def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> None:
@@ -314,8 +315,7 @@ def _guard_saving(model: nn.Module, back: ExitStack) -> None:
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and not hasattr(type(module), "get_base_model"):  # that of PEFT
             save: Any = module.save_pretrained
-            back.callback(_put_back, module, "save_pretrained", vars(module).get("save_pretrained"))
-            module.save_pretrained = functools.partial(_save_whole, module, save)  # type: ignore[assignment]
+            replace_attribute(module, "save_pretrained", functools.partial(_save_whole, module, save), back)
 
 
 def _save_whole(module: nn.Module, save: Callable[..., Any], folder: Any, *args: Any, **options: Any) -> Any:
@@ -335,9 +335,3 @@ def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:
         cut = name == "tp_place" and tuple(param.shape) != mark.shape  # who makes it whole needs its place
         if not cut and getattr(param, name, None) is mark:
             delattr(param, name)
-
-
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
-    delattr(module, name)
-    if value is not None:
-        setattr(module, name, value)

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deepspeed.accelerator.device import get_accelerator
+from deepspeed.client.attrs import replace_attribute
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
@@ -30,7 +30,6 @@ from deepspeed.monitor import hostmem
 from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.program import size
 from deepspeed.sequence.tiling.choice import BlockCost, Choice, Keep, Room, choose
-from deepspeed.sequence.tiling.memory import replace
 from deepspeed.sequence.tiling.offload import (
     OffloadActivations,
     get_checkpoint_hidden_states_offloading_ctx_manager,
@@ -65,8 +64,8 @@ def plan_blocks(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, back: ExitSt
         )
     planned = PlannedBlocks(blocks, cfg.memory, mesh.job)
     for number, block in enumerate(blocks):
-        replace(block, _FLAG, value=True, back=back)
-        replace(block, _CALL, functools.partial(planned.run, number), back)
+        replace_attribute(block, _FLAG, value=True, back=back)
+        replace_attribute(block, _CALL, functools.partial(planned.run, number), back)
 
 
 def _copy_beside(model: nn.Module, back: ExitStack) -> None:
@@ -77,7 +76,7 @@ def _copy_beside(model: nn.Module, back: ExitStack) -> None:
     for module in model.modules():
         call = vars(module).get(_CALL)
         if isinstance(call, functools.partial) and "save_on_cpu" in _names(call.func):
-            replace(module, _CALL, functools.partial(_offloaded, manager, **call.keywords), back)
+            replace_attribute(module, _CALL, functools.partial(_offloaded, manager, **call.keywords), back)
 
 
 def _names(function: Any) -> tuple[str, ...]:
@@ -112,16 +111,18 @@ class _Attention:
     def _first(self, call: Callable[[], Any]) -> Any:
         begin = _mark() if self._offload is None else None
         out = call()
+        values = out if isinstance(out, tuple | list) else [out]
         if self._offload is None:
             self.spans.append((begin, _mark()))
-            self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))
+            self.nbytes += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         else:
-            self._kept.append(tree_map(self._offload.hold, out))
+            self._kept.append([self._offload.hold(value) for value in values])
         return out
 
     def _again(self, _: Callable[[], Any]) -> Any:
         assert self._offload is not None
-        return tree_map(self._offload.get, next(self._left))
+        values = tuple(self._offload.get(value) for value in next(self._left))
+        return values if len(values) > 1 else values[0]
 
 
 class _Calls(TorchDispatchMode):
@@ -146,7 +147,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _is_attention(func: Any) -> bool:
-    name = func.name().lower() if isinstance(func, torch._ops.OpOverload) else ""
+    name = func.name().lower() if hasattr(func, "_schema") else ""
     return ("attention" in name or "flash" in name) and not ("backward" in name or "bwd" in name)
 
 
@@ -161,17 +162,17 @@ class _Sizes(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
-        self._found: dict[Any, int] = {}
+        self._by_storage: dict[Any, int] = {}
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if not is_weight(tensor):
             storage = tensor.untyped_storage()
-            self._found[StorageWeakRef(storage)] = storage.nbytes()
+            self._by_storage[StorageWeakRef(storage)] = storage.nbytes()
         return tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(self._found.values())
+        return sum(self._by_storage.values())
 
 
 def _mark() -> Any:
@@ -199,7 +200,7 @@ class _Measured:
 
 
 @dataclass
-class _Found:
+class _Facts:
     """What one rank has measured. ``device``: bytes that are left there or, on the CPU, minus those that came and went.
     ``host`` and ``pools``: the memory of its process, and what that is a part of.
     """
@@ -292,7 +293,7 @@ class PlannedBlocks:
 
     def _choose(self) -> None:
         """Choose what blocks keep. Collective."""
-        everyone = gather_objects(self._found(), self._group)
+        everyone = gather_objects(self._facts(), self._group)
         costs = [_slowest(of_ranks) for of_ranks in zip(*(rank.blocks for rank in everyone), strict=True)]
         present = limits_present([RankMemory(rank.host, 0, 0, rank.pools) for rank in everyone])
         host = (self._memory.host_limit or present.host) - max(rank.host for rank in everyone)
@@ -306,14 +307,14 @@ class PlannedBlocks:
         self._measured, self._sizes = [None] * len(costs), {}
         log_dist(_sentence(costs, self.choices, room))
 
-    def _found(self) -> _Found:
+    def _facts(self) -> _Facts:
         accelerator = get_accelerator()
         costs, peak = self._costs(), accelerator.max_memory_allocated()
         now, pools = hostmem.rss_bytes(), tuple(hostmem.memory_pools())
         if accelerator.device_name() == "cpu":
-            return _Found(costs, min(0, now - peak), 0.0, now, pools)
+            return _Facts(costs, min(0, now - peak), 0.0, now, pools)
         limit = self._memory.device_limit or accelerator.total_memory()
-        return _Found(costs, limit - limit // _SPARE - peak, _link(accelerator), now, pools)
+        return _Facts(costs, limit - limit // _SPARE - peak, _link(accelerator), now, pools)
 
 
 def _input_bytes(args: Any) -> int:
@@ -328,11 +329,11 @@ def _slowest(costs: Sequence[BlockCost]) -> BlockCost:
 
 def _link(accelerator: Any) -> float:
     """Return the bytes a second of a copy to the device, while all ranks copy."""
-    there = torch.empty(_SAMPLE, dtype=torch.uint8, device=accelerator.torch_device())
-    here = accelerator.pin_memory(torch.empty(_SAMPLE, dtype=torch.uint8, device="cpu"))
-    there.copy_(here, non_blocking=True)
+    target = torch.empty(_SAMPLE, dtype=torch.uint8, device=accelerator.torch_device())
+    source = accelerator.pin_memory(torch.empty(_SAMPLE, dtype=torch.uint8, device="cpu"))
+    target.copy_(source, non_blocking=True)
     begin = _mark()
-    there.copy_(here, non_blocking=True)
+    target.copy_(source, non_blocking=True)
     end = _mark()
     accelerator.synchronize()
     return float(_SAMPLE / max(1e-9, begin.elapsed_time(end) / 1e3))
