@@ -113,6 +113,33 @@ def _inner(engine: Any) -> Any:
         engine.step()
 
 
+def _other_data(engine: Any, *, later: bool = False) -> Any:
+    """Of one module alone; ``later`` between a backward and its step, whose weights would not be trained."""
+    for step in range(2 * later):
+        engine.backward(engine(torch.ones(1, 6)).sum())
+        if step:
+            engine.module.head.weight.data = engine.module.head.weight.data.clone()
+        engine.step()
+    if not later:
+        engine.module.head.weight.data = engine.module.head.weight.data.clone()
+    return engine(torch.ones(1, 6))
+
+
+def _cast(engine: Any) -> Any:
+    engine(torch.ones(1, 6))
+    engine.module.double()
+    return engine(torch.ones(1, 6))
+
+
+def _assigned(engine: Any) -> Any:
+    engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
+    return engine(torch.ones(1, 6))
+
+
+def _new_group(engine: Any) -> None:
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 # name -> (what the user does, parts of the sentence, a builtin type that catches it)
 MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = {
     "batch not divisible": (
@@ -167,6 +194,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
         ["mics_shard_size"],
         ValueError,
     ),
+    # weights that would silently not be trained
+    "other data": (lambda: _with_engine(_other_data, 2), ["given other data"], RuntimeError),
+    "other data later": (
+        lambda: _with_engine(lambda e: _other_data(e, later=True), 1),
+        ["given other data"],
+        RuntimeError,
+    ),
+    "cast": (lambda: _with_engine(_cast, 1), ["moved or cast"], RuntimeError),
+    "assigned": (lambda: _with_engine(_assigned, 1), ["assign=True"], RuntimeError),
+    "new group": (lambda: _with_engine(_new_group, 1), ["add_param_group"], RuntimeError),
+    "lazy": (lambda: start(nn.Sequential(nn.LazyLinear(4)), make_config(3)), ["lazy"], RuntimeError),
+    "complex": (lambda: start(nn.Linear(2, 2, dtype=torch.complex64), make_config(3)), ["complex"], RuntimeError),
     "step before backward": (lambda: _with_engine(lambda e: e.step()), ["step()", "backward"], RuntimeError),
     "step inside no_sync": (lambda: _with_engine(_inner), ["no_sync"], AssertionError),
     "released parameter": (
@@ -304,3 +343,14 @@ def one_rank_meets_a_bad_sample(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_error_on_one_rank_is_its_own_there_and_named_on_the_others(pool2: RankPool, stage: int) -> None:
     assert pool2.run(one_rank_meets_a_bad_sample, stage, time_limit=LIMIT) == [True, True]
+
+
+def left_by_a_failed_initialize() -> tuple[int, set[str]]:
+    model = _model()
+    with pytest.raises(ValueError, match="nope"):
+        start(model, make_config(3, scheduler={"type": "OneCycle", "params": {"nope": 1}}))
+    return sum(len(m._forward_hooks) for m in model.modules()), {type(p).__name__ for p in model.parameters()}
+
+
+def test_a_failed_initialize_leaves_no_trace(pool2: RankPool) -> None:
+    assert pool2.run(left_by_a_failed_initialize) == [(0, {"Parameter"})] * 2

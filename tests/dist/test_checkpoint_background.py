@@ -14,14 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.accelerator.device import Accelerator
 from deepspeed.checkpoint.format import files, folders
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
+from deepspeed.checkpoint.save import writer
 from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.writer import Background, RankFile, SaveOrder, Saver
 from deepspeed.comm.init import free_port
+from deepspeed.errors import CheckpointError
 from deepspeed.tools.verify.ranks import enter_world, rank_context
 from deepspeed.zero.regions import Span
 from tests.dist.test_checkpoint_damage import Net, same, state, train
@@ -287,7 +290,10 @@ def save_twice(folder: str, *, seconds: float) -> None:
 _ENDS = """
 import os, sys
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+from deepspeed.tier import aio
 from tests.dist.test_checkpoint_background import save_twice
+if sys.argv[3:]:
+    aio.try_load = lambda *_: None
 save_twice(sys.argv[1], seconds=1.0)
 raise SystemExit(3)
 """
@@ -300,8 +306,11 @@ def wanted(pool1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(tmp_path: Path, wanted: Path) -> None:
-    command = [sys.executable, "-c", _ENDS, str(tmp_path), str(free_port())]
+@pytest.mark.parametrize("without", [[], ["native code"]], ids=["native", "python"])
+def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(
+    tmp_path: Path, wanted: Path, without: list[str]
+) -> None:
+    command = [sys.executable, "-c", _ENDS, str(tmp_path), str(free_port()), *without]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, cwd=ROOT
     )
@@ -352,6 +361,35 @@ def test_a_signal_during_a_background_save_leaves_a_whole_checkpoint(
         assert len(left) == 1 and not left[0].exists()
 
 
+def stall_of_a_failure_elsewhere(folder: str) -> float:
+    torch.manual_seed(3)
+    config = make_config(2, checkpoint={"async": True, "rate_limit": "256KiB"})
+    engine = start(torch.nn.Linear(1024, 1024), config)
+    engine.backward(engine(torch.ones(2, 1024)).sum())
+    engine.step()
+    real = RankFile.write
+
+    def write(file: RankFile, parts: Any, *rest: Any) -> None:
+        if file.rank == 1 and threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        real(file, parts, *rest)
+
+    with mock.patch.object(RankFile, "write", write):
+        engine.save_checkpoint(folder)
+        time.sleep(0.3)
+        begun = time.monotonic()
+        with pytest.raises(CheckpointError, match="rank 1"):
+            engine.wait_for_checkpoint()
+    return time.monotonic() - begun
+
+
+def test_a_failure_elsewhere_is_not_waited_for_at_the_rate_limit(pool2: RankPool, tmp_path: Path) -> None:
+    assert (
+        max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 12.0
+    )  # at the rate limit about 24
+    assert not list(tmp_path.iterdir())
+
+
 def save_and_move_away(folder: str) -> list[str]:
     """A relative save_dir means the working directory of the call."""
     before = os.getcwd()
@@ -397,3 +435,29 @@ def plain_env() -> dict[str, str]:
     """One rank on the CPU, without a launcher's variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def reserved_and_written(folder: str) -> tuple[int, int]:
+    """Bytes that this rank reserves before it writes, and bytes it writes."""
+    torch.manual_seed(3)
+    engine = start(torch.nn.Linear(64, 512), make_config(0))
+    engine.backward(engine(torch.ones(2, 64)).sum())
+    engine.step()
+    found = []
+    real = writer.ChunkWriter.__init__
+
+    def noting(self: Any, path: Any, **options: Any) -> None:
+        found.append(options["expect_bytes"])
+        real(self, path, **options)
+
+    with mock.patch.object(writer.ChunkWriter, "__init__", noting):
+        engine.save_checkpoint(folder, tag="x")
+    return found[0], os.path.getsize(Path(folder, "x", f"rank_{dist.get_rank():05d}.bin"))
+
+
+def test_a_rank_reserves_no_more_of_the_disk_than_it_writes(pool2: RankPool, tmp_path: Path) -> None:
+    """Where every rank holds the whole state, a reservation of all of it by each would find the disk full long before
+    it is.
+    """
+    for reserved, written in pool2.run(reserved_and_written, str(tmp_path), time_limit=60):
+        assert reserved <= written

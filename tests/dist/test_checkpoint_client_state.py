@@ -23,13 +23,6 @@ pytestmark = pytest.mark.timeout(120)
 # -- client state ------------------------------------------------------------------------------------------------
 
 
-class Opaque:
-    """Something that only pickle can store."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
 def client_state(folder: str) -> bool:
     """Plain state of every kind comes back as it was, each rank its own."""
     rank = here(0).rank
@@ -58,33 +51,6 @@ def client_state(folder: str) -> bool:
 
 def test_client_state_of_every_rank_comes_back(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(client_state, str(tmp_path)) == [True, True]
-
-
-def pickled(folder: str) -> list[str]:
-    """Saving needs the opt-in, and loading needs one of its own."""
-    state = {"deep": [{"thing": Opaque(5)}], "step": 3}
-    plain, trusting = make_config(2), make_config(2, checkpoint={"allow_pickle": True})
-    engine = start(Stack(), plain)
-    told = [outcome(lambda: engine.save_checkpoint(folder, client_state=state)), str(list(Path(folder).iterdir()))]
-    engine.destroy()
-    engine = start(Stack(), trusting)
-    engine.save_checkpoint(folder, client_state=state)
-    found = engine.load_checkpoint(folder)[1]
-    told.append(f"{type(found['deep'][0]['thing']).__name__} {found['deep'][0]['thing'].value} {found['step']}")
-    engine.destroy()
-    engine = start(Stack(), plain)
-    before = snapshot(engine)["params"]
-    told.append(outcome(lambda: engine.load_checkpoint(folder)))
-    told.append(str(snapshot(engine)["params"] == before))
-    engine.destroy()
-    return told
-
-
-def test_pickle_needs_an_opt_in_at_both_ends(pool2: RankPool, tmp_path: Path) -> None:
-    for told in pool2.run(pickled, str(tmp_path)):
-        assert "client_state/deep/0/thing" in told[0] and "Opaque" in told[0] and "allow_pickle" in told[0]
-        assert told[1] == "[]" and told[2] == "Opaque 5 3"
-        assert "CheckpointError" in told[3] and "allow_pickle" in told[3] and told[4] == "True"
 
 
 def one_rank_cannot(folder: str) -> tuple[str, bool]:

@@ -499,35 +499,6 @@ def test_a_save_gathers_no_parameter(pool2: RankPool, tmp_path: Path) -> None:
         assert same and not counted, counted
 
 
-def torn(folder: str) -> list[str]:
-    """A tensor file is damaged behind the manifest's back: the load fails, and the engine says so until it has loaded a
-    whole one.
-    """
-    case = case_named("plain")
-    engine = saved(folder, 3, case=case)
-    wanted = snapshot(engine)["params"]
-    engine.save_checkpoint(folder, tag="damaged", save_latest=False)
-    if here(0).rank == 0:
-        path = Path(folder, "damaged", "rank_00000.bin")
-        content = bytearray(path.read_bytes())
-        content[64] ^= 1
-        path.write_bytes(content)
-    collectives.gather_objects(None, engine.mesh.job)
-    said = outcome(lambda: engine.load_checkpoint(folder, tag="damaged"))
-    after = outcome(lambda: train_step(engine, case, 2))
-    engine.load_checkpoint(folder)
-    again = snapshot(engine)["params"] == wanted
-    train_step(engine, case, 2)
-    engine.destroy()
-    return [said, after, str(again)]
-
-
-def test_damage_is_found_and_the_engine_is_not_used_half_loaded(pool2: RankPool, tmp_path: Path) -> None:
-    for said, after, again in pool2.run(torn, str(tmp_path)):
-        assert "CheckpointError" in said and "rank_00000.bin" in said, said
-        assert "UsageError" in after and "load a checkpoint" in after and again == "True"
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_counters_and_config_are_readable_without_this_package(pool1: RankPool, tmp_path: Path, stage: int) -> None:
     pool1.run(_save_and_end, str(tmp_path), stage)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.tools.verify.ranks import RankPool as OwnPool
-from tests.dist.test_checkpoint_damage import engine_of, same, state, train
+from tests.dist.test_checkpoint_damage import Net, engine_of, same, state, train
 from tests.harness.offload import file_size_limit
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
@@ -107,6 +107,61 @@ def test_a_save_that_finds_no_space_fails_on_every_rank_and_leaves_nothing(
     pool2: RankPool, tmp_path: Path, where: str, ranks: tuple[int, ...]
 ) -> None:
     assert pool2.run(fails_then_goes_on, str(tmp_path), where, ranks) == [[], []]
+
+
+# -- an error of one rank is an error of all ----------------------------------------------------------------------
+
+
+def save_weights(folder: str, name: str) -> str:
+    torch.manual_seed(3)
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = start(Net(), make_config(3, zero=zero))
+    return outcome(lambda: engine.save_16bit_model(folder, name))
+
+
+@pytest.mark.parametrize("blocked", ["the name", "the temporary name"])
+def test_a_16bit_model_that_cannot_be_written_is_an_error_on_every_rank(
+    pool2: RankPool, tmp_path: Path, blocked: str
+) -> None:
+    """The first is found when the file gets its name, the second when it is made: its temporary name is too long."""
+    name = "weights.bin" if blocked == "the name" else "weights.bin".rjust(250, "w")
+    if blocked == "the name":
+        (tmp_path / name).mkdir()
+    said = pool2.run(save_weights, str(tmp_path), name, time_limit=60)
+    assert all("CheckpointError" in text and "weights.bin" in text for text in said), said
+    assert [p.name for p in tmp_path.iterdir()] == ([name] if blocked == "the name" else [])
+
+
+def save_where_the_first_rank_stumbles(folder: str) -> str:
+    engine = engine_of()
+    train(engine, 1)
+    broken = mock.patch.object(folders, "begin", side_effect=OverflowError("something nobody thought of"))
+    with broken if dist.get_rank() == 0 else mock.patch.object(folders, "begin", folders.begin):
+        return outcome(lambda: engine.save_checkpoint(folder))
+
+
+def test_any_error_of_the_first_rank_before_a_save_is_told_to_all(pool2: RankPool, tmp_path: Path) -> None:
+    said = pool2.run(save_where_the_first_rank_stumbles, str(tmp_path), time_limit=60)
+    assert all("CheckpointError" in text and "nobody thought of" in text for text in said), said
+
+
+class Refuses:
+    """An object that can be pickled on no rank, with an error that is not pickle's."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("not me")
+
+
+def save_what_one_rank_cannot(folder: str) -> str:
+    engine = engine_of(allow_pickle=True)
+    train(engine, 1)
+    state = {"odd": Refuses()} if dist.get_rank() == 0 else {}
+    return outcome(lambda: engine.save_checkpoint(folder, client_state=state))
+
+
+def test_client_state_that_raises_when_it_is_pickled_is_an_error_on_every_rank(pool2: RankPool, tmp_path: Path) -> None:
+    said = pool2.run(save_what_one_rank_cannot, str(tmp_path), time_limit=60)
+    assert all("not me" in text for text in said), said
 
 
 # -- in the background -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from deepspeed.tools.checkpoint.verify import verify
 from deepspeed.zero.layout import Granularity, Segment
 from deepspeed.zero.regions import Region
 from tests.dist.parallel_parts import LAYOUTS, SHAPES, rank_of, value, world_of
-from tests.dist.test_checkpoint_format_doc import reader
+from tests.dist.test_checkpoint_formats import reader
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
 

@@ -433,3 +433,26 @@ def two_engines(folder: str) -> list[str]:
 
 def test_two_engines_in_one_process(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(two_engines, str(tmp_path)) == [[], []]
+
+
+def resume_with_lazy_buffers(folder: str, background: bool) -> list[str]:  # noqa: FBT001
+    """Buffers that torch holds with a conjugate or a negative bit; which of them come back as other values."""
+    model = case_named("plain").build()
+    model.register_buffer("rotation", torch.tensor([1 + 2j, 3 - 1j]).conj())
+    model.register_buffer("negative", torch._neg_view(torch.arange(3.0)))
+    assert model.rotation.is_conj() and model.negative.is_neg() and model.negative.is_contiguous()
+    engine = start(model, make_config(1, checkpoint={"async": background}))
+    wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine.save_checkpoint(folder)
+    model.rotation.zero_()
+    engine.load_checkpoint(folder)
+    found = dict(model.named_buffers())
+    engine.destroy()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_buffers_with_a_conjugate_or_negative_bit_come_back(
+    pool1: RankPool, tmp_path: Path, *, background: bool
+) -> None:
+    assert pool1.run(resume_with_lazy_buffers, str(tmp_path), background) == [[]]

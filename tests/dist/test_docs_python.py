@@ -177,7 +177,7 @@ batches = dicts()
 """,
     ),
 }
-ELSEWHERE = {"checkpoint-format.md": "tests/dist/test_checkpoint_format_doc.py"}
+ELSEWHERE = {"checkpoint-format.md": "tests/dist/test_checkpoint_formats.py"}
 # What is left of a run: an engine, perhaps a process with other random numbers.
 ENGINES = ("engine", "actor", "critic", "reference")
 AFTER = f"for made in [globals().pop(name, None) for name in {ENGINES}]:\n    made is None or made.destroy()\n"

@@ -509,3 +509,22 @@ def trained_codes() -> str:
 def test_trained_8_bit_floats_are_refused(pool1: RankPool) -> None:
     (said,) = pool1.run(trained_codes)
     assert "UsageError" in said and "'codes'" in said and "requires_grad_(False)" in said
+
+
+def small_gradient_step(accumulation: str) -> float:
+    """How far one update moves a weight whose gradient is below fp16's range."""
+    fp16 = {"enabled": True, "initial_scale_power": 12}
+    engine = start(seeded(Stack)(), make_config(2, fp16=fp16, data_types={"grad_accum_dtype": accumulation}))
+    weight = engine.module.inp.weight
+    before = safe_get_full_fp32_param(weight).clone()
+    engine.backward((engine(torch.ones(4, IN_FEATURES).half()).float() * 1e-3).pow(2).mean())
+    engine.step()
+    moved = float((safe_get_full_fp32_param(weight) - before).abs().sum())
+    engine.destroy()
+    return moved
+
+
+def test_unscaling_does_not_underflow_in_the_accumulation_dtype(pool2: RankPool) -> None:
+    """fp16 gradients are divided by the loss scale after they are converted (small ones vanished)."""
+    half, single = (pool2.run(small_gradient_step, dtype)[0] for dtype in ("fp16", "fp32"))
+    assert half == pytest.approx(single, rel=1e-2)

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+import deepspeed
 import deepspeed.comm as comm
 from deepspeed.client.comm import comms_log
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, NotYetError
 from deepspeed.monitor.log import logger
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.tools.verify.reference import trainable
+from deepspeed.zero.param import ReleasedFace
 from tests.harness.faults import modules_replaced
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
@@ -316,3 +318,95 @@ def test_a_monitor_that_cannot_work_is_refused_before_anything_is_taken(pool2: R
     for said, missing, usable in pool2.run(unwritable, str(tmp_path)):
         assert "DeepSpeedConfigError" in said and "csv_monitor cannot make the folder" in said
         assert "pip install tensorboard" in missing and usable
+
+
+# -- engine surface -------------------------------------------------------------------------------------------------
+def generate_unevenly(stage: int) -> list[str]:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage))
+    faults = []
+    inputs = case.batch(here(0))[0]
+    train_step(engine, case, 0)
+    with torch.no_grad():
+        expected = engine(inputs)
+        with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
+            for _ in range(1 + 2 * torch.distributed.get_rank()):  # no collective inside, so counts may differ
+                if not torch.equal(whole(inputs), expected):
+                    faults.append("the unwrapped module computes something else")
+    if stage == 3 and not any(isinstance(p, ReleasedFace) for p in engine.module.parameters()):
+        faults.append("nothing was released afterwards")
+    train_step(engine, case, 1)
+    return faults
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_may_generate_different_lengths_inside_unwrap(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(generate_unevenly, stage) == [[], []]
+
+
+def breakdown() -> list[str]:
+    with logged(set_level=logging.INFO) as lines:
+        case = case_named("plain")
+        engine = start(case.build(), make_config(2, wall_clock_breakdown=True, steps_per_print=1))
+        train_step(engine, case, 0)
+    return lines
+
+
+def test_readers_have_the_names_that_help_and_tracebacks_show() -> None:
+    for name in ("train_batch_size", "loss_scale", "current_loss_scale", "get_global_grad_norm"):
+        assert getattr(deepspeed.DeepSpeedEngine, name).__name__ == name
+
+
+def test_wall_clock_breakdown_logs_every_phase(pool1: RankPool) -> None:
+    (lines,) = pool1.run(breakdown)
+    (said,) = [line for line in lines if "time (ms)" in line]
+    assert all(phase in said for phase in ("forward", "backward", "step"))
+
+
+def missing(name: str) -> str:
+    engine = start(case_named("plain").build(), make_config(0))
+    try:
+        getattr(engine, name)("somewhere")
+    except NotYetError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["train_batch", "eval_batch"])
+def test_parts_that_come_later_say_so_by_name(pool1: RankPool, name: str) -> None:
+    (said,) = pool1.run(missing, name)
+    assert name in said
+
+
+def modes() -> tuple[bool, ...]:
+    """``training`` of engine and module after eval() and train()."""
+    engine = start(torch.nn.Linear(4, 4), make_config(1))
+    engine.eval()
+    off = engine.training, engine.module.training
+    engine.train()
+    on = engine.training, engine.module.training
+    engine.destroy()
+    return *off, *on
+
+
+def test_the_engine_itself_knows_its_mode(pool2: RankPool) -> None:
+    """``engine.training`` follows ``eval()`` and ``train()``."""
+    assert pool2.run(modes) == [(False, False, True, True)] * 2
+
+
+# -- profiler names -------------------------------------------------------------------------------------------------
+def _ranges() -> tuple[set[str], set[str]]:
+    """The names that a profiler sees in a step, and those of the sharded units."""
+    case = case_named("plain")
+    engine = start(case.build(), make_config(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train_step(engine, case, 0)
+    titles = {unit.name for unit in engine.runtime.units if unit.movable}
+    engine.destroy()
+    return {event.key for event in profile.key_averages()}, titles
+
+
+def test_phases_gathers_and_reductions_are_ranges_of_the_profiler(pool2: RankPool) -> None:
+    for seen, titles in pool2.run(_ranges):
+        assert titles and {"forward", "backward", "step"} <= seen
+        assert {f"{what} {title}" for what in ("gather", "reduce") for title in titles} <= seen

@@ -1,5 +1,6 @@
 """I2, users are counted: a unit is freed only when no active module uses it; pins are a second count."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start
 
 pytestmark = pytest.mark.timeout(60)
+WIDTH = 8
 SHARD_ALL = {"param_persistence_threshold": 0}
 
 
@@ -83,6 +85,95 @@ class Listing(Stack):
         self.layers[1] = ListsItsOwnWay(HIDDEN, HIDDEN)
 
 
+class Pair(nn.Module):
+    """Two matrices that are used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(HIDDEN, HIDDEN) * 0.3)
+        self.v = nn.Parameter(torch.randn(HIDDEN, HIDDEN) * 0.3)
+
+
+class Slot:
+    """An output object without ``__dict__``."""
+
+    __slots__ = ("h",)
+
+    def __init__(self, h: Any) -> None:
+        self.h = h
+
+
+class Slotted(Pair):
+    """The output hides in an object with slots, beside a visible one that no loss uses."""
+
+    def forward(self, x: Tensor) -> Any:
+        """A slot object and a tensor."""
+        return Slot(F.linear(torch.tanh(F.linear(x, self.w)), self.v)), x.sum() * self.w.sum()
+
+
+class Hidden(Pair):
+    """The output hides in a closure, where nobody can find it."""
+
+    def forward(self, x: Tensor) -> Any:
+        """A function that returns the output."""
+        y = F.linear(torch.tanh(F.linear(x, self.w)), self.v)
+        return lambda: y
+
+
+class Stashing(Pair):
+    """An auxiliary loss stays on the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output; ``self.extra`` is the auxiliary loss."""
+        y = torch.tanh(F.linear(x, self.w))
+        self.extra = F.linear(torch.tanh(F.linear(y, self.v)), self.v).pow(2).mean()
+        return y
+
+
+class Detaching(Pair):
+    """A first use of the weight that does not differentiate it: its backward is the last to run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+        return F.linear(torch.tanh(F.linear(F.linear(x, self.w.detach()), self.v)), self.w)
+
+
+class Chain(Stack):
+    """Blocks whose outputs hide from the runtime, or whose losses and weights are used apart from their outputs."""
+
+    def __init__(self, block: type[nn.Module], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block(), block()])
+        self.unwrap = unwrap
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.unwrap(layer(x))
+        return x
+
+
+def _loss_of_chain(model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
+    """With what the blocks have stashed; behind it an evaluation."""
+    x, y = batch
+    loss = F.mse_loss(model(x), y) + sum(getattr(layer, "extra", 0) for layer in getattr(model, "module", model).layers)
+    with torch.no_grad():
+        model(x)
+    return [loss]
+
+
+CHAINS: dict[str, tuple[type[nn.Module], Callable[[Any], Tensor]]] = {
+    "slots": (Slotted, lambda out: out[0].h),
+    "closure": (Hidden, lambda out: out()),
+    "stash": (Stashing, lambda out: out),
+    "detach": (Detaching, lambda out: out),
+}
+
+
+def plain() -> nn.Module:
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
 def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
     """The model's forward, then its submodules called one by one from outside it, in another order."""
     x, y = batch
@@ -99,6 +190,8 @@ def _case(name: str) -> Case:
         return Case(name, seeded(Pinning), regression_batch, case_named("plain").loss)
     if name == "listing":
         return Case(name, seeded(Listing), regression_batch, case_named("plain").loss)
+    if name in CHAINS:
+        return Case(name, seeded(lambda: Chain(*CHAINS[name])), regression_batch, _loss_of_chain)
     if name == "outside":
         return Case(name, seeded(Stack), regression_batch, _loss_outside)
     return case_named(name)
@@ -119,6 +212,57 @@ def test_invariant_i2_every_use_is_counted(pool2: RankPool, name: str, stage: in
 def test_a_module_may_list_its_parameters_its_own_way(pool2: RankPool, stage: int) -> None:
     for error, worst in pool2.run(run_case, "listing", stage):
         assert error <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_backward_never_reads_released_weights(pool2: RankPool, name: str) -> None:
+    """Outputs nobody sees, stashed losses and detached uses find their weights (these raised, or crashed the
+    process).
+    """
+    for error, worst in pool2.run(run_case, name, 3):
+        assert error <= TOLERANCE, worst
+
+
+def regularised(view: bool) -> tuple[float, float]:
+    """Norms of the gradient with a regulariser built inside GatheredParameters, and by hand."""
+    model = seeded(plain)()
+    engine = start(model, make_config(3, zero=SHARD_ALL))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    loss = engine(x).pow(2).mean()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        penalty = sum(((p.t() if view and p.dim() > 1 else p) ** 2).sum() for p in model.parameters())
+    engine.backward(loss + penalty)
+    engine.step()
+    reference = seeded(plain)()
+    (reference(x).pow(2).mean() + sum((p**2).sum() for p in reference.parameters())).backward()
+    norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
+    got = engine.get_global_grad_norm()
+    engine.destroy()
+    return got, float(norm)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_regulariser_built_in_gathered_parameters_has_its_gradient(pool2: RankPool, view: bool) -> None:
+    """What autograd saves inside GatheredParameters is read after it (was: NaN gradients, or a crash of the
+    process).
+    """
+    for got, expected in pool2.run(regularised, view):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def gradients_of_released() -> list[tuple[int, ...]]:
+    """Shapes of ``torch.autograd.grad`` with respect to sharded parameters."""
+    model = seeded(plain)()
+    engine = start(model, make_config(3, zero=SHARD_ALL))
+    found = torch.autograd.grad(engine(torch.ones(4, WIDTH)).pow(2).mean(), list(model.parameters()))
+    engine.zero_grad()
+    engine.destroy()
+    return [tuple(g.shape) for g in found]
+
+
+def test_autograd_grad_accepts_released_parameters(pool2: RankPool) -> None:
+    """Differentiating with respect to a released parameter reads none of its values."""
+    assert pool2.run(gradients_of_released) == [[(WIDTH, WIDTH), (WIDTH,), (WIDTH, WIDTH), (WIDTH,)]] * 2
 
 
 def states_inside_a_forward() -> tuple[list[str], list[str]]:

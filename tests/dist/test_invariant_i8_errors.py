@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
-from deepspeed.tools.verify.models import Case
+from deepspeed.tools.verify.models import Case, seeded
+from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.zero.param import ReleasedFace
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
@@ -300,3 +301,52 @@ def test_invariant_i8_no_memory_for_a_gather(pool2: RankPool, count: int) -> Non
     for said, same, restless in pool2.run(out_of_memory, count):
         assert said == "injected: out of memory"
         assert same and restless == []
+
+
+class Interrupted(nn.Module):
+    """Two blocks, in the second of which somebody presses Ctrl-C while ``armed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if self.armed and block is self.blocks[-1]:
+                raise KeyboardInterrupt
+        return x
+
+
+def _samples(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _interrupted_module(stage: int) -> float:
+    engine = start(seeded(Interrupted)(), make_config(stage, gradient_accumulation_steps=2))
+    for step in range(3):
+        for micro in range(2):
+            if micro == 1:  # what the first micro-batch has accumulated stays
+                engine.module.armed = True
+                with pytest.raises(KeyboardInterrupt):
+                    engine.module(_samples(step, 0))
+                engine.module.armed = False
+            engine.backward(engine.module(_samples(2 * step + micro, engine.global_rank)).pow(2).mean())
+            engine.step()
+    found = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    engine.destroy()
+    model = seeded(Interrupted)()
+    optimizer = gate_optimizer(model)
+    for step in range(3):
+        for micro, rank in ((m, r) for m in range(2) for r in range(2)):
+            (model(_samples(2 * step + micro, rank)).pow(2).mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(float((found[n] - p).abs().max()) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_that_an_interrupt_ended_is_over_when_the_next_begins(pool2: RankPool, stage: int) -> None:
+    """Also where the client calls ``engine.module``, whose interrupts no code of the engine's sees."""
+    assert max(pool2.run(_interrupted_module, stage)) < 1e-6

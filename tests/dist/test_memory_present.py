@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.monitor import hostmem
 from deepspeed.monitor.hostmem import Pool
-from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
+from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock, case_named
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import StateKind
@@ -169,3 +170,24 @@ def born(folder: str, limit: int | None) -> int:
 def test_a_model_is_born_within_half_of_what_there_is(pool1: RankPool, tmp_path: Path) -> None:
     assert pool1.run(born, str(tmp_path), None) == [160_000]
     assert pool1.run(born, str(tmp_path), 1 << 30) == [960_000], "a stated limit counts"
+
+
+def _over_the_limit() -> list[str]:
+    case, real = case_named("plain"), hostmem.rss_bytes
+    engine = start(case.build(), make_config(3, memory={"host_limit": real() + (1 << 30)}))
+    try:
+        with logged() as said:
+            train_step(engine, case, 0)
+            quiet = [text for text in said if "more than memory.host_limit" in text]
+            hostmem.rss_bytes = lambda: real() + (2 << 30)
+            for step in (1, 2):
+                train_step(engine, case, step)
+    finally:
+        hostmem.rss_bytes = real
+        engine.destroy()
+    told = [text for text in said if "more than memory.host_limit" in text]
+    return [] if not quiet and len(told) == 1 else [f"before: {quiet}; after: {told}"]
+
+
+def test_memory_beyond_the_limit_is_said_once(pool1: RankPool) -> None:
+    assert pool1.run(_over_the_limit) == [[]]

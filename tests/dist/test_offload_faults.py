@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.comm import collectives
 from deepspeed.tier import drive
@@ -316,3 +317,53 @@ def objects_of_a_step(folder: str) -> list[str]:
 def test_ranks_tell_of_their_tiles_on_the_host(pool2: RankPool, tmp_path: Path) -> None:
     """On the group of the job two collectives of nccl, each waited for, would carry what is a few bytes mostly."""
     assert pool2.run(objects_of_a_step, str(tmp_path)) == [["gloo"]] * 2
+
+
+def on_a_drive(folder: str) -> list[str]:
+    """Of an engine with its states on a drive: everything has its room before the first step, a tile that cannot be
+    read gives its buffer back, and the optimizer's own state is not taken for the whole.
+    """
+    case, bad = CASES["wide"](), []
+    engine = engine_for("tiles", folder)
+    (states,) = engine._parts.tiers.drives
+    allocated = states._allocated
+    for step in range(3):
+        train_step(engine, case, step)
+    bad += [] if states._allocated == allocated else ["the arena grew while training"]
+    engine.runtime.update.wait()
+    out = states.staging._out
+    with patch.object(states, "read", side_effect=OSError(5, "the drive is gone")):
+        for _ in range(6):
+            with pytest.raises(OSError, match="gone"), engine.runtime.attached(engine._views[0]):
+                pass
+    bad += [] if states.staging._out == out else ["buffers are lost"]
+    raw, state = engine.optimizer.optimizer, engine.optimizer.state_dict()
+    for call in (raw.state_dict, lambda: raw.load_state_dict(state["base_optimizer_state"])):
+        said = outcome(call)
+        bad += [] if "UsageError" in said and "deepspeed.initialize returned" in said else [said]
+    slots = [v for entry in state["base_optimizer_state"]["state"].values() for v in entry.values()]
+    bad += ["a slot is not a number"] if any(torch.as_tensor(slot).isnan().any() for slot in slots) else []
+    engine.optimizer.load_state_dict(state)
+    engine.destroy()
+    raw.state_dict()  # free again
+    return bad
+
+
+def test_states_on_a_drive_have_their_room_and_are_read_by_the_engine_alone(pool1: RankPool, tmp_path: Path) -> None:
+    check(pool1.run(on_a_drive, str(tmp_path)))
+
+
+def one_rank_fails_in_the_update(folder: str) -> list[str]:
+    case, engine = CASES["wide"](), engine_for("tiles", folder)
+    train_step(engine, case, 0)
+    fails = {"side_effect": OSError(5, "the drive is gone")} if dist.get_rank() == 1 else {}
+    (states,) = engine._parts.tiers.drives
+    with patch.object(states, "write", **fails) if fails else contextlib.nullcontext():
+        said = [outcome(lambda step=step: (train_step(engine, case, step), whole_step)) for step in (1, 2)]
+    outcome(engine.destroy)
+    return said
+
+
+def test_an_update_that_fails_on_one_rank_fails_on_all(pool2: RankPool, tmp_path: Path) -> None:
+    for first, second in pool2.run(one_rank_fails_in_the_update, str(tmp_path), time_limit=60):
+        assert "the drive is gone" in first and "half way" in second, (first, second)

@@ -1,6 +1,9 @@
 """Whatever the optimizer, where its states rest changes no bit; one that needs more than a tile at once is refused."""
 
-from collections.abc import Callable
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import UsageError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.tools.verify.models import case_named
 from deepspeed.tools.verify.reference import trainable
+from deepspeed.zero.update.partial import Turns
 from tests.harness.offload import (
     FEW,
     Plan,
@@ -20,6 +26,7 @@ from tests.harness.offload import (
 )
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise, UserWholeTensor
 from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -156,6 +163,21 @@ class CountingTensor(UserElementwise):
         super().update(p, g / group["count"], state, group)
 
 
+class CountingInside(UserElementwise):
+    """Counts its steps in a dict or in a list; a key of the state is for the turns below."""
+
+    def __init__(self, *args: Any, place: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.counts: Any = {0: 0} if place == "dict" else [0]
+
+    def step(self, closure: Any = None) -> None:
+        self.counts[0] += 1
+        super().step(closure)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, g / self.counts[0], state, group)
+
+
 class CountingItself(UserElementwise):
     """Counts its steps in an attribute."""
 
@@ -186,10 +208,153 @@ def test_an_optimizer_with_a_global_value_is_refused_on_a_drive(
     assert pool1.run(refused_or_equal, factory, str(tmp_path), "optim cpu") == ["equal"]
 
 
-@pytest.mark.parametrize("factory", [Counting, CountingTensor, CountingItself])
-def test_a_count_of_steps_goes_up_once_a_step(pool1: RankPool, tmp_path: Path, factory: type[PlainOptimizer]) -> None:
-    """In the group as a number it works; kept elsewhere it works or is refused, and never counts the tiles."""
+INSIDE = [partial(CountingInside, place=place) for place in ("dict", "list")]
+
+
+@pytest.mark.parametrize("factory", [Counting, CountingTensor, CountingItself, *INSIDE])
+def test_a_count_of_steps_goes_up_once_a_step(pool1: RankPool, tmp_path: Path, factory: Any) -> None:
+    """In the group as a number, and inside of attributes, it works; kept elsewhere it works or is refused, and never
+    counts the tiles.
+    """
     (told,) = pool1.run(refused_or_equal, factory, str(tmp_path), "tiles")
-    if factory is Counting:
-        assert told == "equal", told
-    assert told == "equal" or told.startswith("UsageError"), told
+    assert told == "equal" or (factory in (CountingTensor, CountingItself) and told.startswith("UsageError")), told
+
+
+def _drive(folder: str, **changes: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": folder}
+    return make_config(3, zero={"offload_optimizer": place, "sub_group_size": 4096}, **changes)
+
+
+class Configured(torch.optim.SGD):
+    """Reads settings two dicts deep in every step."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.cfg = {"a": {"x": 1}}
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.cfg["a"]["x"] == 1
+        return super().step(closure)
+
+
+def _settings_stay(muon: bool) -> list[str]:
+    case = case_named("plain")
+    with tempfile.TemporaryDirectory() as folder:
+        if muon:
+            config = _drive(folder, optimizer={"type": "Muon", "params": {"lr": 0.01}})
+            config["zero_optimization"]["stage"] = 2
+            engine = start(case.build(), config)
+        else:
+            engine = start(case.build(), _drive(folder, optimizer=None), optimizer=Configured)
+        inner = engine.optimizer.optimizer
+        before = copy.deepcopy(inner._group_keys if muon else inner.cfg)
+        for step in range(2):
+            train_step(engine, case, step)
+        after = inner._group_keys if muon else inner.cfg
+        engine.destroy()
+    return [] if before == after and before else [f"{before}, then {after}"]
+
+
+@pytest.mark.parametrize("muon", [False, True], ids=["nested", "muon"])
+def test_settings_of_an_optimizer_on_a_drive_stay(pool1: RankPool, muon: bool) -> None:
+    assert pool1.run(_settings_stay, muon) == [[]]
+
+
+def _lamb() -> list[float]:
+    case = case_named("plain")
+    with tempfile.TemporaryDirectory() as folder:
+        engine = start(case.build(), _drive(folder, optimizer={"type": "Lamb", "params": {"lr": 0.01}}))
+        train_step(engine, case, 0)
+        count = len(engine.optimizer.optimizer.get_lamb_coeffs())
+        expected = sum(1 for v in engine._views)
+        engine.destroy()
+    return [count, expected]
+
+
+def test_trust_ratios_of_all_parameters_are_known(pool1: RankPool) -> None:
+    ((count, expected),) = pool1.run(_lamb)
+    assert count == expected > 1
+
+
+# -- one step in several turns ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (lambda: torch.tensor([float("nan"), 1.0]), lambda: torch.tensor([float("nan"), 1.0])),
+        (lambda: 1, lambda: 1.0),
+        (lambda: torch.ones(1, requires_grad=True) * 2, lambda: torch.ones(1, requires_grad=True) * 2),
+    ],
+    ids=["not a number", "a count that becomes a float", "with a graph"],
+)
+def test_what_is_equal_after_every_turn_is_no_fault(first: Any, second: Any) -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.kept = 0
+    turns, values = Turns(optimizer), iter([first, second])
+    optimizer.step = lambda: setattr(optimizer, "kept", next(values)())
+    turns.take([])
+    turns.take([])
+
+
+@pytest.mark.parametrize("second", [torch.zeros(3), torch.ones(2), 0.0], ids=["shape", "values", "no tensor"])
+def test_what_differs_between_turns_is_said(second: Any) -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.kept = 0
+    turns, values = Turns(optimizer), iter([torch.zeros(2), second])
+    optimizer.step = lambda: setattr(optimizer, "kept", next(values))
+    turns.take([])
+    with pytest.raises(UsageError, match="keeps kept of the optimizer"):
+        turns.take([])
+
+
+class Watched(dict[Any, Any]):
+    """Counts the keys that anybody walks over."""
+
+    walked = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._counted(super().__iter__())
+
+    def __reversed__(self) -> Iterator[Any]:
+        return self._counted(super().__reversed__())
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def _counted(self, keys: Iterator[Any]) -> Iterator[Any]:
+        for key in keys:
+            self.walked += 1
+            yield key
+
+
+def test_a_step_in_turns_walks_over_the_state_of_all_tiles_once() -> None:
+    """It was three times for every tile: seconds a step with thousands of them."""
+    tiles = [nn.Parameter(torch.ones(1)) for _ in range(100)]
+    optimizer: Any = torch.optim.SGD(tiles, lr=0.1)
+    optimizer.state = state = Watched()
+    turns = Turns(optimizer)
+    for tile in tiles:
+        optimizer.step = lambda tile=tile: state.__setitem__(tile, {})
+        turns.take([])
+    assert len(state) == 100 and state.walked <= 100
+
+
+def test_a_count_in_the_state_that_the_first_turn_makes_is_made_by_every_turn() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    turns = Turns(optimizer)
+    optimizer.step = lambda: optimizer.state.update(count=optimizer.state.get("count", 0) + 1)
+    turns.take([])
+    turns.take([])
+    assert optimizer.state["count"] == 1
+
+
+def test_a_count_in_the_state_that_only_a_later_turn_makes_is_said() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    turns, steps = Turns(optimizer), iter([lambda: None, lambda: optimizer.state.update(count=1)])
+    optimizer.step = lambda: next(steps)()
+    turns.take([])
+    with pytest.raises(UsageError, match="keeps count of its state"):
+        turns.take([])

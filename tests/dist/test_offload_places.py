@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.accelerator.device import Accelerator
 from deepspeed.errors import DeepSpeedConfigError
@@ -55,6 +56,7 @@ def path_refusals(folder: str) -> dict[str, str]:
     paths = {
         "missing": f"{folder}/not/there",
         "file": str(file),
+        "home": "~/drive",
         "readonly": "/sys/kernel" if os.geteuid() == 0 else "/",
     }
     told = {name: outcome(lambda path=path: engine_for("both nvme", path)) for name, path in paths.items()}
@@ -80,6 +82,26 @@ def test_a_path_that_cannot_be_used_is_a_sentence(pool1: RankPool, tmp_path: Pat
         assert "UsageError" in said and "nvme_path" in said, (name, said)
     assert "is the drive mounted" in told["missing"] and "not" in told["missing"]
     assert "may write" in told["locked"], told["locked"]
+    assert "is a file" in told["file"] and "write the whole path" in told["home"], told
+
+
+def one_rank_has_no_drive(folder: str) -> str:
+    return outcome(lambda: engine_for("both nvme", folder if dist.get_rank() == 0 else "/no/such/drive"))
+
+
+def test_a_drive_missing_on_one_rank_is_said_on_all(pool2: RankPool, tmp_path: Path) -> None:
+    said = pool2.run(one_rank_has_no_drive, str(tmp_path), time_limit=30)
+    assert "rank 1" in said[0] and all("/no/such/drive" in text for text in said), said
+
+
+def test_a_drive_that_holds_nothing_takes_no_space(tmp_path: Path) -> None:
+    empty = drive.Drive(str(tmp_path), label="x", staging=1)
+    regions = [empty.reserve(1 << 20) for _ in range(3)]
+    assert os.fstat(empty._file._plain).st_blocks
+    for region in regions:
+        empty.free(region)
+    assert not os.fstat(empty._file._plain).st_blocks and empty.reserve(4096).offset == 0
+    empty.close()
 
 
 def folder_vanishes(folder: str) -> list[str]:
@@ -88,7 +110,7 @@ def folder_vanishes(folder: str) -> list[str]:
     wanted = train(Plan(steps=3), variants(folder)["none"])
     engine = engine_for("grads nvme", f"{folder}/sub")
     train_step(engine, case, 0)
-    torch.distributed.barrier()
+    dist.barrier()
     shutil.rmtree(f"{folder}/sub", ignore_errors=True)
     assert not os.path.exists(f"{folder}/sub")
     train_step(engine, case, 1)

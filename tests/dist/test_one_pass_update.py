@@ -138,12 +138,6 @@ def test_fp32_parameters_are_the_master(pool2: RankPool) -> None:
     check(pool2.run(both_ways, Plan(config={}, steps=3), "", ("none",), False))
 
 
-@pytest.mark.in_make_test("everything")
-@pytest.mark.parametrize("case", ["everything", "tied", "frozen", "odd_shapes"])
-def test_models(pool2: RankPool, case: str) -> None:
-    check(pool2.run(both_ways, Plan(case, config=PRECISION["bf16"], steps=3), "", ("none",)))
-
-
 # -- what may not be written -------------------------------------------------------------------------------------
 
 
@@ -281,37 +275,6 @@ def failing(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_hold_the_same_parameters_after_an_update_that_failed(pool2: RankPool, stage: int) -> None:
     check(pool2.run(failing, stage))
-
-
-def unit_by_unit_and_at_once(plan: Plan, names: tuple[str, ...]) -> list[str]:
-    """What differs between updates unit by unit, with gradients multiplied by the kernels, and one call of ``step``."""
-    bad, real = [], GroupStep.undisturbed
-    for name in names:
-        calls = [0, 0]
-
-        def counting(self: GroupStep, calls: list[int] = calls) -> bool:
-            calls[0] += 1
-            return real(self)
-
-        with patch.object(GroupStep, "undisturbed", counting):
-            found = train(plan, variants("")[name])
-        with patch.object(GroupStep, "undisturbed", lambda self: False):
-            wanted = train(plan, variants("")[name])
-        bad += [f"{name}: {k}" for k in wanted.keys() | found.keys() if not same(wanted.get(k), found.get(k))]
-        bad += [] if calls[0] else [f"{name}: nobody has asked"]
-    return bad
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 3)])
-def test_units_updated_one_by_one_are_those_of_one_step(
-    request: pytest.FixtureRequest, ranks: int, stage: int, precision: str
-) -> None:
-    config = {**PRECISION.get(precision, {}), "gradient_clipping": 0.05}
-    names = ("optim cpu", "both cpu", "half cpu")[: 3 if stage == 3 else 1]
-    pool: RankPool = request.getfixturevalue(f"pool{ranks}")
-    check(pool.run(unit_by_unit_and_at_once, Plan("wide_accumulation", stage=stage, config=config, steps=3), names))
 
 
 def gathers_of_a_step(stage: int) -> list[str]:

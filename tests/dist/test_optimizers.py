@@ -4,6 +4,7 @@ That every optimizer gives the result that it gives without sharding, with its g
 (test_verify_training.py) and the fuzzer show.
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -109,3 +110,22 @@ def filled(first: str, stage: int) -> tuple[float, str]:
 def test_state_filled_at_construction_is_that_of_any_shape(pool2: RankPool, first: str, stage: int) -> None:
     for error, where in pool2.run(filled, first, stage):
         assert error <= TOLERANCE, f"{where} differs by {error}"
+
+
+def scheduler_can_be_replaced(stage: int) -> list[float]:
+    """Clients set ``engine.lr_scheduler = None`` and step their own."""
+    case, halving = case_named("plain"), functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = start(case.build(), make_config(stage, optimizer=sgd), lr_scheduler=halving)
+    engine.lr_scheduler = None
+    for step in range(4):
+        train_step(engine, case, step)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    engine.destroy()
+    return rates
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_scheduler_can_be_removed(pool2: RankPool, stage: int) -> None:
+    for rates in pool2.run(scheduler_can_be_replaced, stage):
+        assert rates == pytest.approx([0.1] * len(rates)) and rates

@@ -44,6 +44,7 @@ CORNERS = (
     "rotary",
     "batch_norm",
     "constants",
+    "doubles",
 )
 
 
@@ -119,6 +120,7 @@ def test_parity_of_the_settings_between(pool2: RankPool, case: str, stage: int) 
     "rotary-3",
     "batch_norm-3",
     "constants-3",
+    "doubles-3",
 )
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,6 +1,7 @@
-"""``ds_verify grads``: the table, the exit codes, and the sentences for wrong input."""
+"""Gates of ``ds_verify`` as a user runs them: models of their own, the exit codes, a sentence for wrong input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.tools.verify.cli import main
+from deepspeed.tools.verify.data import faults, train
 from deepspeed.tools.verify.grads import matrix_cells, scaled_error
+from deepspeed.tools.verify.layouts.moe import judge_wire, wire_bytes
 from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.reference import train_reference
+from deepspeed.tools.verify.resume import built_in_cells, difference
 from deepspeed.tools.verify.user_model import case_of, default_loss, invented_batch
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Language(nn.Module):
@@ -154,3 +158,120 @@ def test_the_reference_keeps_a_loss_as_it_was_before_the_step() -> None:
     case = Case("bare", Bare, lambda place: torch.zeros(1), lambda model, batch, place: [model(batch)])
     first, second = train_reference(case, world=1, steps=2)
     assert first.losses[0, 0][0] == 1 and second.losses[0, 0][0] == first.params["weight"] != 1
+
+
+# -- verify data ----------------------------------------------------------------------------------------------------
+def test_no_sample_twice_none_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "--save-n", "4", "--load-n", "3", "--workers", "2", "--samples", "101"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("101 samples: no sample twice, none missing\n") and "then saved" in shown
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading", "samples", "batch", "workers", "at"), [(1, 2, 101, 3, 0, 0), (2, 2, 21, 4, 1, 3)]
+)
+def test_ends_of_an_epoch(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    saving: int,
+    loading: int,
+    samples: int,
+    batch: int,
+    workers: int,
+    at: int,
+) -> None:
+    first, second = (request.getfixturevalue(f"pool{world}") for world in (saving, loading))
+    before = first.run(train, str(tmp_path), samples, batch, workers, at)
+    after = second.run(train, str(tmp_path), samples, batch, workers, None)
+    assert faults(before, after, samples) == []
+
+
+def test_a_rank_that_fails_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["data", "--save-n", "1", "--load-n", "1", "--workers", "0", "--samples", "4", "--time-limit", "0.001"])
+        == 1
+    )
+    assert capsys.readouterr().out.endswith("FAIL\n")
+
+
+def test_the_first_offenders_are_named() -> None:
+    assert faults([[3, 0], [1, 4]], [[2], [5]], 6) == []
+    assert faults([[3, 0], [1, 4]], [[0], [2]], 6) == [
+        "1 seen twice: 0 (rank 0 of the save, rank 0 of the load)",
+        "1 missing: 5",
+    ]
+    assert faults([[0], [1]], [[2], [3], [0]], 5) == [
+        "1 seen twice: 0 (rank 0 of the save, rank 2 of the load)",
+        "1 missing: 4",
+    ]
+    assert faults([[0], [1]], [[2, 3], [4]], 5) == ["load: ranks saw [1, 2] samples"]
+    assert (
+        faults([[0, 1]], [[1] * 18], 20)[0]
+        == "1 seen twice: 1 (" + "rank 0 of the save, " + ", ".join(["rank 0 of the load"] * 18) + ")"
+    )
+    assert faults([[0]], [[]], 20) == ["19 missing: 1, 2, 3, 4, 5, 6, 7, 8, ..."]
+
+
+def test_padding_is_not_counted() -> None:
+    assert faults([[0], [1]], [[2, 4], [3, 0]], 5) == []
+    assert faults([[0, 2], [1, 0]], [[], []], 3) == []
+    assert faults([[0, 2], [1, 0]], [[1], [2]], 3) != []
+
+
+# -- verify moe -----------------------------------------------------------------------------------------------------
+def test_a_decoder_of_experts_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "expert_parallel": {"enabled": False}}))
+    assert main(["moe", "--ranks", "2", "--steps", "2", "--config", str(config)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"chosen +- +2 .* ok\n", shown) and re.search(r"the first +- +2 .* ok\n", shown)
+    assert re.search(r"bytes on the wire  [\d,]+ bytes, as the formula says  ok\n\n3 rows .*: all pass", shown)
+
+
+def test_a_token_is_reckoned_once_for_each_rank_that_has_one_of_its_experts() -> None:
+    """Two ranks of four experts: the first token stays with one of them, the second goes to both."""
+    index, hidden, weights = torch.tensor([[0, 3], [1, 4]]), torch.zeros(2, 16), torch.zeros(2, 2)
+    of_row = 2 * 16 * 4 + 2 * (4 + 8)
+    assert wire_bytes(index, 2, 4, hidden, weights) == 3 * of_row + 3 * 8 * 2
+
+
+def test_bytes_beside_the_formula_are_a_fault() -> None:
+    assert judge_wire([(100, 90), (100, 110)]).fault == ""
+    assert judge_wire([(100, 90), (100, 100)]).fault == "the ranks sent 200 bytes, the formula says 190"
+    assert judge_wire([(0, 0)]).fault  # nothing was exchanged
+
+
+# -- verify resume --------------------------------------------------------------------------------------------------
+def test_users_model_and_configuration_of_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    arguments = ["resume", "--model", f"{HERE}:build_with_data", "--config", str(file), "--steps", "4", "--at", "2"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("identical: loss, params, opt, lr, rng, scaler") == 3 and "open window" in shown
+    assert main([*arguments, "--load-ranks", "1"]) == 0
+    assert "state hash" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_resumed_fails_and_the_field_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "--model", f"{HERE}:build_unrepeatable", "--steps", "2", "--at", "1", "--ranks", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL" in shown and "loss: number" in shown
+
+
+def test_cells_are_the_documented_product() -> None:
+    assert len(built_in_cells()) == len({cell.label for cell in built_in_cells()}) == 4 * 7 + 3
+
+
+def test_the_first_difference_is_named() -> None:
+    assert difference({"params": {"a": "1"}}, {"params": {"a": "1"}}) == ""
+    assert difference({"opt": {"m of a": "1"}}, {"opt": {}}).startswith(
+        "opt: m of a (1 without the interruption, absent after"
+    )

@@ -209,6 +209,21 @@ class Constants(Stack):
         return super().forward((x[:, order] + shift.to(x.dtype)).masked_fill(mask, 0.5))
 
 
+class Doubles(Stack):
+    """A float64 layer behind float32 ones, and buffers of every kind, which have to reach every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        kinds = [torch.bool, torch.int16, torch.uint8, torch.float64, torch.complex64, torch.bfloat16]
+        for index, dtype in enumerate(kinds):
+            self.register_buffer(f"scalar{index}", torch.ones((), dtype=dtype))
+            self.register_buffer(f"matrix{index}", torch.ones(3, 2, dtype=dtype).t())
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.wide(super().trunk(x).double()).float()
+
+
 def two_losses(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
     """Two losses over one graph."""
     x, y = batch
@@ -238,6 +253,7 @@ _CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "rotary": (Rotary, TOKENS),
     "batch_norm": (BatchNormed, {}),
     "constants": (Constants, {}),
+    "doubles": (Doubles, {}),
     "everything": (UsedTwice, {"accumulation": 2, "clipping": 0.05, "repeats": 2, "plain_backward": True}),
 }
 

@@ -8,13 +8,13 @@ import pytest
 
 def leave_rows_out(rows: Sequence[pytest.Function]) -> None:
     """Mark rows of one parametrized test as ``exhaustive``: those that its mark ``in_make_test`` does not name, and of
-    a test of ranks without one those that show no new setting.
+    a test of ranks or of native code without one those that show no new setting.
     """
     rows = [row for row in rows if row.get_closest_marker("exhaustive") is None]
     named = rows[0].get_closest_marker("in_make_test") if rows else None
     if named is not None:
         left = [row for row in rows if row.callspec.id not in named.args]
-    elif rows and rows[0].path.parent.name == "dist":
+    elif rows and rows[0].path.parent.name in ("dist", "ops"):
         kept = covering([tuple(map(_plain, row.callspec.params.values())) for row in rows])
         left = [row for position, row in enumerate(rows) if position not in kept]
     else:

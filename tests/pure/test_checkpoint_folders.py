@@ -4,11 +4,16 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.save import client_files, writer
+from deepspeed.checkpoint.save.writer import join_facts
 from deepspeed.errors import CheckpointError
 
 
@@ -27,7 +32,7 @@ def dead_pid() -> int:
     return process.pid
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", "..", ".x", "latest", "a\0b"])
+@pytest.mark.parametrize("tag", ["", "a/b", "..", ".x", "latest", "a\0b", "step\n", " step"])
 def test_tags_that_are_no_folder_names_are_refused(tag: str) -> None:
     with pytest.raises(CheckpointError, match="tag"):
         folders.check_tag(tag)
@@ -243,3 +248,50 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="space"):
         folders.write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["latest"]
+
+
+# -- many ranks and parameters -----------------------------------------------------------------------------------------
+
+
+def test_numbers_of_many_parameters_are_joined_in_linear_time() -> None:
+    rows = {f"layers.{i}.weight": {"step": {"dtype": "float32", "bytes": "AACAPw=="}} for i in range(40_000)}
+    begun = time.process_time()
+    joined = join_facts([{"common": common, "rank": {"scalars": dict(rows)}} for common in ({"optimizer": {}}, {})])
+    assert [len(row["names"]) for row in joined["optimizer"]["scalars"]] == [40_000]
+    assert time.process_time() - begun < 3.0
+
+
+def test_waiting_for_many_ranks_leaves_the_interpreter_to_training(tmp_path: Path) -> None:
+    for rank in range(1000):
+        (tmp_path / f"rank_{rank:05d}.bin").touch()
+    stop = threading.Event()
+    timer = threading.Timer(2.0, stop.set)
+    timer.start()
+    begun = time.thread_time()
+    with pytest.raises(CheckpointError):
+        writer.wait_for_ranks(tmp_path, 1000, stop)
+    timer.join()
+    assert time.thread_time() - begun < 0.5
+
+
+def test_a_process_that_ends_waits_a_minute_at_most_for_a_rank_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (writer._PATIENCE_S, writer._LAST_PATIENCE_S) == (600, 60)
+    monkeypatch.setattr(writer, "_LAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    with pytest.raises(CheckpointError, match="have written nothing"):
+        writer.wait_for_ranks(tmp_path, 2, threading.Event())
+
+
+def test_stand_ins_of_a_thousand_ranks_take_the_room_of_one(tmp_path: Path) -> None:
+    facts = {"world": {"size": 1000}, "engine": {}, "shared": {}}
+    client_files.write_client_files(
+        tmp_path, {}, facts, client_state={"text": "x" * 100_000}, level=3, whole=False, bf16=True
+    )
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2000
+    assert len({p.stat().st_ino for p in files}) == 2
+    assert (
+        torch.load(tmp_path / "zero_pp_rank_999_mp_rank_00_model_states.pt", weights_only=True)["text"] == "x" * 100_000
+    )

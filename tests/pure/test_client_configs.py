@@ -78,7 +78,7 @@ def filled_by_transformers(config: dict[str, Any], hidden: int = 64) -> dict[str
     out["optimizer"]["params"] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     out["scheduler"]["params"] = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10}
     out["fp16"]["enabled"], out["bf16"]["enabled"] = False, True
-    out["checkpoint"] = {"use_node_local_storage": False}
+    out |= {"checkpoint": {"use_node_local_storage": True}, "tensor_parallel": {"autotp_size": 1}}
     zero = out["zero_optimization"]
     for key, value in (
         ("reduce_bucket_size", hidden * hidden),

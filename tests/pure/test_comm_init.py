@@ -20,6 +20,7 @@ from deepspeed.comm import init
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness.devices import two_devices
+from tests.harness.rows import for_each
 
 TORCHRUN = {
     "RANK": "3",
@@ -29,21 +30,6 @@ TORCHRUN = {
     "MASTER_ADDR": "n0",
     "MASTER_PORT": "77",
 }
-
-
-def test_alone_without_any_variable() -> None:
-    assert discover({}) == Rendezvous(0, 1, 0, "127.0.0.1", None)
-
-
-def test_launcher_variables_come_first() -> None:
-    assert discover({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}) == Rendezvous(
-        3, 4, 1, "n0", 77, 2
-    )
-
-
-def test_missing_local_rank_and_port_are_filled() -> None:
-    env = {name: value for name, value in TORCHRUN.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
-    assert discover(env, 123) == Rendezvous(3, 4, 1, "n0", 123, 2)
 
 
 OMPI = {
@@ -65,7 +51,7 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("env", "named"),
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
@@ -87,6 +73,7 @@ SLURM = {
         ({"PMIX_RANK": "0"}, "PMIx started this process, but WORLD_SIZE is not set"),
         ({**HYDRA, "PMI_SIZE": "x"}, "PMI_SIZE='x'"),
         ({**SLURM, "SLURM_STEP_NODELIST": ","}, "names no machine"),
+        ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": "broken", **OMPI_TWO_NODES}, "MASTER_ADDR"),
     ],
 )
 def test_contradictions_are_sentences(env: dict[str, str], named: str) -> None:
@@ -101,52 +88,83 @@ def test_sizes_left_over_from_a_launcher_do_not_disturb_a_process_alone() -> Non
             assert (found.rank, found.world_size, found.local_rank, found.port) == (0, 1, 0, None)
 
 
-def test_open_mpi() -> None:
-    assert discover(OMPI, 123) == Rendezvous(1, 2, 1, "127.0.0.1", 123, 2)
-    assert discover(OMPI, auto_mpi_discovery=False) == Rendezvous(0, 1, 0, "127.0.0.1", None)
-    assert discover({**OMPI_TWO_NODES, "MASTER_ADDR": "n0"}) == Rendezvous(3, 4, 1, "n0", 29500, 2)
+ON_TWO = {"MASTER_ADDR": "n0", "MASTER_PORT": "9"}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+AZURE = {"AZUREML_EXPERIMENT_ID": "e"}
+AZURE |= {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000", "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}
+SAGEMAKER = {"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["algo-1","algo-2"]'}
+# What mpirun's helper on the second node got from srun: the step leaves the first node out and counts the helpers.
+HELPER = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+HELPER |= {"SLURM_STEP_NODELIST": "node2", "SLURM_JOB_NODELIST": "node[1-2]"}
+FIFTH = Rendezvous(5, 8, 1, "node1", 20000 + 12340 % 9973)
+UNDER_SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "0"}
 
 
-def test_mpi_inside_a_slurm_job_trusts_only_the_jobs_node_list() -> None:
-    # what mpirun's helper on the second node inherited from srun: the step leaves the first node out and counts the
-    # helpers
-    helper = {
-        **SLURM,
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_NODELIST": "node2",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-    }
-    found = discover({**helper, **OMPI_TWO_NODES, "PMIX_NAMESPACE": "prterun-node1-77@1"})
-    assert found == Rendezvous(3, 4, 1, "node1", job_port("1.77.1"), 2)
-    assert discover({**helper, **HYDRA}) == Rendezvous(3, 4, 1, "node1", 29500, 2)
+def _without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
 
 
-@pytest.mark.parametrize(
-    ("env", "local_rank", "local_size"),
+@for_each(
+    ("env", "found"),
     [
-        (HYDRA, 1, 2),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "2"}, 2, None),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}, 0, 1),
-        ({"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "2"}, 2, None),
-        ({"PMIX_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 1, 2),
-        ({"PMIX_RANK": "3", "WORLD_SIZE": "4"}, 0, None),
+        ({}, Rendezvous(0, 1, 0, "127.0.0.1", None)),
+        # a launcher's variables come first; a missing local rank and port are filled
+        ({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}, Rendezvous(3, 4, 1, "n0", 77, 2)),
+        (_without(TORCHRUN, "LOCAL_RANK", "MASTER_PORT"), Rendezvous(3, 4, 1, "n0", 29500, 2)),
+        (OMPI, Rendezvous(1, 2, 1, "127.0.0.1", 29500, 2)),
+        ({**OMPI_TWO_NODES, "MASTER_ADDR": "n0"}, Rendezvous(3, 4, 1, "n0", 29500, 2)),
+        # MPI inside a Slurm job trusts the job's list of nodes only
+        (
+            {**HELPER, **OMPI_TWO_NODES, "PMIX_NAMESPACE": "prterun-node1-77@1"},
+            Rendezvous(3, 4, 1, "node1", job_port("1.77.1"), 2),
+        ),
+        ({**HELPER, **HYDRA}, Rendezvous(3, 4, 1, "node1", 29500, 2)),
+        # local ranks
+        ({**ON_TWO, **HYDRA}, Rendezvous(3, 4, 1, "n0", 9, 2)),
+        ({**ON_TWO, **PMI, "PALS_LOCAL_RANKID": "2"}, Rendezvous(3, 4, 2, "n0", 9)),
+        ({**ON_TWO, **PMI, "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}, Rendezvous(3, 4, 0, "n0", 9, 1)),
+        (
+            {**ON_TWO, "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "2"},
+            Rendezvous(3, 4, 2, "n0", 9),
+        ),
+        ({**ON_TWO, "PMIX_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Rendezvous(3, 4, 1, "n0", 9, 2)),
+        ({**ON_TWO, "PMIX_RANK": "3", "WORLD_SIZE": "4"}, Rendezvous(3, 4, 0, "n0", 9)),
         # srun --mpi=pmi2: PMI's numbers, Slurm's local one
         (
-            {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
-            1,
-            None,
+            {**ON_TWO, **PMI, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
+            Rendezvous(3, 4, 1, "n0", 9),
         ),
         # ranks counted by hand, the rest from the scheduler
-        ({"RANK": "3", "WORLD_SIZE": "4", **HYDRA}, 1, 2),
+        ({**ON_TWO, "RANK": "3", "WORLD_SIZE": "4", **HYDRA}, Rendezvous(3, 4, 1, "n0", 9, 2)),
         # the user's word on the local rank, as with one visible device per task
-        ({**HYDRA, "LOCAL_RANK": "0"}, 0, 2),
+        ({**ON_TWO, **HYDRA, "LOCAL_RANK": "0"}, Rendezvous(3, 4, 0, "n0", 9, 2)),
+        # Slurm: several tasks on several nodes, one node, torchrun under srun with one task per node
+        (SLURM, FIFTH),
+        ({**SLURM, "RANK": "5", "WORLD_SIZE": "8"}, FIFTH),
+        ({**SLURM, "MASTER_PORT": "77"}, FIFTH._replace(port=77)),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, Rendezvous(5, 8, 1, "127.0.0.1", 22367, 8)),
+        ({**_without(TORCHRUN, "LOCAL_RANK"), **SLURM, **UNDER_SRUN}, Rendezvous(3, 4, 1, "n0", 77, 2)),
+        # a batch script without srun is alone
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"},
+            Rendezvous(0, 1, 0, "127.0.0.1", None),
+        ),
+        ({**AZURE, **OMPI_TWO_NODES}, Rendezvous(3, 4, 1, "10.0.0.4", 6105, 2)),
+        ({**AZURE, **OMPI_TWO_NODES, "MASTER_PORT": "7"}, Rendezvous(3, 4, 1, "10.0.0.4", 7, 2)),
+        ({**AZURE, **OMPI}, Rendezvous(1, 2, 1, "10.0.0.5", 54965, 2)),
+        ({**AZURE, **OMPI, "DLTS_JOB_ID": "1"}, Rendezvous(1, 2, 1, "127.0.0.1", 29500, 2)),
+        ({**SAGEMAKER, **OMPI_TWO_NODES}, Rendezvous(3, 4, 1, "algo-1", 29500, 2)),
+        ({**SAGEMAKER, **OMPI_TWO_NODES, "MASTER_ADDR": "n0"}, Rendezvous(3, 4, 1, "n0", 29500, 2)),
     ],
 )
-def test_local_rank(env: dict[str, str], local_rank: int, local_size: int | None) -> None:
-    assert discover({**env, "MASTER_ADDR": "n0", "MASTER_PORT": "9"}) == Rendezvous(
-        3, 4, local_rank, "n0", 9, local_size
-    )
+def test_ranks_and_meeting_point_of_every_launcher(env: dict[str, str], found: Rendezvous) -> None:
+    assert discover(env) == found
+
+
+def test_a_port_that_the_caller_names_and_a_scheduler_that_is_not_asked() -> None:
+    assert discover(_without(TORCHRUN, "MASTER_PORT"), 123).port == discover(OMPI, 123).port == 123
+    assert discover(SLURM, 123).port == 123
+    assert discover(OMPI, auto_mpi_discovery=False) == Rendezvous(0, 1, 0, "127.0.0.1", None)
 
 
 def test_devices_are_counted_only_when_nothing_states_the_local_rank() -> None:
@@ -157,33 +175,7 @@ def test_devices_are_counted_only_when_nothing_states_the_local_rank() -> None:
     assert adopted({"RANK": "0"}, 5, 8, devices=lambda: 4).local_rank == 1
 
 
-def test_slurm_several_tasks_on_several_nodes() -> None:
-    assert discover(SLURM) == Rendezvous(5, 8, 1, "node1", 20000 + 12340 % 9973)
-    assert discover({**SLURM, "MASTER_PORT": "77"}).port == 77
-    assert discover(SLURM, 123).port == 123
-    by_hand = {**SLURM, "RANK": "5", "WORLD_SIZE": "8"}
-    assert discover(by_hand) == discover(SLURM)
-
-
-def test_slurm_on_one_node_needs_no_host_name() -> None:
-    assert discover({**SLURM, "SLURM_STEP_NUM_NODES": "1"}) == Rendezvous(5, 8, 1, "127.0.0.1", 22367, 8)
-
-
-def test_slurm_variables_of_the_starter_are_not_the_ranks() -> None:
-    # torchrun under srun, one task per node
-    env = {
-        **TORCHRUN,
-        **SLURM,
-        "SLURM_PROCID": "1",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_LOCALID": "0",
-    }
-    del env["LOCAL_RANK"]
-    assert discover(env) == Rendezvous(3, 4, 1, "n0", 77, 2)
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("nodes", "first"),
     [
         ("node[1-2,5],x[01-03]", "node1"),
@@ -200,34 +192,10 @@ def test_slurm_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_slurm_batch_script_without_srun_is_alone() -> None:
-    assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}).world_size == 1
-
-
 def test_neighbouring_jobs_and_steps_have_ports_of_their_own() -> None:
     ports = [job_port(f"{job}.{step}") for job in range(70000, 70100) for step in range(8)]
     assert len(set(ports)) == len(ports) and min(p or 0 for p in ports) >= 20000 and max(p or 0 for p in ports) < 29973
     assert job_port(".") is None
-
-
-def test_azure() -> None:
-    azure = {
-        "AZUREML_EXPERIMENT_ID": "e",
-        "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
-        "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5",
-    }
-    assert discover({**azure, **OMPI_TWO_NODES}) == Rendezvous(3, 4, 1, "10.0.0.4", 6105, 2)
-    assert discover({**azure, **OMPI_TWO_NODES, "MASTER_PORT": "7"}).port == 7
-    assert discover({**azure, **OMPI}) == Rendezvous(1, 2, 1, "10.0.0.5", 54965, 2)
-    assert discover({**azure, **OMPI, "DLTS_JOB_ID": "1"}).address == "127.0.0.1"
-
-
-def test_sagemaker() -> None:
-    sagemaker = {"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["algo-1","algo-2"]'}
-    assert discover({**sagemaker, **OMPI_TWO_NODES}) == Rendezvous(3, 4, 1, "algo-1", 29500, 2)
-    assert discover({**sagemaker, **OMPI_TWO_NODES, "MASTER_ADDR": "n0"}).address == "n0"
-    with pytest.raises(DeepSpeedConfigError, match="MASTER_ADDR"):
-        discover({**sagemaker, **OMPI_TWO_NODES, "SM_HOSTS": "broken"})
 
 
 def test_what_was_found_is_published_where_nothing_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +363,7 @@ def test_a_rank_stands_on_its_own_device_before_its_group_starts(
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["172.16.0.9"], "ib0": ["10.0.0.5", "fe80::1%ib0"]}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("address", "name"),
     [
         ("10.0.0.5", "ib0"),

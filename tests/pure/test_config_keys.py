@@ -1,10 +1,15 @@
 """Which keys exist, what their defaults are, which other spellings are understood, and what is said about the rest."""
 
+import copy
+import json
 import logging
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import deepspeed
 from deepspeed.config import (
     DeepSpeedConfig,
     DeepSpeedConfigError,
@@ -13,6 +18,8 @@ from deepspeed.config import (
     ZeroConfig,
     load_config,
 )
+from deepspeed.config.model.settings import declared_fields
+from deepspeed.config.model.values import FrozenDict
 from deepspeed.monitor.log import logger
 from tests.harness.rows import for_each
 
@@ -41,19 +48,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     logger.removeHandler(caplog.handler)
 
 
-def test_frozen() -> None:
-    cfg = load()
-    with pytest.raises(ValueError, match="frozen"):
-        cfg.train_batch_size = 2
-    with pytest.raises(ValueError, match="frozen"):
-        cfg.zero.stage = 3
+def test_frozen_all_the_way_down() -> None:
+    """That values are, test_config_values.py shows key by key."""
+    cfg = load(zero_optimization={"stage": 1}, pipeline={"mine": {"list": [1, {"deep": []}]}})
+    for block, key in ((cfg, "train_batch_size"), (cfg.zero, "stage")):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(block, key, 2)
+    assert all(field.block.model_config["frozen"] for field in declared_fields(DeepSpeedConfig))
+    assert cfg.pipeline.model_extra == {"mine": {"list": (1, {"deep": ()})}}
+    assert pickle.loads(pickle.dumps(cfg)) == copy.deepcopy(cfg) == cfg
+    assert json.dumps(cfg.model_dump(exclude={"tensor_parallel"})) and cfg.model_dump()["datastates_ckpt"] is False
 
 
-def test_null_blocks_are_absent() -> None:
-    cfg = load(
-        fp16=None, zero_optimization=None, optimizer=None, scheduler=None, tensorboard=None, steps_per_print=None
-    )
-    assert cfg.model_copy(update={"source": {}}) == load().model_copy(update={"source": {}})
+def test_a_frozen_dict_cannot_be_changed_but_travels() -> None:
+    block = FrozenDict({"a": 1})
+    changes = (lambda: block.update(b=2), lambda: block.pop("a"), lambda: block.__setitem__("a", 2), block.clear)
+    for change in changes:
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change()
+    assert copy.deepcopy(block) == pickle.loads(pickle.dumps(block)) == {"a": 1} and json.dumps(block) == '{"a": 1}'
 
 
 def test_null_clipping_is_ambiguous() -> None:
@@ -170,17 +183,7 @@ def test_infinity_in_files(tmp_path: Path) -> None:
 
 
 def test_stage3_spellings() -> None:
-    for name, value in {
-        "prefetch_bucket_size": 7,
-        "param_persistence_threshold": 7,
-        "model_persistence_threshold": 7,
-        "max_live_parameters": 7,
-        "max_reuse_distance": 7,
-        "gather_16bit_weights_on_model_save": True,
-        "module_granularity_threshold": 7,
-        "use_all_reduce_for_fetch_params": True,
-    }.items():
-        assert zero(**{name: value}) == zero(**{f"stage3_{name}": value})
+    """Of each key with another spelling test_config_values.py shows that it lands."""
     assert zero(stage3_allgather_sequential=True).prefetch_bucket_size == 1
     assert "means a zero_optimization.prefetch_bucket_size of 1" in message(
         zero_optimization={"allgather_sequential": True, "prefetch_bucket_size": 7}
@@ -258,6 +261,55 @@ def test_torch_dtype_objects() -> None:
     assert load(communication_data_type=torch.bfloat16).communication_data_type == "bf16"
 
 
+def test_names_in_any_case() -> None:
+    writer = {"type": "fast", "data_parallel": "socket"}
+    block = load(checkpoint={"tag_validation": "Warn", "writer": writer}).checkpoint
+    assert (block.tag_validation, block.writer.type, block.writer.data_parallel) == ("WARN", "FAST", "SOCKET")
+    assert "tensor_parallel.preset_model must be" in message(tensor_parallel={"preset_model": "LLAMA"})
+
+
+def test_own_keys_of_a_client_are_kept_in_the_pipeline_block() -> None:
+    block = load(pipeline={"stages": 4, "my_option": {"a": [1]}, "other": None}).pipeline
+    assert block.stages == 4 and block.model_extra == {"my_option": {"a": (1,)}, "other": None}
+    assert "pipeline.seed_layer: unknown key, did you mean 'seed_layers'?" in message(pipeline={"seed_layer": True})
+    assert "pipeline.stages must be" in message(pipeline={"stages": 0})
+
+
+def test_other_spellings_of_tensor_parallel_keys() -> None:
+    block = load(tensor_parallel={"autotp_size": 1, "tp": {"tp_size": 2}, "kernel_inject": True}).tensor_parallel
+    assert block.tensor_parallel.tp_size == 2 and block.replace_with_kernel_inject
+    for keys, words in (
+        ({"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 3}}, "two spellings of one setting"),
+        ({"tp": {"tp_size": "2"}}, "tensor_parallel.tp.tp_size must be a whole number, not '2'"),
+        ({"tp": {"tp_sizes": 2}}, "tensor_parallel.tp.tp_sizes: unknown key, did you mean 'tp_size'?"),
+        ({"tp": {"tp_group": "world"}}, "only a program can pass"),
+        ({"tp": {"mpu": "world"}}, "only a program can pass"),
+    ):
+        assert words in message(tensor_parallel=keys)
+
+
+def test_null_third_weight_differs_from_an_absent_one() -> None:
+    assert "expert_w3" in load(expert_parallel={"expert_w3": None}).expert_parallel.model_fields_set
+    assert "expert_w3" not in load(expert_parallel={}).expert_parallel.model_fields_set
+
+
+def test_what_no_file_can_hold() -> None:
+    endless: dict[str, object] = {}
+    endless["again"] = endless
+    assert "nested too deeply" in message(pipeline={"mine": endless})
+    assert "aio has the key 3, which is not a text" in message(aio={3: 1})
+    learning = {"curriculum_learning": {"curriculum_metrics": {3: {}}}}
+    assert "curriculum_metrics has the key 3, which is not a text" in message(
+        data_efficiency={"data_sampling": learning}
+    )
+
+
+def test_datastates_is_a_block_or_false() -> None:
+    assert load(datastates_ckpt=False).datastates_ckpt is False
+    assert "datastates_ckpt must be a block" in message(datastates_ckpt=True)
+    assert "datastates_ckpt.host_cache_size is required" in message(datastates_ckpt={})
+
+
 # --- what is refused, and how ---
 
 
@@ -276,6 +328,23 @@ def test_unknown_keys_in_a_file_have_the_line(tmp_path: Path) -> None:
     assert "zero_optimization.offload_param.devise: unknown key, did you mean 'device'? (line 7)" in text
     assert "zero_optimization.stage3_prefetch_bucket_size must be greater than or equal to 0, not -5. (line 8)" in text
     assert "msamp: unknown key" in text and "(line 10)" in text
+
+
+def test_misspelt_keys_inside_lists_and_maps(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": 1,\n"tensor_parallel": {"partition_config": {"layer_specs": [\n{"patterns": '
+        '["a"]},\n{"paterns": []}]}},\n'
+        '"data_efficiency": {"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"seqlen": '
+        '{\n"min_dificulty": 1}}}}}}'
+    )
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load_config(path, world_size=1, check_support=False)
+    text = str(caught.value)
+    assert (
+        "tensor_parallel.partition_config.layer_specs.1.paterns: unknown key, did you mean 'patterns'? (line 4)" in text
+    )
+    assert "curriculum_metrics.seqlen.min_dificulty: unknown key, did you mean 'min_difficulty'? (line 6)" in text
 
 
 def test_nearest_name_includes_aliases() -> None:
@@ -312,7 +381,7 @@ def test_documented_key_without_reader(warnings: pytest.LogCaptureFixture) -> No
     assert "zero_optimization.grad_hooks is described in published documentation" in warnings.text
 
 
-# One of each sentence; that every key of a type is refused, test_config_values.py and test_config_blocks.py show.
+# One of each sentence; that every key of a type is refused, test_config_values.py shows.
 @for_each(
     ("keys", "text"),
     [
@@ -340,3 +409,42 @@ def test_wrong_values(keys: dict[str, object], text: str) -> None:
     found = message(**keys)
     assert text in found
     assert "pydantic" not in found
+
+
+# --- the constructor that clients call ---
+
+
+def test_the_class_loads_when_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8}')
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = deepspeed.DeepSpeedConfig(str(path))
+    assert isinstance(config, DeepSpeedConfig) and config.train_micro_batch_size_per_gpu == 8
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert deepspeed.DeepSpeedConfig({"train_batch_size": 8}).train_micro_batch_size_per_gpu == 2
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    with pytest.raises(DeepSpeedConfigError, match="WORLD_SIZE"):
+        deepspeed.DeepSpeedConfig(str(path))
+
+    class Units:
+        @staticmethod
+        def get_data_parallel_world_size() -> int:
+            return 2
+
+    assert DeepSpeedConfig({"train_batch_size": 8}, mpu=Units()).world_size == 2
+    assert DeepSpeedConfig({"train_batch_size": 8}, None, _Mesh()).world_size == 8
+
+
+class _Mesh:
+    def __getitem__(self, axis: str) -> Any:
+        assert axis == "data_parallel"
+        return self
+
+    def size(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(("steps", "what"), [([3], "few"), ([1, 2, 3], "many"), ([], "few")])
+def test_a_list_of_another_length_is_told_so(steps: list[int], what: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=rf"observe\.steps has too {what} values: \["):
+        load_config({"train_batch_size": 1, "observe": {"steps": steps}}, world_size=1)

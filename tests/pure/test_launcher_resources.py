@@ -9,9 +9,26 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.hostfile import load_hostfile
-from deepspeed.launcher.machine import is_this_machine, own_address, pid_file
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, UsageError
+from deepspeed.launcher import runner
+from deepspeed.launcher.hostfile import (
+    EXPORT_ENVS,
+    environment_file_name,
+    exported,
+    load_hostfile,
+    masked,
+    read_environment_files,
+)
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.machine import (
+    is_this_machine,
+    own_address,
+    parse_core_list,
+    pid_file,
+    plan_cores,
+    share_cores,
+    usable_cores,
+)
 from deepspeed.launcher.resources import LocalDevices, Location, find_place, master_address, select
 from deepspeed.launcher.runner import parse_args
 from tests.harness.rows import for_each
@@ -256,3 +273,170 @@ def test_stale_pid_files_go(tmp_path: Path) -> None:
     with pytest.raises(DeepSpeedError, match="exists already"), pid_file(str(file)):
         pass
     assert file.read_text() == "1"
+
+
+# -- launcher environment -------------------------------------------------------------------------------------------
+def export(env: dict[str, str], from_files: dict[str, str] | None = None) -> dict[str, str]:
+    return exported(env, prefixes=EXPORT_ENVS, cwd="/cwd", from_files=from_files or {})
+
+
+def test_prefixes_of_clients_count() -> None:
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "UCX_TLS": "tcp",
+        "MV2_X": "1",
+        "MLFLOW_RUN_ID": "r",
+        "PYTHONHASHSEED": "0",
+        "HOME": "/h",
+        "MY_VAR": "1",
+    }
+    env |= {"DS_ACCELERATOR": "cpu", "DS_SSH": "x", "PYTHON%%": "no name"}
+    wanted = {"NCCL_DEBUG", "UCX_TLS", "MV2_X", "MLFLOW_RUN_ID", "PYTHONHASHSEED", "DS_ACCELERATOR", "PYTHONPATH"}
+    assert export(env).keys() == wanted
+    assert runner.EXPORT_ENVS is EXPORT_ENVS
+    runner.EXPORT_ENVS.append("MY_")
+    try:
+        assert export(env).keys() == wanted | {"MY_VAR"}
+    finally:
+        runner.EXPORT_ENVS.remove("MY_")
+
+
+def test_what_users_set_for_torch_and_its_backends_reaches_other_hosts_and_what_machines_differ_in_does_not() -> None:
+    wanted = {
+        name: "1"
+        for name in ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    wanted |= {
+        name: "1"
+        for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")
+    }
+    here = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/usr", "TORCHELASTIC_RUN_ID": "x"}
+    assert export({**wanted, **here}).keys() == {*wanted, "PYTHONPATH"}
+
+
+def test_current_directory_leads_and_files_win() -> None:
+    assert export({})["PYTHONPATH"] == "/cwd"
+    assert export({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == "/cwd:/a:/b"
+    assert export({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/c"}) == {
+        "NCCL_DEBUG": "WARN",
+        "PYTHONPATH": "/c",
+    }
+
+
+def test_aisc_sets_two_by_itself() -> None:
+    env = {"NCCL_IB_HCA": "mlx5", "UCX_NET_DEVICES": "x", "NCCL_DEBUG": "INFO"}
+    assert export(env).keys() == {*env, "PYTHONPATH"}
+    assert export({**env, "AISC_JOB_NAME": "j"}).keys() == {"NCCL_DEBUG", "PYTHONPATH"}
+
+
+def test_file_text(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text('A=1\n\n# note = 1\nB = x=y  \nC="quoted $HOME"\nD=\n')
+    wanted = {"A": "1", "B": " x=y", "C": '"quoted $HOME"', "D": ""}
+    assert read_environment_files("f", [str(tmp_path)]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("NOTHING", "has no '='"), ("A-B=1", "not a variable name"), ("=1", "not a variable name"), ("A=\0", "zero byte")],
+)
+def test_bad_lines_name_file_and_line(tmp_path: Path, line: str, why: str) -> None:
+    (tmp_path / ".deepspeed_env").write_text(f"# first\n{line}")
+    with pytest.raises(ValueError, match=f"/.deepspeed_env, line 2.*{why}") as caught:
+        read_environment_files(".deepspeed_env", [str(tmp_path)])
+    assert isinstance(caught.value, DeepSpeedConfigError)
+    assert "NOTHING" not in str(caught.value)  # it may be a secret that lost its name
+
+
+def test_files_home_first(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder, text in ((home, "A=home\nB=home\n"), (here, "B=here\n")):
+        folder.mkdir()
+        (folder / ".env").write_text(text)
+    assert read_environment_files(".env", [str(home), str(here)]) == {"A": "home", "B": "here"}
+    assert read_environment_files(str(home / ".env"), [str(home), str(here)]) == {"A": "home", "B": "home"}
+    assert read_environment_files(".other", [str(home), str(here)]) == {}
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / ".env").mkdir()
+    with pytest.raises(DeepSpeedConfigError, match="cannot be read .Is a directory"):
+        read_environment_files(".env", [str(tmp_path)])
+    (tmp_path / ".bin").write_bytes(b"A=\xff\xfe\n")
+    with pytest.raises(DeepSpeedConfigError, match="not a text file"):
+        read_environment_files(".bin", [str(tmp_path)])
+
+
+def test_names_and_masks() -> None:
+    assert environment_file_name({}) == ".deepspeed_env" == environment_file_name({"DS_ENV_FILE": ""})
+    assert environment_file_name({"DS_ENV_FILE": "mine"}) == "mine"
+    variables = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "my_password": "c", "NCCL_DEBUG": "INFO", "AWS_SECRET_X": "d"}
+    assert masked(variables) == {**dict.fromkeys(variables, "***"), "NCCL_DEBUG": "INFO"}
+
+
+# -- launcher affinity ----------------------------------------------------------------------------------------------
+def job(**fields: object) -> Job:
+    return Job(world={"localhost": (0, 1)}, script="s.py", **fields)
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> str:
+    """Eight physical cores on two nodes, two hyperthreads each (c and c + 8), and a third node that has only memory."""
+    for cpu in range(16):
+        folder = tmp_path / f"cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    (tmp_path / "cpu/cpufreq").mkdir()
+    for node, cpus in enumerate(("0-3,8-11\n", "4-7,12-15\n", "\n")):
+        (tmp_path / f"node/node{node}").mkdir(parents=True)
+        (tmp_path / f"node/node{node}/cpulist").write_text(cpus)
+    return str(tmp_path)
+
+
+def test_core_list() -> None:
+    assert parse_core_list("0-3,8,10-11") == [0, 1, 2, 3, 8, 10, 11]
+    assert parse_core_list("7") == [7]
+
+
+@for_each(
+    "text", ["", " 1", "1, 2", "1,", "a", "3-1", "2,1", "0-3,3", "1-", "-1", "0x1", "1--2", "0-99999999", "\u0661"]
+)
+def test_malformed_core_lists_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected ascending") as caught:
+        parse_core_list(text)
+    assert isinstance(caught.value, DeepSpeedConfigError)
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_every_ascending_list_reads_back(cores: set[int]) -> None:
+    assert parse_core_list(",".join(map(str, sorted(cores)))) == sorted(cores)
+
+
+def test_one_allowed_cpu_per_physical_core(two_sockets: str, tmp_path: Path) -> None:
+    assert usable_cores(range(16), two_sockets) == list(range(8))
+    assert usable_cores({9, 2, 10, 4}, two_sockets) == [2, 9, 4]  # node by node
+    assert usable_cores({3, 1}, str(tmp_path / "nothing")) == [1, 3]
+
+
+@given(st.lists(st.integers(0, 300), unique=True, min_size=1).map(sorted), st.integers(1, 40))
+def test_shares_are_equal_and_disjoint(cores: list[int], ranks: int) -> None:
+    if ranks > len(cores):
+        with pytest.raises(AssertionError, match=f"{ranks} ranks cannot be bound to {len(cores)} core"):
+            share_cores(cores, ranks)
+        return
+    shares = share_cores(cores, ranks)
+    assert {len(share) for share in shares} == {len(cores) // ranks}
+    assert sum(shares, ()) == tuple(cores[: len(cores) // ranks * ranks])
+
+
+def test_plan(two_sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    here = {"root": two_sockets, "allowed": range(16)}
+    assert plan_cores(job(), 2, **here) == [(), ()]
+    assert plan_cores(job(bind_cores=True), 2, **here) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert plan_cores(job(core_list="4-7"), 2, **here) == [(4, 5), (6, 7)]
+    with pytest.raises(UsageError, match=r"core\(s\) \[16\] do not exist here"):
+        plan_cores(job(core_list="15-16"), 2, **here)
+    assert len(plan_cores(job(bind_cores=True), 1)[0]) >= 1
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+    with pytest.raises(ValueError, match="KMP_AFFINITY"):
+        plan_cores(job(bind_cores=True), 2, **here)

@@ -101,22 +101,6 @@ def test_settings_are_attributes_that_clients_read_and_change():
         assert schedule.get_last_lr() == pytest.approx([rate])
 
 
-def test_one_cycle_without_decay_stays():
-    schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=2)
-    assert trace(schedule, 8) == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1])
-    assert schedule.get_mom() == [(0.9, 0.999)]
-
-
-@pytest.mark.parametrize("counts", [(2, 4), (2, None), (0, 2)])
-def test_one_cycle_stairs(counts):
-    schedule = OneCycle(
-        adam(), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=counts[0], cycle_second_stair_count=counts[1]
-    )
-    up = [0, 0, 0.5, 0.5, 1]
-    down = [0.75, 0.5, 0.25] if counts[1] == 4 else [0.5, 0.5, 0.0]
-    assert trace(schedule, 8) == pytest.approx([*up, *down])
-
-
 def one_cycle_formula(i, first, second, stairs):
     """Place in the cycle, 0 to 1, as it is published: ``stairs`` of both halves."""
     total, done = first + second, i + 1

@@ -105,29 +105,6 @@ def test_adam_empty_shard_and_missing_gradient():
     assert idle not in opt.state and torch.equal(idle.detach(), torch.zeros(3)) and bool((live.detach() < 0).all())
 
 
-def test_cpu_adam_keeps_fp32_moments_of_bf16_parameters():
-    start, grads = make(dtype=torch.bfloat16)
-    param = torch.nn.Parameter(start.clone())
-    opt = DeepSpeedCPUAdam([param], lr=0.1)
-    result = run(opt, param, grads)
-    assert opt.state[param]["exp_avg"].dtype == torch.float32 and result.dtype == torch.bfloat16
-    expected = reference_adam(
-        start.double(),
-        [g.double() for g in grads],
-        lr=0.1,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        wd=0,
-        decoupled=True,
-        bias_correction=True,
-    )
-    torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
-    low = torch.nn.Parameter(start.clone())
-    opt = DeepSpeedCPUAdam([low], lr=0.1, fp32_optimizer_states=False)
-    run(opt, low, grads)
-    assert opt.state[low]["exp_avg"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam, FusedLamb, DeepSpeedCPUAdagrad])
 def test_amsgrad_is_refused(cls):
     with pytest.raises(RuntimeError, match="amsgrad"):
@@ -198,15 +175,6 @@ def test_lion_moves_nothing_without_a_gradient_signal():
     param = torch.nn.Parameter(torch.ones(3))
     run(FusedLion([param], lr=0.1), param, [torch.zeros(3)])
     assert torch.equal(param.detach(), torch.ones(3))
-
-
-def test_cpu_lion_keeps_fp32_moments_of_bf16_parameters():
-    param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    opt = DeepSpeedCPULion([param], lr=0.5)
-    run(opt, param, [torch.ones(3, dtype=torch.bfloat16)])
-    assert opt.state[param]["exp_avg"].dtype == torch.float32 and torch.equal(
-        param.detach().float(), torch.full((3,), 0.5)
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,5 +1,8 @@
-"""Engines of any layout load what DeepSpeed saved with experts, pipeline stages or tensor-parallel parts."""
+"""Engines load what DeepSpeed saved in parts, the documented reader reads ours, processes convert at the same time."""
 
+import os
+import re
+import runpy
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -7,16 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.checkpoint.format.folders import temporary_for, write_atomically
+from deepspeed.client.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.tools.checkpoint.cli import main as tool
+from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import case_named
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.data import make_reference_parts as made
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, start
+from tests.harness.training import make_config, start, train_step
+from tests.pure.checkpoint_samples import checkpoint
 
 pytestmark = pytest.mark.timeout(120)
+
+
 ARCHIVE = Path(made.__file__).parent / "reference_parts.tar.xz"
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 
@@ -103,3 +115,91 @@ def test_buffers_are_found_in_the_files_of_a_pipeline_s_layers(pool2: RankPool, 
         path = tmp_path / case / "saved" / "global_step2" / f"layer_{layer}-model_states.pt"
         torch.save({**torch.load(path), "scale": torch.full((3,), 7.0)}, path)
     assert pool2.run(with_buffers, str(tmp_path / case / "saved")) == [[True], [True]]
+
+
+# -- checkpoint format doc ------------------------------------------------------------------------------------------
+DOC = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+
+
+def reader(folder: Path) -> dict[str, Any]:
+    (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), flags=re.DOTALL)
+    assert len(code.splitlines()) <= 60
+    script = folder / "reader.py"
+    script.write_text(code)
+    return runpy.run_path(str(script))
+
+
+def save(folder: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    case = case_named("plain")
+    engine = start(case.build(), config)
+    for step in range(2):
+        train_step(engine, case, step)
+    engine.save_checkpoint(folder, "t", {"state": {1, 2}})
+    found = {n: p.float() for n, p in full_parameters(engine.module).items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_reader_in_the_document_reads_a_checkpoint(pool2: RankPool, tmp_path: Path, bf16: bool) -> None:  # noqa: FBT001
+    saved = pool2.run(save, str(tmp_path), make_config(3, **({"bf16": {"enabled": True}} if bf16 else {})))[0]
+    found = reader(tmp_path)["read_weights"](tmp_path / "t")
+    for name, value in saved.items():
+        weights = torch.from_numpy(np.ascontiguousarray(found[name]))
+        assert torch.equal(weights.bfloat16().float() if bf16 else weights, value), name
+
+
+def test_the_reader_in_the_document_refuses_a_flipped_byte(pool1: RankPool, tmp_path: Path) -> None:
+    pool1.run(save, str(tmp_path), make_config(2))
+    read = reader(tmp_path)["read_weights"]
+    for name in ("rank_00000.bin", "manifest.json"):
+        path = tmp_path / "t" / name
+        content = path.read_bytes()
+        path.write_bytes(content[:70] + bytes([content[70] ^ 1]) + content[71:])
+        with pytest.raises(ValueError, match=r"damaged|Expecting|delimiter|Invalid"):
+            read(tmp_path / "t")
+        path.write_bytes(content)
+    assert read(tmp_path / "t")
+
+
+# -- conversion at once ---------------------------------------------------------------------------------------------
+def _convert(folder: str, out: str, rounds: int) -> None:
+    for _ in range(rounds):
+        dist.barrier()
+        convert_zero_checkpoint_to_fp32_state_dict(folder, out, max_shard_size="200B")
+
+
+def test_conversion_by_all_ranks_into_one_folder(pool4: RankPool, tmp_path: Path) -> None:
+    folder, out = checkpoint(tmp_path / "c"), tmp_path / "out"
+    pool4.run(_convert, str(folder), str(out), 4)
+    assert not [p.name for p in out.iterdir() if p.name.startswith(".")]
+    found = {name: value for path in out.glob("*.bin") for name, value in torch.load(path).items()}
+    alone = tmp_path / "alone"
+    convert_zero_checkpoint_to_fp32_state_dict(folder, alone)
+    expected = torch.load(alone / "pytorch_model.bin")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _export(folder: str, out: str) -> int:
+    dist.barrier()
+    return tool(["export", folder, out, "--format", "torch", "--overwrite"])
+
+
+def test_export_by_all_ranks_into_one_folder(pool4: RankPool, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "c")
+    for number in range(3):
+        assert pool4.run(_export, str(folder), str(tmp_path / f"out{number}")) == [0] * 4
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_what_a_dead_process_left_of_a_file_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    with temporary_for(path) as own:
+        own.write_bytes(b"half")
+        dead = path.with_name(own.name.replace(f"-{os.getpid()}-", "-4194305-"))
+        other = tmp_path / dead.name.replace("model", "other")
+        dead.write_bytes(b"half")
+        other.write_bytes(b"half")
+        write_atomically(path, b"whole")
+        assert sorted(tmp_path.iterdir()) == sorted([path, own, other])
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])
