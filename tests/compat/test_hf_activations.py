@@ -1,5 +1,6 @@
 """What blocks of Transformers keep, bitwise as plain: their offload beside the computation, and ``sequence.plan``."""
 
+import copy
 import logging
 from typing import Any
 from unittest import mock
@@ -100,18 +101,19 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _planned(engine: Any) -> Any:
-    return engine.module.model.layers[0]._gradient_checkpointing_func.func.__self__
+def _planned(model: Any) -> Any:
+    return model.model.layers[0]._gradient_checkpointing_func.func.__self__
 
 
 @mock.patch.object(OffloadActivations, "worth", _worth)
-def _chosen(name: str) -> tuple[bool, int, int]:
+def _chosen(name: str, **config: Any) -> tuple[bool, int, int]:
     """Whether a step is bitwise the plain one; calls of the attention kernel; copies to the host."""
-    plain = start(_model(), make_config(0))
+    plain = start(_model(), make_config(0, **config))
     expected = [_step(plain, seed) for seed in range(2)]
     plain.destroy()
-    engine = start(_model(), make_config(0, sequence={"plan": "auto"}))
-    planned = _planned(engine)
+    engine = start(_model(), make_config(0, sequence={"plan": "auto"}, **config))
+    planned = _planned(engine.module)
+    assert config or _planned(copy.deepcopy(engine.module)) is planned
     planned._forwards, planned.choices = 9, CHOICES[name]
     with _Kernels() as kernels:
         found = [_step(engine, seed) for seed in range(2)]
@@ -133,6 +135,10 @@ def test_each_choice_is_bitwise_the_plain_step(pool1: Any) -> None:
     assert copied["offloaded"] > copied["attention spared"]
 
 
+def test_choices_hold_beside_sequences_over_ranks(pool2: Any) -> None:
+    assert [same for same, _, _ in pool2.run(_chosen, "in shares", sequence_parallel_size=2)] == [True, True]
+
+
 def _auto(limit: int, steps: int = 4) -> dict[str, Any]:
     """Train by a plan; ``limit``: bytes of this rank's memory beside what it has at the start."""
     plain = start(_model(), make_config(3))
@@ -143,7 +149,7 @@ def _auto(limit: int, steps: int = 4) -> dict[str, Any]:
     with mock.patch.multiple(hostmem, **used), logged(set_level=logging.INFO) as lines:
         config = make_config(3, sequence={"plan": "auto"}, memory={"host_limit": 2**40})
         engine = start(model, config)
-        planned = _planned(engine)
+        planned = _planned(engine.module)
         planned._memory = planned._memory.model_copy(update={"host_limit": 1000 + limit})
         with mock.patch.object(get_accelerator(), "max_memory_allocated", lambda: 1000, create=True):
             found = [_step(engine, seed) for seed in range(steps)]
@@ -172,7 +178,7 @@ def test_a_plan_between_both_keeps_some_blocks(pool1: Any) -> None:
 
 def _two_forwards() -> tuple[int, bool]:
     engine = start(_model(), make_config(0, sequence={"plan": "auto"}))
-    planned = _planned(engine)
+    planned = _planned(engine.module)
     for _ in range(2):
         torch.manual_seed(0)
         ids = torch.randint(97, (2, TOKENS))

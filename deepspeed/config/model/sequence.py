@@ -24,6 +24,5 @@ class SequenceConfig(Block):
         False, "What the forward keeps for the backward is in host memory meanwhile (for models on a device)."
     )
     plan: Literal["off", "auto"] = key(
-        "off",
-        "Blocks of a Hugging Face model keep, recompute or offload their activations; auto: by a measured step.",
+        "off", "Blocks of a Hugging Face model keep, recompute or offload activations; auto: by a measured step."
     )

@@ -227,9 +227,13 @@ class PlannedBlocks:
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()  # of each forward without its backward the last function
         self._together = 1
 
-    def run(self, number: int, function: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    def __deepcopy__(self, _: Any) -> "PlannedBlocks":
+        """Stay one for copies of the model."""
+        return self
+
+    def run(self, number: int, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(*args)``, the forward of block ``number``. Collective in the third forward in training."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return function(*args)
         if number <= self._last:
             self._begin()

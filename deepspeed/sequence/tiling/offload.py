@@ -99,6 +99,10 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self._stream: Any = None
         self.copied = 0  # tensors to the host so far
 
+    def __deepcopy__(self, _: Any) -> "OffloadActivations":
+        """Stay one for copies of the model that uses it."""
+        return self
+
     def worth(self, tensor: torch.Tensor) -> bool:
         """Tell whether ``tensor`` is worth its copies: large enough, on a device."""
         return tensor.nbytes >= self._smallest and tensor.device.type != "cpu"
