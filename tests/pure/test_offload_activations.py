@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.runtime.activation_checkpointing.offload_activations import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
@@ -67,6 +68,20 @@ def test_at_most_so_many_tensors_wait_for_their_copies(monkeypatch: Any) -> None
     assert [one.tensor is None for one in kept] == [True, True, True, False, False]  # one waits, one is kept
     assert manager._pack(value) is value  # a leaf, as weights are
     assert torch.equal(manager._unpack(kept[1]), value.detach()) and kept[0].tensor is not None  # fetched ahead
+
+
+def test_memory_that_was_filled_ahead_in_vain_waits_for_its_copy(monkeypatch: Any) -> None:
+    monkeypatch.setattr(OffloadActivations, "moves", _of_the_cpu)
+    manager = get_checkpoint_hidden_states_offloading_ctx_manager(keep_last_count=0, max_fwd_stash_count=0)
+    value, waited = torch.randn(512, requires_grad=True), []
+    kept = [manager._pack(value * number) for number in range(2)]
+    manager._unpack(kept.pop())
+    event = kept[0].event
+    assert kept[0].tensor is not None and event is not None
+    stream = type("Stream", (), {"wait_event": lambda _, event: waited.append(event)})()
+    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: stream, raising=False)
+    kept.clear()
+    assert waited == [event]
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
