@@ -2,10 +2,17 @@
 
 import itertools
 import random
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from deepspeed.config.model.sequence import SequenceConfig
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.sequence.tiling.blocks import plan_blocks
 from deepspeed.sequence.tiling.choice import BlockCost, Choice, Keep, Room, choose
+from tests.harness.rows import for_each
 
 GIB = 2**30
 
@@ -84,3 +91,11 @@ def test_a_plan_for_many_blocks_of_two_kinds_is_near_its_bound() -> None:
     slow, others = 16, (3000 - 16 * 40) / 100
     least = sum(block.seconds - block.attention for block in blocks) - 0.5 * (slow + others)
     assert least <= found <= least * 1.02
+
+
+@for_each(("stages", "text"), [(1, "Linear has none"), (2, "beside pipeline stages")])
+def test_a_plan_of_what_has_no_blocks_is_refused(stages: int, text: str) -> None:
+    cfg = SimpleNamespace(sequence=SequenceConfig(plan="auto"), memory=None)
+    mesh = SimpleNamespace(pp=SimpleNamespace(size=stages), job=None)
+    with pytest.raises(DeepSpeedConfigError, match=text):
+        plan_blocks(nn.Linear(1, 1), cfg, mesh, ExitStack())  # type: ignore[arg-type]
