@@ -13,6 +13,7 @@ os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 
 from tests.harness.covering import leave_rows_out
 from tests.harness.pool import PatientPool, RankPool
+from tests.harness.warm import Warm
 
 LIMIT_S = 120.0  # of a test without a mark of its own
 FOLDERS = ("sim", "fuzz", "dist", "compat", "gpu", "ops", "budget", "pure")  # in the order of a whole run
@@ -54,6 +55,14 @@ def pool3() -> Iterator[RankPool]:
 def pool4() -> Iterator[RankPool]:
     """Four ranks."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Launchers and scripts that start at once."""
+    made = Warm(tmp_path_factory.mktemp("warm"))
+    yield made
+    made.close()
 
 
 def _order(items: list[pytest.Item]) -> None:

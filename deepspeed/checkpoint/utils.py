@@ -6,14 +6,14 @@ import torch
 
 from deepspeed.accelerator.device import map_tensors
 from deepspeed.client.zero.gathered import GatheredParameters
-from deepspeed.moe.spread import divided_at
+from deepspeed.tensor.parts import divided_at
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = torch.device("cpu")) -> Any:
     """Copy the nested ``item``; its tensors are detached, on ``device``, and own exactly their elements.
 
-    ``torch.save`` writes whole storages: a view of a large flat buffer would drag the buffer into the file. Stacked
-    experts of which ranks hold different ones (``expert_parallel``) come back whole; the call is collective then.
+    ``torch.save`` writes whole storages: a view of a large flat buffer would drag the buffer into the file. Layers
+    and stacked experts of which a rank has a part come back whole; the call is collective then.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetError, RankFailedError,
 from deepspeed.monitor.log import log_dist_once
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.reallocate.adapters import adapted_layer, fused_adapters
-from deepspeed.tensor.generation import KEY, PartsForGeneration, RandomStates, plan_parts
+from deepspeed.tensor.generation import KEY, PartsForGeneration, plan_parts
+from deepspeed.tensor.layers import RandomStates
 from deepspeed.tensor.prompts import GenerateCall, check_alike, innermost, lengths, settings_of
 
 

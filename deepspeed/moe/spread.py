@@ -1,9 +1,7 @@
 """Spreading the experts of a model over ranks: which modules are experts, and what replaces their forward."""
 
-import functools
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,25 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.client.attrs import replace_attribute
 from deepspeed.client.comm.groups import forget_topology, register_topology
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
 from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.loads import ExpertLoads
 from deepspeed.moe.utils import GROUP_NAME, is_moe_param, stacked_experts
 from deepspeed.monitor.log import log_dist
 from deepspeed.optim.registry import granularity
+from deepspeed.tensor.parts import guard_saving, put_back
 from deepspeed.zero.layout import Place
 from deepspeed.zero.partition import UnitFacts
 
 FactsOf = Callable[[str, nn.Parameter], UnitFacts]
-_divided: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # of all models, by id
 _DISPATCHES = "ep_dispatch_experts"  # what transformers calls the place where tokens go to other ranks
 
 
@@ -80,7 +77,7 @@ def spread_experts(
         group = meshes[GROUP_NAME.format(block.ways)].tp
         _divide(module, group, mesh.tp, block.expert_tensor_parallel_size, back, layer=path)
     if stacked and block.ways > 1:
-        _guard_saving(model, back)
+        guard_saving(model, back)
         number = _adapted(next(iter(stacked.values())))[0].num_experts
         log_dist(f"expert parallelism over {block.ways} ranks: {len(stacked)} layers, {number} experts on each rank")
     return mesh, meshes, loads
@@ -186,12 +183,6 @@ def _adapted(module: nn.Module) -> tuple[nn.Module, list[Any]]:
     return module, adapters
 
 
-def divided_at(tensor: torch.Tensor) -> nn.Parameter | None:
-    """Return the parameter whose part of stacked experts on this rank ``tensor`` is, or shares memory with, or None."""
-    same = (p for p in list(_divided.values()) if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape)
-    return next((p for p in same if hasattr(p, "tp_place") and tuple(p.shape) != p.tp_place.shape), None)
-
-
 def _routes(module: nn.Module) -> bool:
     """Tell whether ``module`` is called with tokens, the experts chosen for them, and their weights."""
     try:
@@ -262,7 +253,6 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
         marks = {"tp_place": place, "allreduce": False, "group_name": GROUP_NAME.format(group.size)}
         for mark, value in marks.items():
             setattr(param, mark, value)
-        _divided[id(param)] = param
         back.callback(_unmark, param, marks)
     compute = module.forward
 
@@ -273,8 +263,8 @@ def _divide(module: nn.Module, group: AxisGroup, sharers: AxisGroup, etp: int, b
         return out.view(hidden_states.shape)
 
     back.callback(setattr, module, "num_experts", number)
-    module.num_experts = local  # type: ignore[assignment]
-    replace_attribute(module, "forward", forward, back)
+    back.callback(put_back, module, "forward", vars(module).get("forward"))
+    module.num_experts, module.forward = local, forward  # type: ignore[assignment]
 
 
 def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> None:
@@ -305,29 +295,6 @@ def _cut_adapter(adapter: Any, group: AxisGroup, etp: int, back: ExitStack) -> N
     for method in (get_delta_factors, get_delta_weight):
         setattr(adapter, method.__name__, method)
         back.callback(delattr, adapter, method.__name__)
-
-
-def _guard_saving(model: nn.Module, back: ExitStack) -> None:
-    """Let ``save_pretrained`` of the models of Transformers in ``model`` refuse to write the experts of one rank alone.
-
-    It would write them under the numbers of the first ones, and nothing would tell that others are missing.
-    """
-    for module in model.modules():
-        if hasattr(type(module), "save_pretrained") and not hasattr(type(module), "get_base_model"):  # that of PEFT
-            save: Any = module.save_pretrained
-            replace_attribute(module, "save_pretrained", functools.partial(_save_whole, module, save), back)
-
-
-def _save_whole(module: nn.Module, save: Callable[..., Any], folder: Any, *args: Any, **options: Any) -> Any:
-    given = options.get("state_dict", args[1] if len(args) > 1 else None)
-    adapters_alone = getattr(module, "_hf_peft_config_loaded", False)
-    parts = any(tuple(p.shape) != p.tp_place.shape for p in module.parameters() if id(p) in _divided)  # type: ignore[attr-defined]
-    if parts and given is None and not adapters_alone:
-        raise UsageError(
-            f"{type(module).__name__}.save_pretrained would write the experts of this rank alone. Call "
-            "engine.save_pretrained(folder) without further options on every rank, or pass whole weights as state_dict"
-        )
-    return save(folder, *args, **options)
 
 
 def _unmark(param: nn.Parameter, marks: dict[str, Any]) -> None:

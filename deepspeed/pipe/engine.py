@@ -3,6 +3,7 @@
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -95,6 +96,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._kinds: list[str] | None = None  # of the last batch, on every rank
+        # Ranks of a stage on these axes read one batch: all of a sequence, unless each of them reads its part.
+        self._alike = ("tp",) if module.sharers is not None else ("sp", "tp")
         cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
         log_dist(f"pipeline: {module.schedule}, {cut}")
 
@@ -230,9 +233,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _lose(self, outcome: PassResult) -> None:
         """Note that this rank has lost the batch, also for the ranks that share its layers and may wait for it."""
-        fault, tp = outcome.fault, self.mesh.tp
-        if tp.size > 1 and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
-            peers = " or ".join(self.mesh.title(rank) for rank in tp.ranks if rank != tp.ranks[tp.index])
+        fault, mesh = outcome.fault, self.mesh
+        sharing = {*mesh.tp.ranks, *mesh.sp.ranks} - {mesh.job.ranks[mesh.job.index]}
+        if sharing and fault is not None and is_of_backend(fault.__cause__ or fault):  # it has waited for them
+            peers = " or ".join(mesh.title(rank) for rank in sorted(sharing))
             place, cause = str(fault).partition(": ")[0], fault.__cause__
             fault = PipelineError(f"{place}: {peers} does not answer and has ended or is out of reach")
             fault.__cause__ = cause
@@ -263,7 +267,7 @@ class PipelineEngine(DeepSpeedEngine):
                     item = next(source)
                     one = self.module.micro_batch(item if self._batch_fn is None else self._batch_fn(item))
                     kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
-                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size > 1 else 0)
+                    inputs.append(_checksum(one.inputs) if self.mesh.tp.size * self.mesh.sp.size > 1 else 0)
                     labels.append(_checksum(one.labels))
                     batch.append(map_tensors(one, lambda t: t.to(self.device, non_blocking=True)))
             except StopIteration:
@@ -284,13 +288,15 @@ class PipelineEngine(DeepSpeedEngine):
         cached = self._kinds is not None and len(self._kinds) == count
         odd = not cached or (read is not None and (read.fault is not None or read.kinds != self._kinds))
         # The first reader of each set counts as often as its others, and against them: a sum is zero where all agree.
-        tp, labels, inputs = self.mesh.tp, 0, 0
-        tp_size, index = (1, 0) if tp.alike else (tp.size, tp.index)
+        labels = inputs = 0
+        peers = [group for name in self._alike if not (group := getattr(self.mesh, name)).alike]
+        size, first = prod(group.size for group in peers), not any(group.index for group in peers)
         if read is not None:
-            num_peers, first = len(self.module.readers) * tp_size - 1, self.stage_id == self.module.readers[0]
-            labels = (num_peers if first and index == 0 else -1) * _digest(self.mesh.data.index, read.labels)
-            inputs = (tp_size - 1 if index == 0 else -1) * _digest(tp.ranks, read.inputs)
-        return not any(self._sum([int(odd), labels, inputs if tp_size > 1 else 0], torch.int64))
+            readers, place = self.module.readers, (self.mesh.data.index, self.module.sharers and self.mesh.sp.index)
+            leads = first and self.stage_id == readers[0]
+            labels = (len(readers) * size - 1 if leads else -1) * _digest(place, read.labels)
+            inputs = (size - 1 if first else -1) * _digest(place, self.stage_id, read.inputs)
+        return not any(self._sum([int(odd), labels, inputs if size > 1 else 0], torch.int64))
 
     def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """Sum ``numbers`` over all ranks."""
@@ -315,8 +321,9 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError("; ".join(faults[:3]))
         grid = self.mesh.topology
         for rank, read in readers.items():
-            together = (rank,) if grid is None else grid.axis(rank, "pp", "tp").ranks
-            first, sharer = next(r for r in together if r in readers), self.mesh.sharers(rank)[0]
+            together = (rank,) if grid is None else grid.axis(rank, "pp", *self._alike).ranks
+            sharer = rank if grid is None else grid.axis(rank, *self._alike).ranks[0]
+            first = next(r for r in together if r in readers)
             for kind, other, expected, actual in (
                 ("inputs of other shapes", first, readers[first].kinds, read.kinds),
                 ("other inputs", sharer, readers[sharer].inputs, read.inputs),
@@ -328,8 +335,22 @@ class PipelineEngine(DeepSpeedEngine):
                         f"{self.mesh.title(other)} and {self.mesh.title(rank)} have read {kind} for micro-batch {odd}; "
                         "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
+        self._check_parts(readers)
         column = self.mesh.pp.ranks
         return next(readers[r] for r in column if r in readers).kinds
+
+    def _check_parts(self, readers: dict[int, _Read]) -> None:
+        """Raise where ranks that read parts of one sequence have read the same, which is the whole of it."""
+        grid = self.mesh.topology
+        if grid is None or self.module.sharers is None:
+            return
+        for rank, read in readers.items():
+            first = grid.axis(rank, "sp").ranks[0]
+            if rank != first and read == readers[first] and all(read.inputs) and all(read.labels):
+                raise PipelineError(
+                    f"{self.mesh.title(first)} and {self.mesh.title(rank)} share sequences and have read the same: "
+                    "each has to read its part of the tokens (deepspeed.sequence.batch.part_of, engine.set_batch_fn)"
+                )
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Read further batches from ``loader``, again and again."""

@@ -24,6 +24,7 @@ from deepspeed.monitor.log import log_dist
 from deepspeed.pipe.orders import Micro, homes_of
 from deepspeed.pipe.partition import boundaries_of
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.sequence.batch import mean_of_parts
 from deepspeed.zero.hooks import tensors_in
 from deepspeed.zero.param import is_composed, local_of, point
 from deepspeed.zero.partition import UnitFacts
@@ -122,6 +123,7 @@ class PipelineModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.schedule = "1f1b"  # of the configuration; set by ``initialize``
         self.falling: AxisGroup | None = None  # for messages to a lower stage, where the two directions need two groups
+        self.sharers: AxisGroup | None = None  # of each sequence, where every rank reads its part of the tokens
         self._on_stages: list[tuple[nn.Parameter, Any]] = []
         self._now = 0
         self._as_built: dict[str, tuple[int, str]] = {}
@@ -298,13 +300,19 @@ class PipelineModule(nn.Module):
         return self(value, chunk)
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        """Return the scalar loss of the last layer's output. Raise UsageError if it is no scalar."""
-        loss = self.loss_fn(output, batch.labels) if self.loss_fn is not None else output
+        """Return the scalar loss of the last layer's output. Raise UsageError if it is no scalar.
+
+        Where sequence-parallel ranks read parts, ``loss_fn`` returns the mean of this rank's tokens, or a pair of it
+        and their number (default: labels other than -100), and the loss is the mean of all tokens. Collective then.
+        """
+        loss, labels = self.loss_fn(output, batch.labels) if self.loss_fn is not None else output, batch.labels
+        if self.sharers is not None and isinstance(loss, tuple) and len(loss) == 2:
+            loss, labels = loss
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             kind = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             who = "loss_fn" if self.loss_fn is not None else "the last layer, as there is no loss_fn,"
             raise UsageError(f"{who} has to return a scalar tensor, got {kind}")
-        return loss.reshape(())
+        return loss.reshape(()) if self.sharers is None else mean_of_parts(loss.reshape(()), labels, self.sharers)
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
         """Return the parameters, trained or not, that the layers of ``chunk`` use."""

@@ -70,6 +70,7 @@ class PlainPipeline(PipelineModule):
     _model: Any
     _tied: dict[str, tuple[int, int]]
     _ends: tuple[list[nn.Module], list[nn.Module]]
+    _configs: list[Any]  # with the kind of each block
 
     def __init__(self, model: nn.Module, path: str, first: Sequence[str], num_stages: int, **options: Any) -> None:
         blocks = list(recursive_getattr(model, path))
@@ -112,8 +113,16 @@ class PlainPipeline(PipelineModule):
                     module._parameters[name] = None
             module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
         self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in after]
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+        self._configs = [config for config in configs if len(vars(config).get("layer_types") or ()) == len(self._specs)]
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
+
+    @property
+    def source(self) -> nn.Module:
+        """Return the model that was cut."""
+        model: nn.Module = self._model
+        return model
 
     @property
     def readers(self) -> tuple[int, ...]:
@@ -141,9 +150,14 @@ class PlainPipeline(PipelineModule):
 
     @contextmanager
     def _only(self, chunk: int, value: Any) -> Any:
-        """Limit the list to the blocks of ``chunk``, of which the first is given ``value``."""
+        """Limit the list to the blocks of ``chunk``, of which the first is given ``value``.
+
+        What a model of Transformers looks up by a block's place in the list, its kind, begins with this chunk's.
+        """
         start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
-        everything = self._list._modules
+        everything, kinds = self._list._modules, [(config, config.layer_types) for config in self._configs]
+        for config, types in kinds:
+            config.layer_types = [*types[start:], *types[:start]]
         self._now = start
         self._list._modules = {str(i): self._whole[i] for i in range(start, stop)}
         if chunk:
@@ -154,6 +168,8 @@ class PlainPipeline(PipelineModule):
             yield
         finally:
             self._list._modules = everything
+            for config, types in kinds:
+                config.layer_types = types
 
     def loss(self, output: Any, batch: Micro) -> torch.Tensor:
         """Return the loss of ``loss_fn``, or the model's: ``output.loss``, ``output["loss"]`` or a tuple's first."""
@@ -216,6 +232,11 @@ def cut_model(
     if blocks is None:
         parents = [path.rpartition(".")[0] for path, _ in find_blocks(model)]
         blocks = max(dict.fromkeys(parents), key=parents.count, default=None)
+    if num_stages > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise UsageError(
+            "output_router_logits of the model's configuration asks for a loss over the routers of all blocks, and a "
+            "stage has some of them; set it to False"
+        )
     if not blocks or not isinstance(recursive_getattr(model, blocks), nn.ModuleList):
         raise UsageError(f"{type(model).__name__} has no nn.ModuleList of blocks; name it in blocks=")
     return PlainPipeline(

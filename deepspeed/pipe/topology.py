@@ -104,7 +104,8 @@ class PipelineParallelGrid:
         self.global_rank = self._job.index if rank is None else rank
         self.world_size = topology.world_size()
         self.pipe_parallel_size = max(1, topology.get_dim("pipe"))
-        self.data_parallel_size = max(1, topology.get_dim("data"))
+        self._sharers = 1 if mesh is None else mesh.sp.size  # of one sequence, neighbours on the axis of data
+        self.data_parallel_size = max(1, topology.get_dim("data")) // self._sharers
         self.model_parallel_size = self.slice_parallel_size = max(1, topology.get_dim("model"))
 
     def _place(self, axis: str) -> int:
@@ -123,7 +124,7 @@ class PipelineParallelGrid:
     topology = answers("_topo", "The grid of all ranks.")
     get_global_rank = answers("global_rank")
     get_stage_id = get_pipe_parallel_rank = answers(lambda self: self._place("pipe"), "Pipeline stage of this rank.")
-    get_data_parallel_id = get_data_parallel_rank = answers(lambda self: self._place("data"))
+    get_data_parallel_id = get_data_parallel_rank = answers(lambda self: self._place("data") // self._sharers)
     get_model_parallel_rank = get_slice_parallel_rank = answers(lambda self: self._place("model"))
     get_pipe_parallel_world_size = answers("pipe_parallel_size")
     get_data_parallel_world_size = answers("data_parallel_size")

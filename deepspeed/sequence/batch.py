@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from deepspeed.accelerator.device import map_tensors
-from deepspeed.comm.collectives import gather_objects
+from deepspeed.comm.collectives import AxisGroup, gather_objects, sum_in_place
 from deepspeed.comm.mesh.groups import plain_mesh
-from deepspeed.errors import SequenceError
+from deepspeed.errors import SequenceError, UsageError
+from deepspeed.tensor.differentiable import sum_parts
 from deepspeed.zero.regions import bounds
 
 IGNORED = -100  # the label of what has no loss
@@ -63,6 +64,29 @@ def part_of(batch: dict[str, Any], ids: torch.Tensor, rank: int, ranks: int) -> 
     edges = bounds(ids.shape[1], ranks)
     part = slice(edges[rank], edges[rank + 1])
     return {name: value[:, part].contiguous() if _along(value, ids) else value for name, value in batch.items()}
+
+
+def weighed(mean: torch.Tensor, count: torch.Tensor, total: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """Return the mean loss of a sequence with ``total`` targets from the ``mean`` over the ``count`` of this rank. Its
+    gradient goes to this rank's tokens alone. Collective.
+    """
+    share = (count / total.clamp(min=1)).to(mean.dtype)
+    return sum_parts(torch.where(count > 0, mean, 0.0) * share, group)  # the mean over no target is no number
+
+
+def mean_of_parts(mean: torch.Tensor, labels: Any, group: AxisGroup) -> torch.Tensor:
+    """Return the ``weighed`` loss from this rank's ``labels``, or from their number. Collective. Raise UsageError where
+    they are neither.
+    """
+    if isinstance(labels, torch.Tensor) and labels.dim():
+        labels = labels.ne(IGNORED).sum()
+    elif not isinstance(labels, (int, float, torch.Tensor)):
+        raise UsageError(
+            f"the labels of a part of a sequence are a {type(labels).__name__}, not a tensor in which {IGNORED} marks "
+            "what has no loss; let loss_fn return a pair: the mean over this rank's tokens, and their number"
+        )
+    count = torch.as_tensor(labels, dtype=torch.float32, device=mean.device)
+    return weighed(mean, count, sum_in_place(count.clone(), group), group)
 
 
 class UlyssesSPDataLoaderAdapter:

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from deepspeed.client.attrs import answers
 from deepspeed.comm.collectives import require_group
 from deepspeed.comm.mesh.groups import group_over, plain_mesh
 from deepspeed.comm.mesh.topology import Axis, dense_topology
@@ -28,41 +29,17 @@ class SequenceMpu:
         axis, world = self._axis(*names), self._job.pg
         return world if axis.size == self._job.size or world is None else group_over(world, axis.ranks)
 
-    def get_sequence_parallel_group(self) -> Any:
-        """Return the process group of the ranks that share this rank's sequences."""
-        return self._group("sp")
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Return how many ranks share one sequence."""
-        return self._axis("sp").size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """Return the place of this rank's part in the sequence."""
-        return self._axis("sp").index
-
-    def get_data_parallel_group(self) -> Any:
-        """Return the process group of the ranks that have the same part of other sequences."""
-        return self._group("dp")
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return how many groups of ranks get different sequences."""
-        return self._axis("dp").size
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the place of this rank's group among those."""
-        return self._axis("dp").index
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        """Return the process group of all ranks, over which ZeRO shards."""
-        return self._group("dp", "sp")
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Return the number of all ranks."""
-        return self._axis("dp", "sp").size
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """Return this rank's place among all."""
-        return self._axis("dp", "sp").index
+    get_sequence_parallel_group = answers(lambda self: self._group("sp"), "The group of the ranks that share one.")
+    get_sequence_parallel_world_size = answers(lambda self: self._axis("sp").size, "How many ranks share one sequence.")
+    get_sequence_parallel_rank = answers(lambda self: self._axis("sp").index, "Place of this rank's part in it.")
+    get_data_parallel_group = answers(lambda self: self._group("dp"), "The group that has this part of each sequence.")
+    get_data_parallel_world_size = answers(lambda self: self._axis("dp").size, "How many sequences there are at once.")
+    get_data_parallel_rank = answers(lambda self: self._axis("dp").index, "Place of this rank's sequence among these.")
+    get_sequence_data_parallel_group = answers(lambda self: self._group("dp", "sp"), "The group of all ranks.")
+    get_sequence_data_parallel_world_size = answers(
+        lambda self: self._axis("dp", "sp").size, "The number of all ranks."
+    )
+    get_sequence_data_parallel_rank = answers(lambda self: self._axis("dp", "sp").index, "This rank's place among all.")
 
 
 class UlyssesSPAttentionHF:

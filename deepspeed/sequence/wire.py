@@ -9,21 +9,25 @@ import inspect
 import re
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.accelerator.device import get_accelerator
+from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.mpu import Ways
-from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.collectives import AxisGroup, failures
 from deepspeed.comm.mesh.groups import Mesh, with_group
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, SequenceError
 from deepspeed.monitor.log import log_dist
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.plain import PlainPipeline
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
-from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, whole_batch
+from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, weighed, whole_batch
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
@@ -46,16 +50,23 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     client = dims.registered
     if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
         return mesh
-    if mesh.pp.size > 1:
-        raise DeepSpeedConfigError(f"{_KEY} beside pipeline stages is not in this release; set it to 1")
-    tops = outermost(model)
+    tops, fault = outermost(model.source if isinstance(model, PlainPipeline) else model), None
+    try:
+        ways = _check_all(model, tops, mesh, cfg.sequence.attention)
+    except DeepSpeedConfigError as error:
+        fault = error
+    for rank, text in failures(fault, mesh.pp).items():  # the others wait, and may have other layers
+        raise fault or DeepSpeedConfigError(f"{mesh.title(rank)}: {text}")
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
         if cfg.sequence.attention != "auto":
             raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
         log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
+        # The group that its layers get: made before any rank may fail, whose wait there ends as in the engine's own.
+        mesh = replace(mesh, sp=replace(mesh.sp, pg=GETTERS["get_sequence_parallel_group"]()))
+        if isinstance(model, PipelineModule):
+            model.sharers = mesh.sp
         return mesh
-    ways = min(check(top, mesh.sp.size, tp=mesh.tp.size, attention=cfg.sequence.attention) for top in tops)
     mesh, ring = _with_ring(mesh, ways)
     for top in tops:
         attach_attention(top, back)
@@ -65,6 +76,16 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
     around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}{around}")
     return mesh
+
+
+def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str) -> int:
+    """Return the least that ``check`` returns of ``tops``; raise DeepSpeedConfigError, too, for some pipelines."""
+    if tops and isinstance(model, PipelineModule) and (type(model) is not PlainPipeline or model.loss_fn is not None):
+        raise DeepSpeedConfigError(
+            f"{_KEY}: the loss of whole sequences is that of {type(tops[0]).__name__} itself, which a PipelineModule "
+            "does not call with labels. Cut the model by deepspeed.pipe.cut_model without loss_fn, or set the key to 1"
+        )
+    return min((check(top, mesh.sp.size, tp=mesh.tp.size, attention=attention) for top in tops), default=0)
 
 
 def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:
@@ -147,7 +168,7 @@ class Hooks:
 
     def __init__(self, group: AxisGroup, ring: RingGroups | None, *, cuts: bool, in_eval: bool) -> None:
         self._group, self._ring, self._cuts, self._in_eval = group, ring, cuts, in_eval
-        self._runs: list[_Run] = []
+        self._device, self._runs = get_accelerator().torch_device(), list[_Run]()
 
     def attach(self, model: nn.Module, back: ExitStack) -> None:
         """Attach the hooks to ``model`` and the models inside it, of which a client may call each."""
@@ -176,14 +197,14 @@ class Hooks:
         """Cut a whole batch, the same on all ranks."""
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         fault = shape_fault(given, (name, "labels"))
-        group, ids, device = self._group, given.get(name), next(run.module.parameters()).device
+        group, ids = self._group, given.get(name)
         error = SequenceError(f"sequence parallelism: {fault}") if fault else None
         numbers: list[int | torch.Tensor] = [0, 0, 0]
         if not fault:
             assert ids is not None
             checked = [ids, *(given.get(key) for key in ("labels", "position_ids", "attention_mask"))]
             numbers = [ids.shape[0], ids.shape[1], sum(_checksum(value) for value in checked if value is not None)]
-        answers = agreed(numbers, error, group, device)
+        answers = agreed(numbers, error, group, self._device)
         if bool((answers != answers[0]).any()):
             raise SequenceError(
                 f"the ranks of one sequence got different batches ({_shapes(answers, group)}). Take them from "
@@ -210,7 +231,7 @@ class Hooks:
         if not fault:
             assert ids is not None
             numbers = [ids.shape[0], ids.shape[1], 0 if targets is None else targets.ne(IGNORED).sum()]
-        answers = agreed(numbers, error, self._group, next(run.module.parameters()).device)
+        answers = agreed(numbers, error, self._group, self._device)
         rows, lengths = answers[:, 0].tolist(), answers[:, 1].tolist()
         if len(set(rows)) > 1 or min(lengths) == 0:
             shapes = _shapes(answers, self._group)
@@ -242,10 +263,9 @@ class Hooks:
     def _weighed(self, loss: torch.Tensor, run: _Run) -> torch.Tensor:
         """Return the loss of the sequence from that of this rank's tokens. Collective."""
         assert run.counts is not None
-        count = run.counts[self._group.index]
-        if not run.summed:  # the mean over no token is no number
-            loss = torch.where(count > 0, loss, 0.0) * (count / run.counts.sum().clamp(min=1)).to(loss.dtype)
-        return sum_parts(loss, self._group)
+        if run.summed:
+            return sum_parts(loss, self._group)
+        return weighed(loss, run.counts[self._group.index], run.counts.sum(), self._group)
 
 
 def _shapes(answers: torch.Tensor, group: AxisGroup) -> str:

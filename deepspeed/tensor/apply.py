@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.accelerator.device import get_accelerator, map_tensors
+from deepspeed.accelerator.device import map_tensors
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
@@ -18,8 +18,9 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.monitor.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.differentiable import summed
-from deepspeed.tensor.layers import SharedInput, TensorParallelLayer
+from deepspeed.tensor.layers import RandomStates, SharedInput, TensorParallelLayer
 from deepspeed.tensor.loss import PartsCausalLoss
+from deepspeed.tensor.parts import guard_saving, put_back
 from deepspeed.tensor.sequence import split_sequence
 from deepspeed.tensor.splits import Planner, Split, TensorPlan
 
@@ -55,7 +56,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
         back.callback(setattr, holder, name, getattr(holder, name))
         setattr(holder, name, number)
     if any(split.local for split in plan.splits.values()):
-        back.callback(_put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
+        back.callback(put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
         model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
     sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
     shared_parameters = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
@@ -67,9 +68,8 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
     back.callback(model.register_forward_pre_hook(FirstBatch(group), with_kwargs=True).remove)
     back.callback(model.register_forward_hook(partial(_end_forward, shared), always_call=True).remove)
     if shared.random:
-        torch.set_rng_state(gather_objects(torch.get_rng_state(), group)[0])
-        if (accelerator := get_accelerator()).device_name() != "cpu":
-            accelerator.set_rng_state(gather_objects(accelerator.get_rng_state().cpu(), group)[0])
+        gather_objects(RandomStates.now(), group)[0].set()
+    guard_saving(model, back)
     counts = Counter(type(layer).__name__ for layer in made)
     text = ", ".join(f"{count} {name}" for name, count in counts.items())
     log_dist(f"tensor parallelism over {group.size} ranks: {text}")
@@ -105,11 +105,6 @@ def replace_layers(
         setattr(modules[parent], name, made[id(module)])
         back.callback(setattr, modules[parent], name, module)
     return list(made.values())
-
-
-def _put_back(model: nn.Module, name: str, before: Any) -> None:
-    del model.__dict__[name]
-    model.__dict__.update({} if before is None else {name: before})
 
 
 def _end_forward(shared: SharedInput, *_: Any) -> None:

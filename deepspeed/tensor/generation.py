@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.collectives import AxisGroup, break_off, broadcast, fresh
 from deepspeed.comm.mesh.groups import Mesh, destroy_mesh, with_group
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
@@ -229,23 +228,3 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
             root.add_module(step, nn.Module())
         root = root.get_submodule(step)
     root.register_parameter(leaf, parameter)
-
-
-class RandomStates(NamedTuple):
-    """States of torch's default generators: on the host, and on the device if that has one."""
-
-    host: torch.Tensor
-    device: torch.Tensor | None
-
-    @classmethod
-    def now(cls) -> "RandomStates":
-        """Return the current states."""
-        accelerator = get_accelerator()
-        device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state().cpu()
-        return cls(torch.get_rng_state(), device)
-
-    def set(self) -> None:
-        """Set torch's default generators to these states."""
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            get_accelerator().set_rng_state(self.device)

@@ -6,7 +6,7 @@ A layer takes over the parameters of the one it stands for: the same objects und
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,26 @@ from deepspeed.zero.param import local_of, part_of, point, whole_of
 from deepspeed.zero.regions import bounds
 
 
+class RandomStates(NamedTuple):
+    """States of torch's default generators: on the host, and on the device if that has one."""
+
+    host: torch.Tensor
+    device: torch.Tensor | None
+
+    @classmethod
+    def now(cls) -> "RandomStates":
+        """Return the current states."""
+        accelerator = get_accelerator()
+        device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state().cpu()
+        return cls(torch.get_rng_state(), device)
+
+    def set(self) -> None:
+        """Set torch's default generators to these states."""
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            get_accelerator().set_rng_state(self.device)
+
+
 class SharedInput:
     """Hold the ranks that share layers, and the input that several layers in a row have entered (as q, k and v do).
 
@@ -34,7 +54,7 @@ class SharedInput:
 
     def __init__(self, group: AxisGroup, *, random: bool = False) -> None:
         self.group, self.random = group, random
-        self._common: tuple[torch.Tensor, Any] | None = None
+        self._common: RandomStates | None = None
         self._seed = 0
         self._latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
@@ -56,18 +76,13 @@ class SharedInput:
         if not self.random or (self._common is not None and torch.initial_seed() == self._seed):
             return  # a recomputation that ended early has left a state, which its caller has replaced
         seed = int(torch.randint(1 << 60, (), device="cpu"))
-        accelerator = get_accelerator()
-        device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
-        self._common, self._seed = (torch.get_rng_state(), device), seed + 1 + self.group.index
+        self._common, self._seed = RandomStates.now(), seed + 1 + self.group.index
         torch.manual_seed(self._seed)
 
     def end_parts(self) -> None:
         """End work in parts: random numbers are the same on all ranks again."""
         if self._common is not None and torch.initial_seed() == self._seed:
-            host, device = self._common
-            torch.set_rng_state(host)
-            if device is not None:
-                get_accelerator().set_rng_state(device)
+            self._common.set()
         self._common = None
 
     def forget(self) -> None:

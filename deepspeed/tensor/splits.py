@@ -369,12 +369,12 @@ class Planner:
             return
         words = _features(self.linears[heads[0]])[1]
         tables = [(path, m) for path, m in self.modules.items() if type(m).forward is nn.Embedding.forward]
-        inside = [path for path, m in tables if m.num_embeddings == words]
+        inside = [path for path, m in tables if m.num_embeddings == words and m.weight is not None]  # on this stage
         rows = [path for path in inside if path.rpartition(".")[2] in _EMBEDDINGS] or inside[:1]
         tied = [path for path in inside if self.modules[path].weight is self.modules[heads[0]].weight]
         chosen: Any = [self.modules[path] for path in rows]
         plain = not any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in chosen)
-        alone = any(
+        alone = bool(tied and getattr(self.model, "tied_homes", dict)()) or any(  # the first stage knows no head
             m.weight is self.modules[heads[0]].weight
             for path, m in self.modules.items()
             if isinstance(getattr(m, "weight", None), nn.Parameter) and path not in (*heads, *tied)

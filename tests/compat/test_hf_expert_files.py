@@ -60,18 +60,25 @@ def test_each_rank_reads_its_own_part_of_the_experts(pool4: RankPool, tmp_path: 
     assert sum(one["read"] for one in found) <= total and max(one["read"] for one in found) < 0.3 * total
 
 
-def written(folder: str, stage: int) -> list[str]:
-    """Ways to save a model with divided experts: what is refused or missing."""
+PARTS: dict[str, Any] = {
+    "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "layers": {"tensor_parallel": {"autotp_size": 2}},
+}
+
+
+def written(folder: str, stage: int, how: str) -> list[str]:
+    """Ways to save a model with divided experts or layers: what is refused or missing."""
     from transformers import AutoModelForCausalLM
 
     import deepspeed
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
     forget_clients()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": zero_block(stage),
-        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        **PARTS[how],
     }
     engine = deepspeed.initialize(model=model_of("qwen3_moe"), config=config)[0]
     model, wanted, faults = engine.module, model_of("qwen3_moe").state_dict(), []
@@ -83,7 +90,7 @@ def written(folder: str, stage: int) -> list[str]:
 
     for save in (lambda: model.save_pretrained(folder), lambda: engine.save_pretrained(folder, is_main_process=True)):
         said = outcome(save)
-        if "UsageError" not in said or "would write the experts of this rank alone" not in said:
+        if "UsageError" not in said or "would write this rank's parts of layers or experts alone" not in said:
             faults.append(said)
     engine.save_pretrained(f"{folder}/engine")
     read("engine")
@@ -94,12 +101,19 @@ def written(folder: str, stage: int) -> list[str]:
         state = {name: value.clone() for name, value in model.state_dict().items()}
     model.save_pretrained(f"{folder}/given", state_dict=state, is_main_process=dist.get_rank() == 0)
     read("given")
+    if stage < 3:  # as Accelerate and the Trainer do
+        state = clone_tensors_for_torch_save(model.state_dict())
+        model.save_pretrained(f"{folder}/cloned", state_dict=state, is_main_process=dist.get_rank() == 0)
+        read("cloned")
     engine.destroy()
     model.save_pretrained(f"{folder}/after", is_main_process=dist.get_rank() == 0)
     read("after")
     return faults
 
 
+@pytest.mark.parametrize("how", PARTS)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_no_file_of_a_model_has_the_experts_of_one_rank_alone(pool2: RankPool, tmp_path: Any, stage: int) -> None:
-    assert pool2.run(written, str(tmp_path), stage, time_limit=120) == [[], []]
+def test_no_file_of_a_model_has_the_parts_of_one_rank_alone(
+    pool2: RankPool, tmp_path: Any, stage: int, how: str
+) -> None:
+    assert pool2.run(written, str(tmp_path), stage, how, time_limit=120) == [[], []]

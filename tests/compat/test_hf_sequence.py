@@ -128,3 +128,55 @@ CELLS: dict[str, tuple[Any, ...]] = {
 def test_a_family_trains_as_one_process(cell: str, pool4: RankPool) -> None:
     for found in pool4.run(parity, *CELLS[cell], time_limit=120):
         assert max(found.values()) < 3e-6, found
+
+
+def staged(family: str, stage: int, kind: str, changes: dict[str, Any]) -> dict[str, float]:
+    """A model that is cut into two stages, each of two ranks a sequence: three steps beside one process."""
+    import deepspeed
+    from deepspeed.pipe import cut_model
+    from deepspeed.tools.verify.grads import scaled_error
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    plain, model = model_of(family, **changes), model_of(family, **changes)
+    if kind == "odd":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": zero_block(stage),
+        "sequence_parallel_size": 2,
+    }
+    engine = deepspeed.initialize(model=cut_model(model, 2), config=config)[0]
+    optimizer, worst = torch.optim.AdamW(plain.parameters(), **ADAM), {"loss": 0.0, "norm": 0.0}
+    for step in range(3):
+        batches = [batch_of(kind, step, micro) for micro in range(2)]
+        optimizer.zero_grad()
+        whole = sum(plain(**batch).loss for batch in batches) / 2
+        whole.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        optimizer.step()
+        worst["loss"] = max(worst["loss"], abs(float(engine.train_batch(iter(batches)) - whole.detach())))
+        worst["norm"] = max(worst["norm"], abs(engine.get_global_grad_norm() / norm - 1))
+    wanted = dict(plain.named_parameters())
+    pairs = [
+        (safe_get_full_fp32_param(param), wanted[name].detach()) for name, param in engine.module.named_parameters()
+    ]
+    worst["parameter"] = max(scaled_error(*pair) for pair in pairs)
+    engine.destroy()
+    return worst
+
+
+STAGED: dict[str, tuple[Any, ...]] = {
+    "llama, packed, a tied head": ("llama", 1, "packed", {"tie_word_embeddings": True}),
+    "qwen3, recomputed": ("qwen3", 3, "odd", {}),
+    "gemma3, windows": ("gemma3", 2, "padded", {}),
+    "mixtral": ("mixtral", 1, "plain", {"output_router_logits": False}),
+}
+
+
+@pytest.mark.parametrize("cell", STAGED)
+def test_stages_of_a_model_that_is_cut_train_as_one_process(cell: str, pool4: RankPool) -> None:
+    for found in pool4.run(staged, *STAGED[cell], time_limit=120):
+        assert max(found.values()) < 3e-6, found

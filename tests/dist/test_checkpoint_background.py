@@ -32,6 +32,7 @@ from tests.dist.test_checkpoint_full_disk import held
 from tests.harness.plain_optim import PlainOptimizer
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
+from tests.harness.warm import Warm
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,9 +309,9 @@ def wanted(pool1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("without", [[], ["native code"]], ids=["native", "python"])
 def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(
-    tmp_path: Path, wanted: Path, without: list[str]
+    tmp_path: Path, wanted: Path, warm: Warm, without: list[str]
 ) -> None:
-    command = [sys.executable, "-c", _ENDS, str(tmp_path), str(free_port()), *without]
+    command = [warm.python, "-c", _ENDS, str(tmp_path), str(free_port()), *without]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, cwd=ROOT
     )

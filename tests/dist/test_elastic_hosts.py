@@ -11,7 +11,6 @@ from tests.dist.test_elastic import assert_same_training
 from tests.dist.test_launcher_hosts import Hosts, hosts as hosts, idle_hosts as idle_hosts
 from tests.harness.elastic import ElasticJob, records
 from tests.harness.pool import RankPool
-from tests.harness.warm import warm as warm
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.exhaustive]
 

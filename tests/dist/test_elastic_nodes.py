@@ -17,7 +17,7 @@ from deepspeed.launcher.elastic.membership import Membership
 from deepspeed.launcher.elastic.sizes import Elastic
 from tests.dist.test_elastic_ranks import LIMIT_S, Started
 from tests.harness.patience import slowdown
-from tests.harness.warm import Warm, warm as warm
+from tests.harness.warm import Warm
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -21,7 +21,7 @@ from deepspeed.launcher.elastic.sizes import Elastic
 from deepspeed.launcher.node.ranks import Guard
 from deepspeed.launcher.node.verdict import RankEnd
 from tests.harness.patience import slowdown
-from tests.harness.warm import Warm, warm as warm
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)

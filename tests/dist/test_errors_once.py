@@ -13,7 +13,7 @@ import pytest
 from deepspeed.client.comm.faults import _of_ended
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
-from tests.harness.warm import Warm, warm as warm
+from tests.harness.warm import RANKS, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -64,6 +64,8 @@ def _ended(folder: Path, python: str, fault: str, *, status: int = 1, **variable
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
     env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
     command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    if python and fault in ("ends", "saves alone"):  # of which the launcher has nothing to tell
+        env[RANKS] = python
     if not python:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
         command += [str(free_port())]

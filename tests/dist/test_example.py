@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -169,7 +170,6 @@ def test_it_trains_from_the_drive(tmp_path: Path) -> None:
     assert 5 < first < 6.5 and last < first
 
 
-@pytest.mark.exhaustive
 @pytest.mark.exhaustive  # two more runs; loading mapped weights has tests of its own
 def test_it_goes_on_from_its_weights(tmp_path: Path) -> None:
     first, last = _trained(tmp_path)
@@ -222,17 +222,25 @@ def test_the_reward_rises_layer_by_layer(tmp_path: Path) -> None:
     assert _raised(tmp_path, "--layer-by-layer") > 0.2
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "sentence"),
-    [
-        ("--prompt", "48", "--prompt 48 must be between 1 and --context 48"),
-        pytest.param("--out", "a file", "a file is no folder", marks=pytest.mark.exhaustive),
-        pytest.param("--text", "a file", "the text has 0 bytes; 480 are needed", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_bad_input_is_a_sentence_of_rlhf(tmp_path: Path, option: str, value: str, sentence: str) -> None:
+def test_bad_input_is_a_sentence_of_rlhf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a file").touch()
-    given = str(tmp_path / value) if value == "a file" else value
-    status, output = _run_of_rlhf("--out", str(tmp_path), option, given, ranks=1)
+    script = str(ROOT / "examples" / "rlhf_four_engines.py")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for option, value, sentence in (
+        ("--prompt", "48", "--prompt 48 must be between 1 and --context 48"),
+        ("--out", str(tmp_path / "a file"), "a file is no folder"),
+    ):
+        monkeypatch.setattr(sys, "argv", [script, "--out", str(tmp_path), option, value])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(script, run_name="__main__")
+        assert end.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive  # it has engines by then
+def test_a_text_that_is_too_short_is_a_sentence_of_rlhf(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    status, output = _run_of_rlhf("--out", str(tmp_path), "--text", str(tmp_path / "a file"), ranks=1)
     assert status in (1, 2) and "Traceback" not in output, output
-    assert sentence in output
+    assert "the text has 0 bytes; 480 are needed" in output

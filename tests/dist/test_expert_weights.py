@@ -41,13 +41,6 @@ def engine_step(engine: Any, step: int) -> None:
     engine.step()
 
 
-def matched(engine: Any, name: str, wanted: dict[str, Tensor], found: dict[str, Tensor], kind: str) -> list[str]:
-    """What differs between ``wanted`` and ``found``, which may have the experts of one rank alone."""
-    shown = [f"{kind} {name}: {n}" for n, v in found.items() if scaled_error(v, wanted[n]) > 1e-6]
-    local = {n for n, _ in engine.module.named_parameters()}
-    return shown + [f"{kind} {name} lacks {n}" for n in wanted if n in local and n not in found]
-
-
 def every_access(kind: str, ep: int, stage: int, folder: str) -> list[str]:
     """Read and write through every function after a step; what differs from one process."""
     options = DROPLESS if kind == "layered" else {}

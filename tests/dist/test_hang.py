@@ -15,7 +15,7 @@ from deepspeed.comm.init import free_port
 from deepspeed.errors import JobHungError
 from tests.harness.patience import slowdown
 from tests.harness.stuck import SCRIPT, WORDS, ends_at_once
-from tests.harness.warm import Warm, warm  # noqa: F401
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 2.0  # on an idle machine; the ranks start apart by more on a busy one
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def python(warm: Warm) -> Iterator[str]:  # noqa: F811
+def python(warm: Warm) -> Iterator[str]:
     yield warm.python
 
 

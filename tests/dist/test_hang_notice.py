@@ -20,7 +20,7 @@ from tests.harness.experts import Stacked, tokens_of
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
-from tests.harness.warm import Warm, warm as warm
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)

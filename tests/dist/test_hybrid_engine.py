@@ -150,8 +150,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "3": (3, {"zero": ZERO}),
     "3, layer by layer": (3, {"zero": ZERO, "pin_parameters": False}),
     "3, small ones whole, layer by layer": (3, {"pin_parameters": False, "changes": {"bf16": {"enabled": True}}}),
-}
-MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {"release_inference_cache": True}),
     "3, fp16": (3, {"changes": {"fp16": {"enabled": True, "initial_scale_power": 4}}, "tp_gather_partition_size": 2}),
     "3, on the host": (3, {"zero": {**ZERO, "offload_param": {"device": "cpu"}}}),
@@ -162,19 +160,14 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.in_make_test("2, bf16", "3, layer by layer")
+@pytest.mark.in_make_test("2, bf16-2", "3, layer by layer-2")
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_it_generates_as_plain_torch_and_trains_as_without(pool2: RankPool, name: str) -> None:
-    for wrong, same in pool2.run(like_plain_torch, *CASES[name]):
-        assert wrong == [] and same
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [n for n in MORE if "fp16" not in n])
-@pytest.mark.parametrize("world", [1, 3])
-def test_it_generates_as_plain_torch_in_more_settings(world: int, name: str, request: pytest.FixtureRequest) -> None:
+def test_it_generates_as_plain_torch_and_trains_as_without(
+    request: pytest.FixtureRequest, name: str, world: int
+) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    for wrong, same in pool.run(like_plain_torch, *MORE[name]):
+    for wrong, same in pool.run(like_plain_torch, *CASES[name]):
         assert wrong == [] and same
 
 

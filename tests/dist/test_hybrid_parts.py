@@ -72,8 +72,6 @@ CASES: dict[str, Case] = {
     "0, decoder": (0, {}, Decoder),
     "2": (2, {"pin_parameters": False, "release_inference_cache": True}, Speaker),
     "3, decoder": (3, {"zero": ZERO}, Decoder),
-}
-MORE: dict[str, Case] = {
     "1, decoder": (1, {}, Tied),
     "1, a part generates": (1, {}, Around),
     "3, a part generates": (3, {"zero": ZERO}, Around),
@@ -91,13 +89,6 @@ def shared(stage: int, options: dict[str, Any], kind: type[nn.Module], ways: int
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_generate_as_plain_torch_and_train_as_without(pool2: RankPool, name: str) -> None:
     for wrong, same in pool2.run(shared, *CASES[name]):
-        assert wrong == [] and same
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE)
-def test_two_ranks_generate_as_plain_torch_in_more_settings(pool2: RankPool, name: str) -> None:
-    for wrong, same in pool2.run(shared, *MORE[name]):
         assert wrong == [] and same
 
 
@@ -137,9 +128,9 @@ def test_models_made_otherwise_generate_as_plain_torch(pool2: RankPool, how: str
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.parametrize("name", [*CASES, *MORE])
+@pytest.mark.parametrize("name", CASES)
 def test_four_ranks_generate_as_plain_torch_in_more_settings(pool4: RankPool, name: str, ways: int) -> None:
-    for wrong, same in pool4.run(shared, *CASES.get(name, MORE.get(name)), ways):
+    for wrong, same in pool4.run(shared, *CASES[name], ways):
         assert wrong == [] and same
 
 

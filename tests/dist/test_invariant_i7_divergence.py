@@ -147,24 +147,20 @@ def test_invariant_i7_ranks_may_diverge(pool2: RankPool, scenario: str, with_eva
         assert restless == []
 
 
-@pytest.mark.in_make_test("nothing_in_common-0", "nothing_in_common-2")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("scenario", ["skip_tower", "disjoint_experts", "nothing_in_common"])
-def test_invariant_i7_under_other_plans(pool2: RankPool, scenario: str, stage: int) -> None:
-    config = make_config(stage, zero={"reduce_bucket_size": 50})
-    for error, worst, restless in pool2.run(trained, scenario, config, with_eval=True, time_limit=LIMIT):
-        assert error <= TOLERANCE, worst
-        assert restless == []
+OTHER_PLANS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": make_config(stage, zero={"reduce_bucket_size": 50}) for stage in (0, 1, 2)},
+    "nothing ahead": make_config(3, zero={**ZERO, "prefetch_bucket_size": 0, "overlap_comm": False}),
+    "much ahead": make_config(3, zero={**ZERO, "prefetch_bucket_size": 10_000}),
+}
 
 
-@pytest.mark.exhaustive  # a surprise on one of three ranks stays
-@pytest.mark.parametrize(
-    "zero", [{}, {"prefetch_bucket_size": 0, "overlap_comm": False}, {"prefetch_bucket_size": 10_000}], ids=str
-)
-@pytest.mark.parametrize("scenario", ["skip_both_later", "disjoint_experts", "swapping", "twice"])
-def test_invariant_i7_three_ranks(pool3: RankPool, scenario: str, zero: dict[str, Any]) -> None:
-    config = make_config(3, zero={**ZERO, **zero})
-    for error, worst, restless in pool3.run(trained, scenario, config, with_eval=True, time_limit=LIMIT):
+@pytest.mark.in_make_test("nothing_in_common-stage 0-2", "nothing_in_common-stage 2-2")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("plan", OTHER_PLANS)
+@pytest.mark.parametrize("scenario", ["skip_both_later", "disjoint_experts", "nothing_in_common", "twice"])
+def test_invariant_i7_under_other_plans(request: pytest.FixtureRequest, scenario: str, plan: str, world: int) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    for error, worst, restless in pool.run(trained, scenario, OTHER_PLANS[plan], with_eval=True, time_limit=LIMIT):
         assert error <= TOLERANCE, worst
         assert restless == []
 
@@ -350,33 +346,23 @@ def surprised(
     return error, worst, messages
 
 
-@pytest.mark.in_make_test("skips_the_tower_and_the_head", "recomputes")
+SEVERAL = {"3": ({**ZERO, "stage": 3}, 2), "3-of-three": ({**ZERO, "stage": 3}, 3)}
+SEVERAL |= {str(stage): ({"stage": stage, "reduce_bucket_size": 50}, 2) for stage in (1, 2)}
+
+
+@pytest.mark.in_make_test(
+    "skips_the_tower_and_the_head-3", "recomputes-3", "other_order-2", "skips_the_tower_and_the_head-3-of-three"
+)
+@pytest.mark.parametrize("plan", SEVERAL)
 @pytest.mark.parametrize("name", SURPRISES)
-def test_invariant_i7_a_surprise_after_predictions(pool2: RankPool, name: str) -> None:
-    for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
+def test_invariant_i7_a_surprise_after_predictions(request: pytest.FixtureRequest, name: str, plan: str) -> None:
+    zero, world = SEVERAL[plan]
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    for error, worst, (messages,) in pool.run(surprised, name, make_config(3, zero=zero), time_limit=LIMIT):
         assert error <= TOLERANCE, worst
         assert messages[STEADY - 1] == 1, "a backward is to cost one message by now"
         # To skip, or to recompute, is to be a dummy: that costs no further message.
-        assert messages[STEADY] > 1 or name in ("recomputes", "skips_an_expert")
-
-
-@pytest.mark.in_make_test("2-other_order")
-@pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_invariant_i7_a_surprise_under_other_plans(pool2: RankPool, stage: int, name: str) -> None:
-    for error, worst, (messages,) in pool2.run(
-        surprised, name, make_config(stage, zero={"reduce_bucket_size": 50}), time_limit=LIMIT
-    ):
-        assert error <= TOLERANCE, worst
-        assert messages[STEADY - 1] == 1
-
-
-@pytest.mark.in_make_test("skips_the_tower_and_the_head")
-@pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_another_one", "twice"])
-def test_invariant_i7_a_surprise_on_one_of_three_ranks(pool3: RankPool, name: str) -> None:
-    for error, worst, (messages,) in pool3.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
-        assert error <= TOLERANCE, worst
-        assert messages[STEADY - 1] == 1
+        assert plan != "3" or messages[STEADY] > 1 or name in ("recomputes", "skips_an_expert")
 
 
 @pytest.mark.in_make_test("skips_the_tower_and_the_head")

@@ -18,7 +18,7 @@ from deepspeed.launcher import runner
 from deepspeed.launcher.job import encode_world
 from deepspeed.launcher.node.ranks import Guard, Ranks
 from tests.harness.patience import slowdown, too_long
-from tests.harness.warm import Warm, warm  # noqa: F401
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # generous: several interpreters import torch at once on a busy machine
@@ -131,7 +131,7 @@ class Job:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick(warm: Warm) -> Iterator[None]:  # noqa: F811
+def quick(warm: Warm) -> Iterator[None]:
     """Launchers start at once."""
     Job.python = warm.python
     yield

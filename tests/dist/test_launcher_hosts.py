@@ -22,7 +22,7 @@ import pytest
 
 from deepspeed.launcher.job import encode_world
 from tests.harness.patience import slowdown, too_long
-from tests.harness.warm import Warm, warm  # noqa: F401
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # generous: several launchers import torch at once on a busy machine
@@ -144,7 +144,7 @@ def remove_left_over() -> None:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Hosts]:  # noqa: F811
+def hosts(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Hosts]:
     if sys.platform != "linux" or shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("hosts are network namespaces here, which need Linux, the ip program and root")
     made = Hosts(tmp_path_factory.mktemp("hosts"), warm.python)

@@ -175,7 +175,7 @@ MORE = {
 def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """What every command said: one process, as torch knows the simulated device once."""
     folder, commands = tmp_path_factory.mktemp("plan"), {}
-    base = ["--model", f"{__name__}:build", "--gpus", "2", "--config"]
+    base = ["simulate.plan", "--model", f"{__name__}:build", "--gpus", "2", "--config"]
     for number, (name, (names, _, _)) in enumerate(CASES.items()):
         file = folder / f"{number}.json"
         file.write_text(json.dumps(config_of(name, folder)))
@@ -183,7 +183,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         commands[name] = [*base, str(file), "--lora", f"r={RANK}" if number else str(RANK), *targets, "--json"]
     for name, options in MORE.items():
         commands[name] = [*base, str(folder / "2.json"), *(["--lora", str(RANK)] if options else []), *options]
-    return run_all(commands, folder, limit_s=300, module="deepspeed.tools.simulate.plan.cli")
+    return run_all(commands, folder, limit_s=300)
 
 
 @pytest.fixture(scope="module")

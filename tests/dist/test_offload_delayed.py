@@ -90,22 +90,6 @@ def test_it_is_the_rule_with_plain_torch(
         assert max(errors) < 1e-5, errors
 
 
-def differs_from_at_once() -> float:
-    """How far the weights are from those of an update at once: the delay is there."""
-    case, found = CASES["wide_accumulation"](), []
-    for offload in (CPU, DELAYED):
-        engine = delayed_engine(3, offload=offload)
-        for step in range(STEPS):
-            train_step(engine, case, step)
-        found.append(full_parameters(engine.module))
-        engine.destroy()
-    return max(scaled_error(a, b) for a, b in zip(found[0].values(), found[1].values(), strict=True))
-
-
-def test_it_is_another_rule_than_an_update_at_once(pool1: RankPool) -> None:
-    assert pool1.run(differs_from_at_once)[0] > 1e-3
-
-
 def resumed(folder: str, precision: str) -> list[str]:
     """What differs after a save in the middle between going on and starting from it. Collective."""
     case, found = CASES["wide_accumulation"](), []

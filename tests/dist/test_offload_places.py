@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from tests.harness.offload import (
 )
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start, train_step
+from tests.harness.warm import Warm
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +173,7 @@ while True:
 """
 
 
-def beside_a_killed_job(folder: str) -> list[str]:
+def beside_a_killed_job(folder: str, python: str) -> list[str]:
     """This job trains on; another one on the same path is killed in the middle, and a third one starts after it."""
     case = CASES["wide"]()
     wanted = train(Plan(), variants(folder)["none"])
@@ -186,7 +186,7 @@ def beside_a_killed_job(folder: str) -> list[str]:
         if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
     }
     other = subprocess.Popen(
-        [sys.executable, "-c", _JOB, folder],
+        [python, "-c", _JOB, folder],
         env={**environment, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
@@ -213,8 +213,8 @@ def beside_a_killed_job(folder: str) -> list[str]:
     return bad
 
 
-def test_a_killed_job_leaves_nothing_and_harms_nobody(pool1: RankPool, tmp_path: Path) -> None:
-    check(pool1.run(beside_a_killed_job, str(tmp_path), time_limit=90))
+def test_a_killed_job_leaves_nothing_and_harms_nobody(pool1: RankPool, tmp_path: Path, warm: Warm) -> None:
+    check(pool1.run(beside_a_killed_job, str(tmp_path), warm.python, time_limit=90))
 
 
 def one_job(folder: str) -> list[str]:

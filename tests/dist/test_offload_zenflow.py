@@ -222,23 +222,6 @@ def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks
 
 
 # -- what it is near to ----------------------------------------------------------------------------------------------
-def far_from_adam(precision: str) -> list[float]:
-    """How far masters and moments are from an update of everything at once, with nearly all columns, windows of one."""
-    case, found = CASES["wide"](), []
-    almost = {"offload_optimizer": CPU, "zenflow": {"topk_ratio": 0.99, "update_interval": 1}}
-    for zero in ({"offload_optimizer": CPU}, almost):
-        engine = start(case.build().train(), make_config(3, zero=zero, gradient_clipping=0.05, **PRECISION[precision]))
-        for step in range(6):
-            train_step(engine, case, step)
-        params = list(engine.module.parameters())
-        found.append([safe_get_full_fp32_param(p) for p in params])
-        found[-1] += [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in params]
-        engine.destroy()
-    return [max(scaled_error(a, b) for a, b in zip(*found, strict=True))]
-
-
-def test_nearly_all_columns_and_a_window_of_one_are_plain_adam(pool2: RankPool) -> None:
-    assert max(max(errors) for errors in pool2.run(far_from_adam, "fp32")) < 1e-6
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -406,25 +389,6 @@ def undisturbed_loop() -> list[bool]:
 
 def test_states_stay_where_they_are_and_follow_what_is_written(pool2: RankPool) -> None:
     assert pool2.run(undisturbed_loop) == [[True] * 6] * 2
-
-
-def overflowed() -> list[str]:
-    """What a step whose gradients are not finite changes in the middle of a window. Collective."""
-    found = []
-    for bad in (False, True):
-        engine = zenflow_engine(2, rule_of(overlap=True), **PRECISION["bf16"])
-        plain_steps(engine, "wide", 0, 4)
-        if bad:
-            engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=torch.bfloat16)).sum())
-            engine.step()
-            assert not engine.was_step_applied()
-        plain_steps(engine, "wide", 4, 8)
-        found.append(at_the_end(engine, []))
-    return [name for name in found[0] if not same(found[0][name], found[1].get(name, torch.empty(0)))]
-
-
-def test_a_step_that_overflows_leaves_the_window_as_it_was(pool2: RankPool) -> None:
-    assert pool2.run(overflowed) == [[], []]
 
 
 def looked_at_behind_an_overflow() -> list[bool]:

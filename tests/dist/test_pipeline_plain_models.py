@@ -3,6 +3,7 @@ process.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,17 +50,19 @@ class Body(nn.Module):
         self.embed_positions = nn.Embedding(16, pipes.WIDTH)
         self.norm = nn.LayerNorm(pipes.WIDTH)  # before the blocks in the tree, behind them in the forward
         self.layers = nn.ModuleList(DecoderBlock() for _ in range(depth))
+        self.config = SimpleNamespace(layer_types=["near", "far", "far", "near", "far"][:depth])
 
     def forward(self, input_ids: Tensor) -> Tensor:
         places = torch.arange(input_ids.shape[1])
         hidden = self.embed_tokens(input_ids) + self.embed_positions(places)
         mask = (places[:, None] >= places[None, :]).unsqueeze(0)
         rotary = torch.sin(places[:, None] * torch.ones(3 * pipes.WIDTH)).to(hidden.dtype)
-        for layer in self.layers[: len(self.layers)]:
+        for i, layer in enumerate(self.layers[: len(self.layers)]):
+            places = rotary if self.config.layer_types[i] == "near" else rotary / 8  # a block's kind, by its place
             if self.recompute and self.training:
-                hidden = checkpoint(layer, hidden, mask, rotary, use_reentrant=False)[0]
+                hidden = checkpoint(layer, hidden, mask, places, use_reentrant=False)[0]
             else:
-                hidden = layer(hidden, attention_mask=mask, positions=rotary)[0]
+                hidden = layer(hidden, attention_mask=mask, positions=places)[0]
         return self.norm(hidden)
 
 

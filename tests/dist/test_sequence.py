@@ -10,13 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import deepspeed
-from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_batch
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import pipes
 from tests.harness.faults import modules_replaced
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
@@ -295,9 +293,6 @@ def _faulty(fault: str) -> list[str]:
             changes["sequence"] = {"attention": "ulysses"}
         if fault == "ranks":
             changes["sequence_parallel_size"] = 3
-        if fault == "stages":
-            model = PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy)
-            changes = {"sequence_parallel_size": 2}
         try:
             engine = start(model, {**config_of(4, 1), **changes}, **options)
         except ValueError as error:
@@ -327,7 +322,6 @@ FAULTS = {
     "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
     "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
-    "stages": "sequence_parallel_size beside pipeline stages is not in this release",
     "different": "the ranks of one sequence got different batches",
     "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: [2, 16], rank 1: [2, 13]",
     "labels": "the batch has no tensor 'labels'",

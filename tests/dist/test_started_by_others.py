@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.warm import Warm
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
 # whatever could tell a rank who it is
@@ -89,10 +91,10 @@ def _open_mpi(rank: int, job: int) -> dict[str, str]:
 
 @pytest.mark.in_make_test("_slurm")
 @pytest.mark.parametrize("scheduler", [_slurm, _open_mpi])
-def test_two_ranks_of_a_scheduler(tmp_path: Path, scheduler) -> None:
+def test_two_ranks_of_a_scheduler(tmp_path: Path, warm: Warm, scheduler) -> None:
     # the process id as job number: runs of this test at the same time do not meet
     environments = [scheduler(rank, os.getpid()) for rank in range(2)]
-    found = _run(tmp_path, [[sys.executable]] * 2, environments)
+    found = _run(tmp_path, [[warm.python]] * 2, environments)
     _expect(found, 2)
     assert found[0]["port"] == found[1]["port"] and 20000 <= found[0]["port"] < 29973
 
@@ -103,5 +105,6 @@ def test_torchrun(tmp_path: Path) -> None:
     _expect(_run(tmp_path, [torchrun], [{}]), 2)
 
 
+@pytest.mark.exhaustive  # test_example.py trains so
 def test_plain_python(tmp_path: Path) -> None:
     _expect(_run(tmp_path, [[sys.executable]], [{}]), 1)

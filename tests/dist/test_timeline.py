@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -37,6 +36,7 @@ from tests.harness.logs import logged
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, BLOCKS, MICROS = 8, 3, 2
@@ -347,9 +347,9 @@ raise ValueError("the data is bad")
 """
 
 
-def test_a_script_that_leaves_its_engine_has_a_whole_record(tmp_path: Path) -> None:
+def test_a_script_that_leaves_its_engine_has_a_whole_record(tmp_path: Path, warm: Warm) -> None:
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LEFT_SCRIPT, str(tmp_path)]
+    command = [warm.python, "-c", LEFT_SCRIPT, str(tmp_path)]
     ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
     run = read_run(tmp_path)

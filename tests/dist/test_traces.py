@@ -3,7 +3,6 @@
 import pickle
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from deepspeed.tools.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.tracer import ROOT, Call, Step, Tracer, missing
 from tests.harness.training import make_config, start, train_step
+from tests.harness.warm import Warm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
 MOST_FILES = {
@@ -72,7 +72,7 @@ with open({folder!r} + "/calls", "wb") as file:
 """
 
 
-def test_a_dead_rank_takes_the_way_of_the_page(tmp_path: Path) -> None:
+def test_a_dead_rank_takes_the_way_of_the_page(tmp_path: Path, warm: Warm) -> None:
     """The command that hears all nodes in this process, the launcher of a node in another, a rank that is killed."""
     steps = way("A rank dies")
     functions = {step.function for step in steps}
@@ -81,7 +81,7 @@ def test_a_dead_rank_takes_the_way_of_the_page(tmp_path: Path) -> None:
     node = NODE.format(script=str(script), folder=str(tmp_path), functions=functions)
     tracer = Tracer(functions)
     verdicts: list[Verdict] = []
-    job = FanOut(["a"], [[sys.executable, "-c", node]], grace_s=10.0)
+    job = FanOut(["a"], [[warm.python, "-c", node]], grace_s=10.0)
     tracer.of(lambda: verdicts.append(job.run()))
     assert verdicts[0].status == 128 + signal.SIGKILL
     with (tmp_path / "calls").open("rb") as file:

@@ -60,6 +60,18 @@ def test_words_and_tokens_of_four_ranks(pool4: Any, reduction: str, padded: bool
         assert max(apart) <= 1e-6, apart
 
 
+class Headed(nn.Module):
+    """Its loss is a property, as in the models of Transformers."""
+
+    @property
+    def loss_function(self) -> Any:
+        return getattr(self, "_loss_function", functional.cross_entropy)
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+
 def _of_sequences() -> list[float]:
     sp = dist.new_group([0, 1])
     torch.manual_seed(0)
@@ -74,7 +86,7 @@ def _of_sequences() -> list[float]:
     assert whole.grad is not None and part.grad is not None
     apart = [scaled_error(loss, wanted), scaled_error(part.grad, whole.grad[tokens])]
 
-    head, model, hidden = nn.Linear(4, WORDS), nn.Module(), torch.randn(2, LENGTH, 4)
+    head, model, hidden = nn.Linear(4, WORDS), Headed(), torch.randn(2, LENGTH, 4)
     labels = torch.randint(WORDS, (2, LENGTH))
     whole = head(hidden)
     split = LinearLayer(head, sp, gather_output=True)

@@ -11,12 +11,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 _RUN_ALL = """
 import contextlib, importlib, io, json, sys
-cli = importlib.import_module(sys.argv[1])
 ended = []
 for argv in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(argv)
+        code = importlib.import_module(f"deepspeed.tools.{argv[0]}.cli").main(argv[1:])
     ended.append([code, out.getvalue(), err.getvalue()])
 json.dump(ended, sys.stdout)
 """
@@ -30,17 +29,11 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def run_all(
-    commands: Mapping[str, Sequence[str]],
-    folder: Path,
-    *,
-    limit_s: int = 550,
-    module: str = "deepspeed.tools.simulate.cli",
-) -> dict[str, Ended]:
-    """How ``module.main`` ended in ``folder`` with the arguments of each command."""
+def run_all(commands: Mapping[str, Sequence[str]], folder: Path, *, limit_s: int = 550) -> dict[str, Ended]:
+    """How each command ended in ``folder``; the first word is its place in ``deepspeed.tools``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _RUN_ALL, module], input=json.dumps(list(commands.values())),
+        [sys.executable, "-W", "ignore", "-c", _RUN_ALL], input=json.dumps(list(commands.values())),
         cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

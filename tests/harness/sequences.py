@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from tests.harness.experts import StackedExperts
+
 WORDS, WIDTH, ROWS = 29, 24, 2
 
 
@@ -94,9 +96,25 @@ class PreTrainedModel(nn.Module):
         return True
 
 
+class Mixture(nn.Module):
+    """Experts, two for each token."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, experts), StackedExperts(experts, 12, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        weights, index = self.gate(flat).softmax(-1).topk(2)
+        return self.experts(flat, index, weights).view(hidden.shape)
+
+
 class Attention(nn.Module):
+    """Layer of attention, with experts behind it where the configuration has some."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.mlp = Mixture(config.num_experts) if config.num_experts else None
         self.config, self.width = config, config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(WIDTH, config.num_attention_heads * self.width)
@@ -110,19 +128,27 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         attend = AttentionInterface()[self.config._attn_implementation]
-        return self.o_proj(attend(self, q, k, v, mask, **kwargs)[0].flatten(2))
+        hidden = hidden + self.o_proj(attend(self, q, k, v, mask, **kwargs)[0].flatten(2))
+        return hidden if self.mlp is None else hidden + self.mlp(hidden)
 
 
 class Decoder(PreTrainedModel):
-    """Two layers, the positions added to the embeddings. ``heads``, ``keys``: heads of queries and of keys."""
+    """Layers, the positions added to the embeddings. ``heads``, ``keys``: heads of queries and of keys."""
 
-    def __init__(self, heads: int = 4, keys: int = 4, *, window: int | None = None, attention: str = "sdpa") -> None:
+    def __init__(
+        self, heads: int = 4, keys: int = 4, *, window: int | None = None, attention: str = "sdpa", experts: int = 0,
+        depth: int = 2, tied: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         names = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 6, "sliding_window": window}
-        self.config = Config(**names, _attn_implementation_internal=attention, layer_types=["full_attention"] * 2)
+        self.config = Config(**names, _attn_implementation_internal=attention, layer_types=["full_attention"] * depth)
+        self.config.num_experts = experts
+        self.config.base_model_ep_plan = {"layers.*.mlp.experts": "ep_dispatch_experts"}
         self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
-        self.layers = nn.ModuleList(Attention(self.config) for _ in range(2))
+        self.layers = nn.ModuleList(Attention(self.config) for _ in range(depth))
         self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
         self.recomputes = False
 
     def forward(
@@ -141,9 +167,9 @@ class Decoder(PreTrainedModel):
         hidden = self.embed(input_ids) + self.positions(position_ids)
         for layer in self.layers:
             if self.recomputes and self.training:
-                hidden = hidden + torch.utils.checkpoint.checkpoint(layer, hidden, mask, use_reentrant=False)
+                hidden = torch.utils.checkpoint.checkpoint(layer, hidden, mask, use_reentrant=False)
             else:
-                hidden = hidden + layer(hidden, mask)
+                hidden = layer(hidden, mask)
         logits, loss = self.lm_head(self.norm(hidden)), None
         if labels is not None:
             targets = kwargs.get("shift_labels")

@@ -1,10 +1,14 @@
-"""Launchers that start at once: forks of one process that has imported torch, which takes most of a launcher's start.
+"""Launchers and scripts that start at once: forks of one process that has imported torch, which takes most of a start.
 
-``Warm.python`` stands in for ``python`` where a launcher is started with ``-m``: it hands its arguments, variables,
-folder, network namespace and standard streams to that process. It gets the signals for the launcher and ends as that
-does; when it is killed, so is the launcher.
+``Warm.python`` stands in for ``python`` with ``-m``, ``-c`` or a script: it hands its arguments, variables, folder,
+network namespace and standard streams to that process. It gets the signals for the launcher and ends as that does; when
+it is killed, so is the launcher. Of the package only what a launcher imports is there before.
+
+Ranks of a launcher with the variable ``RANKS`` are such forks too. It knows other processes as its ranks, so it cannot
+tell whose error came first.
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -15,14 +19,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+import types
+import warnings
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
+RANKS = "TEST_PYTHON_OF_RANKS"
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 
@@ -66,13 +71,6 @@ class Warm:
         self._server.communicate()
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    made = Warm(tmp_path_factory.mktemp("warm"))
-    yield made
-    made.close()
-
-
 def _become(request: bytes, streams: list[int]) -> None:
     """Run in this process, a fork, what the client was called for; does not return."""
     words, environment, folder, client = json.loads(request)
@@ -83,6 +81,7 @@ def _become(request: bytes, streams: list[int]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get(RANKS, sys.executable)
     space = f"/proc/{client}/ns/net"
     if os.readlink(space) != os.readlink("/proc/self/ns/net"):
         libc = ctypes.CDLL(None, use_errno=True)
@@ -91,16 +90,43 @@ def _become(request: bytes, streams: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through="-u" in words)  # type: ignore[union-attr]
-    module = words.index("-m")
-    sys.argv = words[module + 1 :]
-    status: object = 0
-    try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        status = end.code
+    status = _run(words)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status if isinstance(status, int) else 0 if status is None else 1)
+
+
+def _run(words: list[str]) -> object:
+    """The status with which ``python`` ends that is given these words."""
+    while words[0] not in ("-m", "-c") and words[0].startswith("-"):
+        if words.pop(0) == "-W":
+            warnings.simplefilter(words.pop(0))  # type: ignore[arg-type]
+    kind, sys.argv = words[0], words[words[0] == "-m" :]
+    if kind == "-m":
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            return end.code
+        return 0
+    status: object = 0
+    sys.path[:0] = [str(Path(kind).parent) if kind != "-c" else "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    text, file = (sys.argv.pop(1), "<string>") if kind == "-c" else (Path(kind).read_text(), kind)
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = file
+    try:
+        exec(compile(text, file, "exec"), vars(main))
+    except SystemExit as end:
+        status = end.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+    except BaseException as error:
+        trace = error.__traceback__.tb_next  # type: ignore[union-attr]
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+        sys.excepthook(type(error), error, trace)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return status
 
 
 def serve(path: str) -> None:

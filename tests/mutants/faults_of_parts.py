@@ -39,8 +39,8 @@ PARTS = (
     Mutant(
         "TP5",
         "deepspeed/tensor/layers.py",
-        "self._seed = (torch.get_rng_state(), device), seed + 1 + self.group.index",
-        "self._seed = (torch.get_rng_state(), device), seed + 1",
+        "self._seed = RandomStates.now(), seed + 1 + self.group.index",
+        "self._seed = RandomStates.now(), seed + 1",
         (f"{_TENSOR}::test_each_rank_draws_numbers_of_its_own_for_its_part_only",),
         "dropout differs between the parts",
     ),
@@ -75,17 +75,17 @@ SEQUENCES = (
     ),
     Mutant(
         "SQ3",
-        "deepspeed/sequence/wire.py",
-        "(count / run.counts.sum().clamp(min=1))",
-        "(count / run.counts.sum().clamp(min=1) * 0 + 1 / self._group.size)",
+        "deepspeed/sequence/batch.py",
+        "(count / total.clamp(min=1))",
+        "(count / total.clamp(min=1) * 0 + 1 / group.size)",
         (f"{_SEQUENCE}[sp 2, stage 0]",),
         "the losses of a sequence's parts are weighed by their targets",
     ),
     Mutant(
         "SQ4",
-        "deepspeed/sequence/wire.py",
-        "loss = torch.where(count > 0, loss, 0.0) *",
-        "loss = loss *",
+        "deepspeed/sequence/batch.py",
+        "torch.where(count > 0, mean, 0.0) *",
+        "mean *",
         (f"{_SEQUENCE}[targets on one rank only]",),
         "a part without targets has no loss",
     ),
@@ -318,6 +318,7 @@ EXPERTS = (
 )
 
 _CUT = "tests/dist/test_three_axes_failures.py"
+_STAGED = "tests/dist/test_sequence_axes.py::test_stages_of_parts_train_as_one_process"
 PIPELINES = (
     Mutant(
         "PL1",
@@ -354,10 +355,34 @@ PIPELINES = (
     Mutant(
         "PL5",
         "deepspeed/pipe/engine.py",
-        "inputs if tp_size > 1 else 0]",
+        "inputs if size > 1 else 0]",
         "0]",
         (f"{_CUT}::test_data_that_differ_between_ranks_of_one_pipeline[later inputs]",),
         "ranks that share layers read the same inputs in every batch",
+    ),
+    Mutant(
+        "PL6",
+        "deepspeed/pipe/plain.py",
+        "[*types[start:], *types[:start]]",
+        "types",
+        ("tests/dist/test_pipeline_plain_models.py::test_a_decoder_is_cut_by_its_blocks[3-interleaved-2-True]",),
+        "a block that a model tells by its place is told so on every stage",
+    ),
+    Mutant(
+        "PL7",
+        "deepspeed/sequence/batch.py",
+        "labels = labels.ne(IGNORED).sum()",
+        "labels = labels.numel()",
+        (f"{_STAGED}[layers of a client, stage 3]",),
+        "losses of a client's parts are weighed by their labels",
+    ),
+    Mutant(
+        "PL8",
+        "deepspeed/tensor/splits.py",
+        'bool(tied and getattr(self.model, "tied_homes", dict)()) or any(',
+        "any(",
+        (f"{_STAGED}[layers shared, a tied head, no parts]",),
+        "a head that is tied over stages is cut alike on all of them, or on none",
     ),
 )
 

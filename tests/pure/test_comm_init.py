@@ -6,7 +6,6 @@ import ctypes
 import inspect
 import os
 import subprocess
-import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness.devices import two_devices
 from tests.harness.rows import for_each
+from tests.harness.warm import Warm
 
 TORCHRUN = {
     "RANK": "3",
@@ -281,16 +281,16 @@ comm.destroy_process_group()
 """
 
 
-def _run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run_alone(warm: Warm, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=90
+        [warm.python, "-W", "error", "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=90
     )
 
 
-def test_one_process_needs_no_variable_and_may_start_twice_and_fork() -> None:
-    done = _run_alone(ALONE)
+def test_one_process_needs_no_variable_and_may_start_twice_and_fork(warm: Warm) -> None:
+    done = _run_alone(warm, ALONE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -453,8 +453,10 @@ dist.destroy_process_group = destroyed
 @pytest.mark.parametrize(
     ("way", "printed", "logged"), [("free", "left\n", ""), ("stuck", "", "has not ended within 0.2 s")]
 )
-def test_every_backend_is_left_at_exit_and_none_holds_the_process(way: str, printed: str, logged: str) -> None:
-    done = _run_alone(LEAVES, way)
+def test_every_backend_is_left_at_exit_and_none_holds_the_process(
+    warm: Warm, way: str, printed: str, logged: str
+) -> None:
+    done = _run_alone(warm, LEAVES, way)
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
     assert logged in done.stderr and bool(done.stderr) == bool(logged)
 

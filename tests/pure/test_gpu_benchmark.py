@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.warm import Warm
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -197,11 +199,11 @@ def test_a_dry_run_trains_tiny_models_on_the_cpu(tmp_path: Path) -> None:
     assert list(found["cases"]) == cases and all(row["step_s"] > 0 for row in found["cases"].values())
 
 
-def test_without_a_device_it_says_so() -> None:
+def test_without_a_device_it_says_so(warm: Warm) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick"]
+    command = [warm.python, str(BENCHMARKS / "gpu.py"), "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2 and "--plan and --dry need none" in ended.stderr

@@ -74,7 +74,7 @@ PLAIN = [
         np.array([1], ">i4"),
     ],
     [np.asfortranarray(np.arange(6).reshape(2, 3)), np.zeros((0, 2)), np.array(7), np.arange(3, dtype=np.uint8)],
-    Counter({3: 2}),
+    [Counter({3: 2}), Counter({"a": torch.ones(2)}), {torch.ones(2)}, frozenset([torch.ones(2)])],
     bytearray(b"abc"),
 ]
 
@@ -86,6 +86,8 @@ def equal(a: Any, b: Any) -> bool:
         return torch.equal(a, b) and a.dtype == b.dtype and a.requires_grad == b.requires_grad
     if isinstance(a, dict):
         return type(a) is type(b) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, set | frozenset) and any(isinstance(each, torch.Tensor) for each in a):
+        return type(a) is type(b) and equal([*a], [*b])  # of one
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and a == b
@@ -217,20 +219,6 @@ def test_views_keep_their_values_and_parameters_their_flag(tmp_path: Path) -> No
             out = torch.empty(flat.numel() - start, dtype=torch.float64)
             stored[name].read(out, start=start)
             assert torch.equal(out, flat[start:].double())
-
-
-def test_tensors_in_a_counter_come_back(tmp_path: Path) -> None:
-    torch.save(Counter({"a": torch.ones(2)}), tmp_path / "file.pt")  # type: ignore[dict-item]
-    found = materialize(load_restricted(tmp_path / "file.pt"))
-    assert type(found) is Counter
-    assert torch.equal(found["a"], torch.ones(2))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", [set, frozenset])
-def test_tensors_in_a_set_come_back(tmp_path: Path, kind: Any) -> None:
-    torch.save(kind([torch.ones(2)]), tmp_path / "file.pt")
-    found = materialize(load_restricted(tmp_path / "file.pt"))
-    assert type(found) is kind and torch.equal(next(iter(found)), torch.ones(2))
 
 
 def test_a_parameter_and_its_data_keep_a_flag_each(tmp_path: Path) -> None:
@@ -518,15 +506,6 @@ def test_a_mutated_pickle_is_read_or_refused(
     path = packed(tmp_path_factory.getbasetemp() / "mutated.pt", bytes(content))
     try:
         materialize(load_restricted(path))
-    except CheckpointError as error:
-        assert str(error)
-
-
-@given(st.binary(max_size=40))
-def test_random_bytes_are_refused_or_plain(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = packed(tmp_path_factory.getbasetemp() / "random.pt", b"\x80\x02" + content + b".")
-    try:
-        load_restricted(path)
     except CheckpointError as error:
         assert str(error)
 

@@ -27,6 +27,7 @@ from deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
     main,
 )
+from tests.harness.warm import Warm
 from tests.pure.checkpoint_samples import SHAPES, checkpoint, sample
 
 ROOT = Path(__file__).parents[2]
@@ -192,8 +193,8 @@ def test_wrong_input_is_one_sentence(
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a", "global_step9")
 
 
-def test_it_is_a_program_under_the_name_that_clients_import(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(own(tmp_path / "a")), str(tmp_path / "o")]
+def test_it_is_a_program_under_the_name_that_clients_import(tmp_path: Path, warm: Warm) -> None:
+    command = [warm.python, "-m", "deepspeed.utils.zero_to_fp32", str(own(tmp_path / "a")), str(tmp_path / "o")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert (tmp_path / "o" / "pytorch_model.bin").exists() and "RuntimeWarning" not in done.stderr
 

@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Ended]:
     """How each of the commands ended."""
-    given = ["--model", "model.json", "--config", "config.json"]  # what comes later counts
+    given = ["simulate", "--model", "model.json", "--config", "config.json"]  # what comes later counts
     return run_all({name: given + options for name, options in COMMANDS.items()}, folder)
 
 

@@ -73,7 +73,7 @@ def write(folder: Path, models: list[Model]) -> None:
 
 def command(model: Model, config: str, *options: str) -> list[str]:
     """One run, with the gate on exposed transfers."""
-    files = ["--model", f"{model.width}x{model.blocks}.json", "--config", f"{config}.json"]
+    files = ["simulate", "--model", f"{model.width}x{model.blocks}.json", "--config", f"{config}.json"]
     return [*files, "--sequence", str(SEQUENCE), "--max-exposed", "5%", "--json", *options]
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
+from deepspeed.tensor.layers import RandomStates
 
 Reduction = Literal["mean", "sum"]
 Compute = Callable[..., torch.Tensor]
@@ -51,28 +51,19 @@ class Surroundings:
     def __init__(self, device: torch.device) -> None:
         kind = self._kind = device.type
         self._cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
-        self._states = self._now()
-
-    def _now(self) -> tuple[torch.Tensor, ...]:
-        host = torch.get_rng_state()
-        return (host,) if self._kind == "cpu" else (host, get_accelerator().get_rng_state())
-
-    def _set(self, states: tuple[torch.Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            get_accelerator().set_rng_state(state)
+        self._states = RandomStates.now()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Run what is inside as the forward ran, and leave the random state as it was."""
-        now = self._now()
-        self._set(self._states)
+        now = RandomStates.now()
+        self._states.set()
         dtype, enabled, cache = self._cast
         try:
             with torch.autocast(self._kind, dtype=dtype, enabled=enabled, cache_enabled=cache):
                 yield
         finally:
-            self._set(now)
+            now.set()
 
 
 class Sum:

@@ -1,6 +1,7 @@
-"""Attention on the simulated device, called as users and transformers call it. In a process of its own:
+"""What the simulated device launches: attention, called as users and transformers call it, and a decoder's step. In a
+process of its own:
 
-python -m tests.sim.attention    prints the facts of ``CALLS``, of a model that asks whether it is traced, and of models
+python -m tests.sim.launches     prints facts of ``CALLS``, of a model that asks whether it is traced, and of decoders
 """
 
 import json
@@ -19,7 +20,7 @@ from deepspeed.tools.simulate import models
 from deepspeed.tools.simulate.costs import load_machine
 from deepspeed.tools.simulate.events import Event, Launch
 from deepspeed.tools.simulate.install import recording
-from deepspeed.tools.simulate.models import Subject, subject_of
+from deepspeed.tools.simulate.models import Shape, Subject, decoder_subject, subject_of
 from deepspeed.tools.simulate.run import Outcome, RankJob, run_job, simulate
 
 WIDTH, HEADS, LENGTH = 256, 4, 128
@@ -126,8 +127,31 @@ def both_ways(family: str) -> dict[str, float]:
     return seconds
 
 
+DECODER = Shape(width=128, blocks=3, heads=4, inner=320, vocabulary=500, positions=64, key_heads=2, gated=True, head=48)
+DECODER_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+WORLD = 12
+
+
+def counted() -> dict[str, float]:
+    """Operations and bytes by kind of a decoder's step, the last of four."""
+    events: list[Event] = []
+    subject = decoder_subject("a decoder", DECODER, samples=2, sequence=64, recompute=False)
+    outcome = run_job(RankJob(DECODER_CONFIG, load_machine("h100"), WORLD, steps=4), subject, events=events)
+    sums = Counter[str]()
+    for event in events:
+        if isinstance(event, Launch):
+            sums[event.work.kind] += event.work.flops  # type: ignore[assignment]
+            sums[event.name] += event.work.nbytes if event.work.kind == "collective" else 0
+    return {**sums, "parameters": outcome.parameters, "states": outcome.states}
+
+
 def main() -> None:
-    facts: dict[str, Any] = {"calls": {name: called(name) for name in CALLS}, "careful": careful()}
+    facts: dict[str, Any] = {"calls": {name: called(name) for name in CALLS}, "careful": careful(), "step": counted()}
     if find_spec("transformers") is not None:
         facts["families"] = {family: both_ways(family) for family in FAMILIES}
     print(json.dumps(facts))

@@ -1,4 +1,7 @@
-"""A simulated step has the attention of a real one: fused where a CUDA device's would be, and named where it is not."""
+"""A simulated step has the attention of a real one, fused where a CUDA device's would be and named where it is not, and
+launches what the formulas say that people reckon with: a decoder's arithmetic, the bytes of its gathers and reductions,
+and its model states.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.attention import CALLS, FAMILIES
+from tests.sim.launches import CALLS, FAMILIES, WORLD
 from tests.sim.test_matrix import LIMIT_S, ROOT
 
 FLASH = {"causal", "grouped"}
@@ -19,7 +22,7 @@ PLAIN = {"fp64", "grouped and masked", "odd and masked"}
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.sim.attention"], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-W", "ignore", "-m", "tests.sim.launches"], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -59,3 +62,20 @@ def test_a_model_that_asks_does_not_take_the_simulation_for_tracing(facts: dict[
 def test_a_model_takes_as_long_with_transformers_as_without(facts: dict[str, Any], family: str) -> None:
     seconds = facts["families"][family]
     assert seconds["with"] == pytest.approx(seconds["without"], rel=0.02)
+
+
+def test_a_decoder_s_step_is_what_the_formulas_say(facts: dict[str, Any]) -> None:
+    found, samples, sequence = facts["step"], 2, 64
+    tokens, wide, narrow = samples * sequence, 4 * 48, 2 * 48
+    block = 2 * 128 * wide + 2 * 128 * narrow + 3 * 128 * 320
+    products, table = 3 * block + 128 * 500, 128 * 500
+    parameters = products + table + (2 * 3 + 1) * 128
+    assert found["parameters"] == parameters
+    assert found["matmul"] == 6 * products * tokens  # 2 forward, 4 backward, for each weight and token
+    assert found["attention"] == 7 * 3 * 4 * 48 * samples * sequence**2  # 4 forward and 10 backward, of half the square
+    # in 16 bits: gradients once; weights twice, but for what the backward begins with, which stays. Padding: 12 ranks.
+    padding = 12 * 2 * 100
+    assert 2 * parameters <= found["reduce_scatter"] <= 2 * parameters + padding
+    assert 2 * parameters + 2 * 3 * block <= found["all_gather"] <= 4 * parameters + padding
+    # weight 2, gradient 4, fp32 weight and two moments 12
+    assert 18 * parameters / WORLD <= found["states"] <= 18 * (parameters + padding) / WORLD + 4096
