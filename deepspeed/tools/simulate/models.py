@@ -224,15 +224,14 @@ class RoutedExperts(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward with norms before them."""
 
-    def __init__(self, shape: Shape, *, recompute: bool) -> None:
+    gradient_checkpointing = False  # as blocks of transformers have it, by which ``sequence.plan`` finds them
+
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         norm = nn.RMSNorm if shape.gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(shape.width), norm(shape.width)
         self.attention = Attention(shape)
         self.feed_forward: nn.Module = RoutedExperts(shape) if shape.experts else FeedForward(shape)
-        # as blocks of transformers have it, where ``sequence.plan`` looks for them
-        self.gradient_checkpointing = recompute
-        self._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         x = x + self.attention(self.norm1(x), angles)
@@ -250,13 +249,13 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.recompute = shape, recompute
         self.config = SimpleNamespace(hidden_size=shape.width, base_model_ep_plan=_EP_PLAN if shape.experts else {})
         self.config.num_experts_per_tok = shape.choices if shape.experts else 0
         self.config.num_hidden_layers = shape.blocks
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
-        self.blocks = nn.ModuleList(Layer(shape, recompute=recompute) for _ in range(shape.blocks))
+        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
         self.norm = nn.RMSNorm(shape.width) if shape.gated else nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
@@ -275,9 +274,9 @@ class Decoder(nn.Module):
         else:
             table = torch.ones(tokens.shape[1], self.shape.channels, device=x.device, dtype=x.dtype)
             angles = (table, table)
+        run: Any = functools.partial(checkpoint, use_reentrant=False) if self.recompute else nn.Module.__call__
         for block in self.blocks:
-            run: Any = block._gradient_checkpointing_func if block.gradient_checkpointing else nn.Module.__call__
-            x = run(block, x, angles)
+            x = getattr(block, "_gradient_checkpointing_func", run)(block, x, angles)
         logits = self.head(self.norm(x))
         return self.loss_function(logits.flatten(0, 1).float(), tokens.flatten())
 
