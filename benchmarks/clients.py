@@ -1,7 +1,7 @@
 """Scripts of the clients under this project and under the reference: does the same script end with the same loss?
 
     <clients' python> benchmarks/clients.py --reference-python <its python> [--clients raw trainer] [--ranks 1 2]
-    <clients' python> benchmarks/clients.py --write-docs        the table of all that was run, to docs/same-loss.md
+    <clients' python> benchmarks/clients.py --write-docs      the table of all that was run, to benchmarks/same_loss.md
 
 Run it with the interpreter of the clients' environment (tests/compat/README.md); the reference's environment needs the
 same clients. Each of the two runs ``peers/client_rank.py``, one process group for as many cells as succeed in it. A row
@@ -25,7 +25,7 @@ from typing import Any
 from lora import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "same-loss.md"
+PAGE = ROOT / "benchmarks" / "same_loss.md"
 ROWS = ROOT / ".bench" / "clients.jsonl"
 CLIENTS = {
     "raw": "plain loop, AdamW and WarmupLR of the configuration",
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--packages", nargs="+", choices=("ours", "reference"), default=["reference", "ours"])
     parser.add_argument("--fresh", action="store_true", help="a process group for each cell")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one process group")
-    parser.add_argument("--write-docs", action="store_true", help="run nothing, write docs/same-loss.md")
+    parser.add_argument("--write-docs", action="store_true", help="run nothing, write benchmarks/same_loss.md")
     args = parser.parse_args()
     if not args.write_docs:
         if not args.reference_python.is_file():

@@ -19,13 +19,5 @@ torch_info = {
     "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
 }
 
-__all__ = [
-    "HAS_TRITON",
-    "accelerator_name",
-    "compatible_ops",
-    "git_branch",
-    "git_hash",
-    "installed_ops",
-    "torch_info",
-    "version",
-]
+__all__ = ["HAS_TRITON", "accelerator_name", "compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info"]
+__all__ += ["version"]

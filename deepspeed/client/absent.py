@@ -6,7 +6,10 @@ from typing import Any
 
 # Name below ``deepspeed`` -> what to use instead; docs/migrating.md shows the same.
 INSTEAD = {
-    "compile": "engine.compile(backend=...) takes every backend of torch.compile",
+    **dict.fromkeys(
+        [f"compile.passes.{name}" for name in ("offload_adam_states", "prefetch", "selective_gather", "zero3_compile")],
+        "engine.compile(backend=...) takes every backend of torch.compile",
+    ),
     "compression": "quantize and prune the model before deepspeed.initialize, with torchao for example",
     "inference": "hand the weights to an inference server (engine.save_16bit_model)",
     "io": "engine.save_checkpoint writes in parallel, and behind the program with checkpoint.async",

@@ -91,7 +91,7 @@ class EngineFacts:
     )
     model_dtype = answers(lambda self: DTYPES[self._config.compute_dtype], "The torch.dtype of parameters.")
     accumulation_dtype = answers(
-        lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"], "The torch.dtype of gradient sums."
+        lambda self: DTYPES[self._config.dtype_policy.accumulation], "The torch.dtype of gradient sums."
     )
     get_data_types = answers(
         lambda self: (self.model_dtype(), self.accumulation_dtype()), "model_dtype(), accumulation_dtype()."

@@ -6,6 +6,7 @@ buffers, and lets the receiver add in the accumulation dtype. On other backends 
 """
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator.device import get_accelerator
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import DeepSpeedError, DivergenceError, UsageError
 from deepspeed.monitor import hostmem
 from deepspeed.tier.transfer import Transfer
 
@@ -217,9 +218,7 @@ def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
-        end = group.note("broadcast", tensor)
-        dist.broadcast(as_bytes(tensor), group_src=source, group=group.pg)
-        end()
+        start_broadcast(tensor, group, source=source).wait()
 
 
 def start_broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int) -> Collective:
@@ -254,6 +253,26 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, value, group=group.pg)
     return gathered
+
+
+def check_alike(
+    what: str, entries: list[str], group: AxisGroup, advice: str, *, title: Callable[[int], str] = "rank {}".format
+) -> None:
+    """Raise DivergenceError, which names the first entry that differs, unless all ranks have equal ``entries``.
+    Collective.
+    """
+    if alike(entries, group):
+        return
+    first, *others = gather_objects(entries, group)
+    rank, theirs = next(pair for pair in zip(group.ranks[1:], others, strict=True) if pair[1] != first)
+    pairs = itertools.zip_longest(first, theirs, fillvalue="nothing more")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    raise DivergenceError(f"ranks {what}: {title(group.ranks[0])} has {one}, {title(rank)} has {other}. {advice}")
+
+
+def alike(value: object, group: AxisGroup) -> bool:
+    """Return whether all ranks have the same ``value``, by its representation. Collective."""
+    return len(set(gather_objects(hashlib.sha256(repr(value).encode()).hexdigest(), group))) == 1
 
 
 def describe(fault: BaseException) -> str:

@@ -5,10 +5,27 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.comm import interrupts
-from deepspeed.comm.collectives import is_of_backend
+from deepspeed.comm.collectives import AxisGroup, check_alike, is_of_backend
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.model.blocks import MonitorConfig
+from deepspeed.config.model.settings import settings
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.flow import WeightFlow
 from deepspeed.zero.hooks import inside_backward
+
+# Blocks and keys that each rank may have for itself: what it logs and watches, and its own memory.
+_OF_A_RANK = {
+    *("aio", "comms_logger", "disable_python_gc", "dump_state", "hang_timeout", "log_level", "memory"),
+    *("memory_breakdown", "observe", "steps_per_print", "timers", "wall_clock_breakdown"),
+    *MonitorConfig.model_fields,
+}
+
+
+def check_same_config(cfg: DeepSpeedConfig, job: AxisGroup) -> None:
+    """Raise DivergenceError unless the keys that matter to all are the same on all ranks, but for paths. Collective."""
+    shared = [item for item in settings(cfg) if item.path.partition(".")[0] not in _OF_A_RANK]
+    entries = [f"{item.path} {item.value!r}" for item in shared if "/" not in str(item.value)]
+    check_alike("were given different configurations", entries, job, "Pass the same one on every rank")
 
 
 class Checks:

@@ -30,6 +30,7 @@ from deepspeed.comm.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.engine import DeepSpeedEngine
+from deepspeed.engine.checks import check_same_config
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, OptimizerConfigError, UsageError
 from deepspeed.moe.spread import facts_with_experts, spread_experts
 from deepspeed.monitor.log import log_dist
@@ -77,7 +78,7 @@ def initialize(
     """Wrap ``model`` for training or, without an optimizer, for inference. Collective over all ranks.
 
     Returns (engine, optimizer, loader or None, schedule or None). Raises DeepSpeedConfigError, a ValueError, UsageError
-    for wrong arguments, DivergenceError when ranks hold different models; nothing of the model has changed.
+    for wrong arguments, DivergenceError for different models or configurations; nothing of the model has changed.
 
     Args:
         args: A namespace or dict; ``deepspeed_config`` and ``local_rank`` of it count.
@@ -184,6 +185,7 @@ def _assemble(
     backend = get_accelerator().communication_backend_name()
     job = plain_mesh(backend, group=dims.group).job
     cfg, dims = configured(model, source, dims, job.size // dims.shared)
+    check_same_config(cfg, job)
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)

@@ -101,7 +101,7 @@ class TokenWeights:
     def weighed(self, loss: torch.Tensor, *, by_caller: bool) -> torch.Tensor:
         """Return ``loss``, before its backward, times its weight, unless the caller has weighed it."""
         if not by_caller:
-            return loss * self.weight().to(loss)
+            return torch.where(self.weight() > 0, loss, 0.0) * self.weight().to(loss)  # of no token it is no number
         if self._weight is not None:
             raise UsageError("backward(scale_wrt_gas=False) in a window of which 'normalize' has weighed other losses")
         self._by_caller, self._forwards, self._twice = True, 0, False

@@ -1,6 +1,7 @@
 """What an engine reports of each update: loss, learning rate, gradient norms, rates, times, memory; and oddities.
 
-Everything is of rank 0, which writes it; rates are by the host's clock from one update to the next.
+Everything is of rank 0, which writes it, but a loss that is weighed by tokens is that of all ranks; rates are by the
+host's clock from one update to the next.
 """
 
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator.device import get_accelerator
+from deepspeed.comm.collectives import sum_in_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.monitor import hostmem
 from deepspeed.monitor.anomaly import AnomalyWatch
@@ -19,6 +21,7 @@ from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.timeline.listen import Listener
 from deepspeed.profiling.timeline.spans import StepSpans, clock_for
+from deepspeed.sequence.batch import is_part
 
 _PENDING = 64
 
@@ -49,8 +52,8 @@ class UpdateMetrics:
         self._watch = AnomalyWatch(block.window) if watches else None
         self.wanted = monitor.enabled or watches
         self.more: Callable[[], Mapping[str, float]] = dict  # further figures; all ranks call it together
-        self._tokens = 0
-        self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
+        self._tokens, self._of_parts = 0, False
+        self._losses: list[torch.Tensor] = []  # undivided or weighed, of each micro-batch since the last update
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
         self._listener: Listener | None = None
@@ -61,16 +64,23 @@ class UpdateMetrics:
         """Count the tokens of a micro-batch that this rank starts."""
         if self._monitor.enabled:
             self._tokens += tokens_in(inputs, kwargs)
+            self._of_parts = is_part(kwargs)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch for the next report."""
-        self._losses.append(loss)
+        """Keep the loss of a micro-batch, times its weight if it has one, for the next report."""
+        self._losses.append(loss.float())
+
+    def _loss(self, engine: Any) -> float | None:
+        """Return the mean loss of the update's micro-batches, None without one; of weighed ones that of all ranks."""
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        total, weight = torch.stack(losses).sum(), engine._outcomes.last.weight
+        return float(sum_in_place(total, engine.mesh.job)) / weight if weight else float(total) / len(losses)
 
     def report(self, engine: Any, spent_ms: Mapping[str, float]) -> None:
         """Write the figures of an update of ``engine``, log what is unusual; waits for losses and norm."""
-        losses, self._losses = self._losses, []
-        loss = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else None
-        norm = engine.get_global_grad_norm()
+        loss, norm = self._loss(engine), engine.get_global_grad_norm()
         if self._watch is not None:
             for text in self._watch.look(engine.global_steps, loss=loss, norm=norm):
                 log_dist(text, level=logging.WARNING)
@@ -121,7 +131,8 @@ class UpdateMetrics:
             return {}
         rates = {"samples_per_s": engine.train_batch_size() / seconds}
         if tokens:
-            rates["tokens_per_s"] = tokens * engine.mesh.data.size / seconds
+            whole = engine.mesh.cuts and not self._of_parts
+            rates["tokens_per_s"] = tokens * (engine.mesh.data if whole else engine.mesh.zero).size / seconds
         if profile is None or profile.flops_per_update is None:
             return rates
         share = tokens / self._counted_tokens if tokens and self._counted_tokens else 1.0

@@ -69,8 +69,10 @@ def registered(core: str, transformers: ModuleType, *, name: str = "") -> str:
             'attn_implementation="sdpa", "flex_attention", a flash implementation or one of a kernel hub'
         )
     name = name or f"{PREFIX}_{core}".replace("/", "-")
-    transformers.AttentionInterface.register(name, partial(_attention, core, transformers))
-    transformers.AttentionMaskInterface.register(name, partial(_mask, core, transformers))
+    # No graph of a compiler has an exchange in it, nor what differs between batches.
+    attend, mask = (torch.compiler.disable(partial(f, core, transformers)) for f in (_attention, _mask))
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, mask)
     return name
 
 

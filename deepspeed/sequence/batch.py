@@ -23,6 +23,12 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
+def is_part(batch: dict[str, Any]) -> bool:
+    """Return whether ``batch`` was cut before: its targets are those of its own tokens."""
+    labels, targets = batch.get("labels"), batch.get("shift_labels")
+    return targets is not None and (labels is None or labels is targets)
+
+
 def shape_fault(batch: dict[str, Any], needed: tuple[str, ...]) -> str:
     """Return why ``batch`` cannot be cut: it lacks what is ``needed``, or tensors differ in shape; empty if it can."""
     missing = [name for name in needed if not isinstance(batch.get(name), torch.Tensor)]
@@ -64,6 +70,23 @@ def part_of(batch: dict[str, Any], ids: torch.Tensor, rank: int, ranks: int) -> 
     edges = bounds(ids.shape[1], ranks)
     part = slice(edges[rank], edges[rank + 1])
     return {name: value[:, part].contiguous() if _along(value, ids) else value for name, value in batch.items()}
+
+
+def prepare_autosp_inputs(
+    input_id: torch.Tensor,
+    label_id: torch.Tensor,
+    position_id: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    seq_dim: int = 1,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the first four arguments, whole batches that the engine cuts under the pass ``autosp`` of the block
+    ``compile``. SequenceError, a ValueError, for tensors that it cannot cut: they are [rows, tokens] each.
+    """
+    batch = {"input_ids": input_id, "labels": label_id, "position_ids": position_id, "attention_mask": attention_mask}
+    fault = f"seq_dim is {seq_dim}, and tokens are dimension 1" if seq_dim not in (1, -1) else ""
+    if fault := fault or shape_fault(batch, ("input_ids", "labels")):
+        raise SequenceError(f"prepare_autosp_inputs: {fault}")
+    return tuple(batch.values())
 
 
 def weighed(mean: torch.Tensor, count: torch.Tensor, total: torch.Tensor, group: AxisGroup) -> torch.Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.hang.watch import heard
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import SequenceError
-from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
-from deepspeed.sequence.layout import in_turn
+from deepspeed.sequence.layout import Layout, in_turn
 from deepspeed.tensor.differentiable import exchange_rows
 from deepspeed.zero.regions import bounds, widths
 
@@ -30,7 +30,7 @@ def single_all_to_all(
     Parts differ by at most one where ranks do not divide the dimension that is cut. ``async_op`` is done at once, and
     ``handle``, ``type`` and ``batch_dim_idx`` have no effect. Collective, in the backward too.
     """
-    ranks = plain_mesh("", group=group).job
+    ranks = heard(plain_mesh("", group=group).job, "group")
     parts = input.split(widths(bounds(input.shape[scatter_idx], ranks.size)), dim=scatter_idx)
     lengths = in_turn([input.shape[gather_idx]], ranks, input.device).view(-1).tolist()
     shapes = [list(parts[ranks.index].shape) for _ in lengths]
@@ -80,7 +80,7 @@ class DistributedAttention(nn.Module):
         ``rotary_pos_emb``: cosine and sine of all positions, which broadcast over q [.., tokens, heads, width]; q and k
         are rotated by halves after the exchange. Collective, in the backward too.
         """
-        group = plain_mesh("", group=self.spg).job
+        group = heard(plain_mesh("", group=self.spg).job, "sequence_process_group")
         if query.dim() != 4:
             raise SequenceError(f"DistributedAttention takes tensors of 4 dimensions, not {tuple(query.shape)}")
         if group.size == 1:
@@ -92,18 +92,17 @@ class DistributedAttention(nn.Module):
             self.gather_idx,
             6 - batch_dim_idx - self.scatter_idx - self.gather_idx,
         )
-        heads = [part.permute(order) for part in (query, key, value)]
-        plan = plan_heads(heads[0].shape[1], heads[1].shape[1], group.size)
-        lengths = [query.shape[self.gather_idx]] * group.size
-        whole = to_heads(heads, (plan.queries, plan.keys, plan.keys), group, lengths)
-        if not plan.groups(group.index):
-            index = torch.tensor(plan.index[group.index], device=key.device)
-            whole[1:] = [part.index_select(1, index) for part in whole[1:]]
-        q, k, v = (part.permute(_undone(order)) for part in whole)
-        q, k = _rotated((q, k), rotary_pos_emb)
-        context = self.local_attn(q, k, v, *args, **kwargs)
         tokens_first = (order[0], order[2], order[1], order[3])
-        return to_tokens(context.permute(tokens_first), plan.queries, group, lengths).permute(_undone(tokens_first))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: int) -> torch.Tensor:
+            q, k, v = (part.permute(_undone(order)) for part in (q, k, v))
+            q, k = _rotated((q, k), rotary_pos_emb)
+            return self.local_attn(q, k, v, *args, **kwargs).permute(tokens_first)
+
+        rows, lengths = query.shape[batch_dim_idx], (query.shape[self.gather_idx],) * group.size
+        q, k, v = (part.permute(order) for part in (query, key, value))
+        context = Layout(group, rows, lengths, (), query.device).attend(q, k, v, attend, whole=True)
+        return context.permute(_undone(tokens_first))
 
 
 def _undone(order: tuple[int, ...]) -> tuple[int, ...]:

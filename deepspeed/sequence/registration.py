@@ -1,12 +1,14 @@
 """``UlyssesSPAttentionHF``: attention of Transformers over sequence-parallel ranks for clients that weigh losses."""
 
 import importlib
+from functools import partial
+from itertools import product
 from typing import Any
 
-from deepspeed.client.attrs import answers
+from deepspeed.client.comm.groups import KINDS, answer_of
 from deepspeed.comm.collectives import require_group
-from deepspeed.comm.mesh.groups import group_over, plain_mesh
-from deepspeed.comm.mesh.topology import Axis, dense_topology
+from deepspeed.comm.mesh.groups import plain_mesh
+from deepspeed.comm.mesh.topology import dense_topology
 from deepspeed.errors import SequenceError
 from deepspeed.sequence.attention import PREFIX, family_of, registered
 from deepspeed.sequence.wire import check
@@ -16,30 +18,15 @@ _WHO = "register_with_transformers"
 
 
 class SequenceMpu:
-    """Process groups of a job whose consecutive ranks share sequences, for ``deepspeed.initialize(mpu=...)``."""
+    """Process groups of a job whose consecutive ranks share sequences, for ``deepspeed.initialize(mpu=...)``: getters
+    as those of ``deepspeed.utils.groups``.
+    """
 
     def __init__(self, sequence_parallel_size: int, *, disable_in_eval: bool) -> None:
-        self.disable_in_eval, self._job = disable_in_eval, plain_mesh("").job
-        self._topology = dense_topology(self._job.ranks, sp=sequence_parallel_size)
-
-    def _axis(self, *names: str) -> Axis:
-        return self._topology.axis(self._job.ranks[self._job.index], *names)
-
-    def _group(self, *names: str) -> Any:
-        axis, world = self._axis(*names), self._job.pg
-        return world if axis.size == self._job.size or world is None else group_over(world, axis.ranks)
-
-    get_sequence_parallel_group = answers(lambda self: self._group("sp"), "The group of the ranks that share one.")
-    get_sequence_parallel_world_size = answers(lambda self: self._axis("sp").size, "How many ranks share one sequence.")
-    get_sequence_parallel_rank = answers(lambda self: self._axis("sp").index, "Place of this rank's part in it.")
-    get_data_parallel_group = answers(lambda self: self._group("dp"), "The group that has this part of each sequence.")
-    get_data_parallel_world_size = answers(lambda self: self._axis("dp").size, "How many sequences there are at once.")
-    get_data_parallel_rank = answers(lambda self: self._axis("dp").index, "Place of this rank's sequence among these.")
-    get_sequence_data_parallel_group = answers(lambda self: self._group("dp", "sp"), "The group of all ranks.")
-    get_sequence_data_parallel_world_size = answers(
-        lambda self: self._axis("dp", "sp").size, "The number of all ranks."
-    )
-    get_sequence_data_parallel_rank = answers(lambda self: self._axis("dp", "sp").index, "This rank's place among all.")
+        self.disable_in_eval = disable_in_eval
+        topology = dense_topology(plain_mesh("").job.ranks, sp=sequence_parallel_size)
+        for family, kind in product(("sequence_parallel", "data_parallel", "sequence_data_parallel"), KINDS):
+            setattr(self, f"get_{family}_{kind}", partial(answer_of, topology, family, kind))
 
 
 class UlyssesSPAttentionHF:
@@ -93,7 +80,7 @@ class UlyssesSPAttentionHF:
                     f"{_WHO}: the model was loaded with attention {current!r}, and core_attn_implementation is "
                     f"{core_attn_implementation!r}; load it with attn_implementation={core_attn_implementation!r}"
                 )
-            check(model, sequence_parallel_size)
+            check(model, sequence_parallel_size, shifts=False)
         else:
             config = transformers.AutoConfig.from_pretrained(model).get_text_config()
             if config.num_attention_heads < sequence_parallel_size:

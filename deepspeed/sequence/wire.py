@@ -6,6 +6,7 @@ own way, as the gradients of parameters are summed over the ranks of a sequence 
 """
 
 import inspect
+import logging
 import re
 import sys
 from contextlib import ExitStack
@@ -27,10 +28,12 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.plain import PlainPipeline
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
-from deepspeed.sequence.batch import IGNORED, part_of, shape_fault, weighed, whole_batch
+from deepspeed.sequence.batch import IGNORED, is_part, part_of, shape_fault, weighed, whole_batch
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
 from deepspeed.tensor.differentiable import sum_parts
+from deepspeed.tensor.loss import loss_fault
 from deepspeed.zero.regions import bounds, widths
 
 _KEY = "sequence_parallel_size"
@@ -43,25 +46,28 @@ _PRIME = 65_521
 def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Ways, back: ExitStack) -> Mesh:
     """Let ``model`` work on parts of sequences, where the configuration or a registered client asks for it.
 
-    Return ``mesh``, with more groups to destroy where keys go around a ring. ``back`` undoes the rest. A model that is
-    none of Transformers is left to its own attention. Raises DeepSpeedConfigError, a ValueError, for one whose
-    attention cannot be divided.
+    Return ``mesh``, which knows who cuts, with more groups to destroy where keys go around a ring. ``back`` undoes the
+    rest. A model that is none of Transformers is left to its own attention, but under the pass ``autosp``. Raises
+    DeepSpeedConfigError, a ValueError, for one whose attention cannot be divided.
     """
-    client = dims.registered
-    if mesh.sp.size == 1 or (client is None and (cfg.sequence_ways == 1 or dims.known)):
+    client, asked = dims.registered, "autosp" in (cfg.compile.passes or ())
+    if mesh.sp.size == 1 or (client is None and not asked and (cfg.sequence_ways == 1 or dims.known)):
         return mesh
     tops, fault = outermost(model.source if isinstance(model, PlainPipeline) else model), None
     try:
-        ways = _check_all(model, tops, mesh, cfg.sequence.attention)
+        ways = _check_all(model, tops, mesh, cfg.sequence.attention, shifts=client is None)
     except DeepSpeedConfigError as error:
         fault = error
     for rank, text in failures(fault, mesh.pp).items():  # the others wait, and may have other layers
         raise fault or DeepSpeedConfigError(f"{mesh.title(rank)}: {text}")
     if not tops:
         text = f"{type(model).__name__} is no model of Transformers: its attention has to be divided by itself"
-        if cfg.sequence.attention != "auto":
-            raise DeepSpeedConfigError(f'sequence.attention is "{cfg.sequence.attention}", but {text}')
-        log_dist(f"{_KEY} {mesh.sp.size}: {text} (deepspeed.sequence.layer.DistributedAttention)")
+        if asked or cfg.sequence.attention != "auto":
+            which = 'compile.passes has "autosp"' if asked else f'sequence.attention is "{cfg.sequence.attention}"'
+            raise DeepSpeedConfigError(f"{which}, but {text}")
+        divides = isinstance(model, PipelineModule) or any(isinstance(m, DistributedAttention) for m in model.modules())
+        text += " (deepspeed.sequence.layer.DistributedAttention); gradients are summed over a sequence's ranks"
+        log_dist(f"{_KEY} {mesh.sp.size}: {text}", level=logging.INFO if divides else logging.WARNING)
         # The group that its layers get: made before any rank may fail, whose wait there ends as in the engine's own.
         mesh = replace(mesh, sp=replace(mesh.sp, pg=GETTERS["get_sequence_parallel_group"]()))
         if isinstance(model, PipelineModule):
@@ -75,17 +81,18 @@ def wire_sequences(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, dims: Way
         Hooks(mesh.sp, ring, cuts=client is None, in_eval=in_eval).attach(top, back)
     around = "" if ring is None else f", heads over {ways} and keys around {mesh.sp.size // ways}"
     log_dist(f"sequence parallelism over {mesh.sp.size} ranks: attention {tops[0].config._attn_implementation}{around}")
-    return mesh
+    return replace(mesh, cuts=client is None)
 
 
-def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str) -> int:
+def _check_all(model: nn.Module, tops: list[Any], mesh: Mesh, attention: str, *, shifts: bool) -> int:
     """Return the least that ``check`` returns of ``tops``; raise DeepSpeedConfigError, too, for some pipelines."""
     if tops and isinstance(model, PipelineModule) and (type(model) is not PlainPipeline or model.loss_fn is not None):
         raise DeepSpeedConfigError(
             f"{_KEY}: the loss of whole sequences is that of {type(tops[0]).__name__} itself, which a PipelineModule "
             "does not call with labels. Cut the model by deepspeed.pipe.cut_model without loss_fn, or set the key to 1"
         )
-    return min((check(top, mesh.sp.size, tp=mesh.tp.size, attention=attention) for top in tops), default=0)
+    options: dict[str, Any] = {"tp": mesh.tp.size, "attention": attention, "shifts": shifts}
+    return min((check(top, mesh.sp.size, **options) for top in tops), default=0)
 
 
 def _with_ring(mesh: Mesh, ways: int) -> tuple[Mesh, RingGroups | None]:
@@ -109,9 +116,9 @@ def outermost(model: nn.Module) -> list[Any]:
     return [module for path, module in models if path not in inner]
 
 
-def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") -> int:
+def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses", shifts: bool = True) -> int:
     """Return how many of the ``ranks`` of a sequence divide heads (``inner_ranks``). Raise DeepSpeedConfigError, which
-    names the reason, where they cannot divide the sequences of ``model``.
+    names the reason, where they cannot divide the sequences of ``model``. ``shifts``: labels will be shifted.
     """
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
@@ -122,6 +129,8 @@ def check(model: Any, ranks: int, *, tp: int = 1, attention: str = "ulysses") ->
             f"{who} has layers of the kind {', '.join(kinds)}: they carry a state along the sequence, or have a "
             f"mask of their own, which each part would begin anew. Set {_KEY} to 1"
         )
+    if shifts and (fault := loss_fault(model)):
+        raise DeepSpeedConfigError(f"{_KEY} is {ranks}, but {fault}. Set {_KEY} to 1")
     takes = inspect.signature(model.forward).parameters
     if not model._can_set_attn_implementation() or "position_ids" not in takes or "kwargs" not in takes:
         raise DeepSpeedConfigError(
@@ -182,8 +191,7 @@ class Hooks:
             return None
         names = inspect.signature(module.forward).parameters
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        labels, targets = given.get("labels"), given.get("shift_labels")
-        parts = not self._cuts or (targets is not None and (labels is None or labels is targets))
+        parts = not self._cuts or is_part(given)
         run, layout = _Run(module, ExitStack()), None
         if parts and (module.training or self._in_eval or self._cuts):
             given, layout = self._of_parts(given, run)
@@ -238,9 +246,9 @@ class Hooks:
             raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
         assert ids is not None
         codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
+        run.counts = None if targets is None else answers[:, 2]
         if self._cuts:
-            run.counts, run.summed = answers[:, 2], given.get("num_items_in_batch") is not None
-            given = {**given, "labels": targets}
+            run.summed, given = given.get("num_items_in_batch") is not None, {**given, "labels": targets}
         whole = joined(codes.to(answers.device), self._group, lengths)
         return given, layout_of(whole, self._group, lengths, self._ring)
 
@@ -261,11 +269,16 @@ class Hooks:
         return output
 
     def _weighed(self, loss: torch.Tensor, run: _Run) -> torch.Tensor:
-        """Return the loss of the sequence from that of this rank's tokens. Collective."""
+        """Return the loss of the sequence from that of this rank's tokens, or this one where it is not the engine that
+        cuts. Collective.
+        """
         assert run.counts is not None
+        count = run.counts[self._group.index]
+        if not self._cuts:  # the mean over no target is no number
+            return torch.where(count > 0, loss, 0.0)
         if run.summed:
             return sum_parts(loss, self._group)
-        return weighed(loss, run.counts[self._group.index], run.counts.sum(), self._group)
+        return weighed(loss, count, run.counts.sum(), self._group)
 
 
 def _shapes(answers: torch.Tensor, group: AxisGroup) -> str:

@@ -19,7 +19,7 @@ from deepspeed.monitor.log import log_dist
 from deepspeed.tensor import layers
 from deepspeed.tensor.differentiable import summed
 from deepspeed.tensor.layers import RandomStates, SharedInput, TensorParallelLayer
-from deepspeed.tensor.loss import PartsCausalLoss
+from deepspeed.tensor.loss import PartsCausalLoss, loss_fault
 from deepspeed.tensor.parts import guard_saving, put_back
 from deepspeed.tensor.sequence import split_sequence
 from deepspeed.tensor.splits import Planner, Split, TensorPlan
@@ -78,11 +78,13 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
 def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
     """Raise where the plan leaves logits in parts that nobody can take, or leaves everything whole."""
     name = type(model).__name__
-    if any(split.local for split in plan.splits.values()) and not hasattr(type(model), "loss_function"):
-        raise DeepSpeedConfigError(
-            f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {name} has no "
-            "loss_function to compute the loss from them. Delete the key, and the logits are gathered"
-        )
+    if any(split.local for split in plan.splits.values()):
+        lacks = f"{name} has no loss_function to compute the loss from them"
+        if fault := loss_fault(model) if hasattr(type(model), "loss_function") else lacks:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {fault}. Delete the "
+                "key, and the logits are gathered"
+            )
     if mesh.pp.size == 1:  # a pipeline stage may have none
         plan.check(model, "tensor_parallel.autotp_size", mesh.tp.size)
 

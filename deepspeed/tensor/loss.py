@@ -78,6 +78,14 @@ def vocab_parallel_cross_entropy(
     return loss.sum() / (flat != ignore_index).sum() if reduction == "mean" else loss.sum()
 
 
+def loss_fault(model: Any) -> str:
+    """Return why labels of ``model``, of Transformers, are not those of the next tokens; empty if they can be."""
+    kind = getattr(model, "loss_type", None)
+    if kind in (None, "ForCausalLM", "ForConditionalGeneration"):
+        return ""
+    return f"the labels of {type(model).__name__} are not those of the next tokens (its loss is {kind})"
+
+
 class PartsCausalLoss:
     """Loss that transformers calls as ``model.loss_function``, for a head whose logits stay in parts."""
 

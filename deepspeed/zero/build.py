@@ -1,11 +1,11 @@
 """From a plain model to units with memory: partition, layout, values, runtime, hooks."""
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm import collectives
 from deepspeed.comm.mesh.groups import Mesh
-from deepspeed.errors import DivergenceError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.monitor import hostmem
 from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.hooks import ModuleHooks
@@ -122,7 +122,7 @@ def build(
     """
     mesh, groups = facts.mesh, optimizer.param_groups if optimizer is not None else []
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-    check_same_model(model, mesh)
+    check_same_model(model, mesh, groups)
     files = agreed_files(model, mesh)
     if rules.device.type == "cpu":
         hostmem.return_large_blocks()
@@ -244,25 +244,21 @@ def _offload_tiers(row: UnitPlan) -> set[Tier]:
     return {state.tier for state in (row.param, row.optim) if state is not None}
 
 
-def check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Raise DivergenceError unless all ranks have equal names, shapes, dtypes and requires_grad. Collective."""
+def check_same_model(model: nn.Module, mesh: Mesh, groups: list[dict[str, Any]]) -> None:
+    """Raise DivergenceError unless all ranks have equal names, shapes, dtypes and requires_grad, and the numbers of the
+    optimizer's ``groups`` are the same. Collective.
+    """
     if mesh.zero.size == 1:
         return
+    local = []
+    for index, group in enumerate(groups):
+        numbers = [(key, value) for key, value in group.items() if isinstance(value, (bool, int, float, tuple))]
+        local += [f"{key} {value} in optimizer group {index}" for key, value in numbers]
     # Each rank has experts of its own.
     named = [(repr(n) if getattr(p, "allreduce", True) else "an expert", p) for n, p in model.named_parameters()]
-    local = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
-    digests = collectives.gather_objects(hashlib.sha256(repr(local).encode()).hexdigest(), mesh.zero)
-    if len(set(digests)) == 1:
-        return
-    first, *peers = collectives.gather_objects(local, mesh.zero)
-    for rank, theirs in zip(mesh.zero.ranks[1:], peers, strict=True):
-        differing = [pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]]
-        if differing or len(first) != len(theirs):
-            a, b = differing[0] if differing else (f"{len(names)} parameters" for names in (first, theirs))
-            raise DivergenceError(
-                f"ranks hold different models: {mesh.title(mesh.zero.ranks[0])} has {a}, {mesh.title(rank)} has {b}. "
-                "Build the same model, with the same requires_grad flags, on every rank"
-            )
+    local += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
+    advice = "Build the same model and optimizer, with the same requires_grad flags, on every rank"
+    collectives.check_alike("hold different models", local, mesh.zero, advice, title=mesh.title)
 
 
 def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[nn.Parameter, int]) -> FlatLayout:

@@ -5,7 +5,7 @@ import re
 
 from tests.budget.source import PACKAGE, imports, modules, tree
 
-REEXPORTS = ("deepspeed.runtime", "deepspeed.utils", "deepspeed.ops", "deepspeed.elasticity")
+REEXPORTS = ("deepspeed.runtime", "deepspeed.compile", "deepspeed.utils", "deepspeed.ops", "deepspeed.elasticity")
 REEXPORTS += ("deepspeed.accelerator.real_accelerator",)
 REEXPORTS += tuple(f"deepspeed.monitor.{name}" for name in ("comet", "config", "csv_monitor", "tensorboard", "wandb"))
 

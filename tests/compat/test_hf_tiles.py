@@ -1,5 +1,6 @@
 """Tiles of the loss and of MLPs, by configuration, on models of Transformers as they are."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from deepspeed.sequence.tiling import logits
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_grad
-from tests.compat.common import need
+from tests.compat.common import VOCABULARY, apart, forget_clients, llama, need, weights_apart, whole
+from tests.compat.test_hf_trainer import arguments, auto_config, history, trainer
 from tests.harness.training import make_config, start
 
-need("transformers")
+need("accelerate", "transformers")
 pytestmark = pytest.mark.timeout(240)
 WORDS = 97
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -104,3 +106,48 @@ def _generated() -> bool:
 
 def test_generation_and_evaluation_read_lazy_logits(pool1: Any) -> None:
     assert pool1.run(_generated) == [True]
+
+
+def _metrics(found: Any) -> dict[str, float]:
+    """Accuracy, and the mean logit, which needs them all."""
+    right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "mean_logit": float(found.predictions.mean())}
+
+
+@mock.patch.object(logits, "TILE_BYTES", 5 * VOCABULARY * 4)
+def _trained_evaluated_predicted(folder: str, stage: int) -> dict[str, float]:
+    """What the Trainer finds with lazy logits, beside its own plain run: the largest differences."""
+    runs: list[dict[str, Any]] = []
+    tiled = {**auto_config(stage, own_optimizer=True), "sequence": {"loss": "tiled"}}
+    lazy: list[bool] = []
+    for config in (None, tiled):
+        forget_clients()
+        made = trainer(arguments(folder, config), llama())
+        made.compute_metrics = _metrics
+        if config is not None:
+            made.model.register_forward_hook(lambda m, a, out: lazy.append(type(out.logits) is logits.LazyLogits))
+        made.train()
+        evaluated, predicted = made.evaluate(), made.predict(made.eval_dataset)
+        numbers = history(made, "loss") + history(made, "grad_norm")
+        numbers += [evaluated[f"eval_{name}"] for name in ("loss", "accuracy", "mean_logit")]
+        numbers += [predicted.metrics[f"test_{name}"] for name in ("loss", "accuracy", "mean_logit")]
+        runs.append({"numbers": numbers, "logits": torch.from_numpy(predicted.predictions)})
+        if config is None:
+            runs[0]["weights"] = whole(made.accelerator.unwrap_model(made.model))
+    found = {
+        "numbers": apart(runs[0]["numbers"], runs[1]["numbers"]),
+        "logits": float((runs[0]["logits"] - runs[1]["logits"]).abs().max()),
+        "weights": weights_apart(made.model, runs[0]["weights"]),
+        "whole": float(not lazy or not all(lazy)),
+    }
+    made.accelerator.free_memory(made.model_wrapped)
+    forget_clients()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer_trains_evaluates_and_predicts_with_lazy_logits_as_without(
+    stage: int, tmp_path: Path, pool2: Any
+) -> None:
+    for found in pool2.run(_trained_evaluated_predicted, str(tmp_path), stage, time_limit=120):
+        assert max(found.values()) < 2e-4, found

@@ -201,6 +201,8 @@ def _sequence_probes() -> dict[str, Probe]:
         "data_parallel_size": Probe(two, 2),
         "seq_parallel_communication_data_type": Probe(two, "bf16"),
         "sequence.attention": Probe(two, "ulysses"),
+        "compile.passes": Probe(two, ["autosp"]),
+        "compile.deepcompile": Probe(base(compile={"passes": ["z1"]}), value=True),
         "sequence.loss": Probe(base(), "tiled"),
         "sequence.mlp_tiles": Probe(base(), 4),
         "sequence.offload_activations": Probe(base(), value=True),

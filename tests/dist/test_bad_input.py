@@ -91,6 +91,12 @@ def _one_more() -> Any:
     return start(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + dist.get_rank())]), make_config(1))
 
 
+def _other_rate() -> Any:
+    model = _model()
+    rate = 0.1 * (1 + dist.get_rank())
+    return start(model, _bare(0), optimizer=torch.optim.SGD(model.parameters(), lr=rate))
+
+
 def _frozen_on_one_rank() -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.requires_grad_(dist.get_rank() == 0)
@@ -176,7 +182,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
     "no optimizer at stage 1": (lambda: start(_model(), _bare(1)), ["stage 1", "optimizer"], ValueError),
     "used optimizer": (_stepped_optimizer, ["AdamW", "already taken steps"], ValueError),
     "different shapes": (_odd_model, ["ranks hold different models", "rank 1", "0.weight", "(5, 4)"], RuntimeError),
-    "different counts": (_one_more, ["ranks hold different models", "rank 0 has 4", "rank 1 has 6"], RuntimeError),
+    "different counts": (
+        _one_more,
+        ["nothing more", "rank 1 has '2.weight'"],
+        RuntimeError,
+    ),
+    "different learning rates": (
+        _other_rate,
+        ["lr 0.1 in optimizer group 0", "rank 1 has lr 0.2"],
+        RuntimeError,
+    ),
+    "different configurations": (
+        lambda: start(_model(), make_config(0, gradient_clipping=1.0 + dist.get_rank())),
+        ["different configurations: rank 0 has gradient_clipping 1.0, rank 1 has gradient_clipping 2.0"],
+        RuntimeError,
+    ),
+    "different stages": (
+        lambda: start(_model(), make_config(1 + dist.get_rank())),
+        ["rank 0 has zero_optimization.stage 1, rank 1 has zero_optimization.stage 2"],
+        RuntimeError,
+    ),
     "different requires_grad": (_frozen_on_one_rank, ["rank 1", "1.weight", "requires_grad=False"], RuntimeError),
     "meta model": (_meta, ["0.weight", "meta device", "zero.Init"], RuntimeError),
     "initialize twice": (_twice, ["inp.weight", "destroy"], RuntimeError),

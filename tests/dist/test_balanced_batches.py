@@ -10,16 +10,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.lengths.balanced_loader import BalancedLoader
 from deepspeed.sequence.lengths.dealing import CostModel
 from deepspeed.sequence.lengths.degrees import DegreeGroups
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness import pipes
+from tests.harness.faults import modules_replaced
 from tests.harness.pool import RankPool
+from tests.harness.sequences import WORDS, decoder, stand_in
 from tests.harness.training import ADAMW, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH, HEADS, VOCABULARY, LONGEST, MICROS = 16, 4, 32, 40, 2
+SGD = {"type": "SGD", "params": {"lr": 0.0}}
 COST = CostModel(0.01, 1.0, exchange_bytes=8.0, node_bandwidth=1.0)  # sharing costs, so that few sequences are shared
 
 
@@ -72,9 +77,9 @@ def started(stage: int, max_degree: int, **changes: Any) -> tuple[Any, BalancedL
     return engine, loader
 
 
-def plain_update(model: nn.Module, indices: range) -> None:
-    """Gradients of the mean loss over all labels of the samples, one sample after the other."""
-    data = samples()
+def plain_update(model: nn.Module, indices: range, data: list[dict[str, Tensor]]) -> float:
+    """Loss, and gradients, of the mean over all labels of the samples, one sample after the other."""
+    total = 0.0
     counts = [int(data[i].get("labels", data[i]["input_ids"])[1:].ne(-100).sum()) for i in indices]
     for index, count in zip(indices, counts, strict=True):
         ids = data[index]["input_ids"][None]
@@ -82,7 +87,10 @@ def plain_update(model: nn.Module, indices: range) -> None:
         positions = torch.arange(ids.shape[1])[None]
         if count:
             targets = F.pad(labels.view_as(ids)[:, 1:], (0, 1), value=-100)
-            (model(ids, positions, targets) * (count / sum(counts))).backward()
+            loss = model(ids, positions, targets) * (count / sum(counts))
+            loss.backward()
+            total += float(loss.detach())
+    return total
 
 
 def run_parity(stage: int, max_degree: int) -> tuple[float, list[int]]:
@@ -96,7 +104,7 @@ def run_parity(stage: int, max_degree: int) -> tuple[float, list[int]]:
         if count % MICROS == 0:
             end = loader.state_dict()["samples"]
             optimizer.zero_grad()
-            plain_update(plain, range(begin % len(samples()), end))
+            plain_update(plain, range(begin % len(samples()), end), samples())
             grads = [safe_get_full_grad(p) for p in engine.module.parameters()]
             worst = max(scaled_error(g, p.grad) for g, p in zip(grads, plain.parameters(), strict=True))
             optimizer.step()
@@ -119,6 +127,90 @@ def test_an_update_is_that_of_its_samples_one_by_one(pool4: RankPool, stage: int
 def test_two_ranks_share_what_fits_neither(pool2: RankPool) -> None:
     for error, degrees in pool2.run(run_parity, 1, 2):
         assert error <= 1e-6 and 2 in degrees
+
+
+def run_unlabelled(folder: Path, stage: int) -> tuple[list[float], list[float], float, int]:
+    """Losses by the monitor and by one process, the worst gradient, and micro-batches of this rank without a label."""
+    data = [{"input_ids": sample["input_ids"][:8]} for sample in samples() if len(sample["input_ids"]) >= 8]
+    for sample in data[::2]:
+        sample["labels"] = torch.full_like(sample["input_ids"], -100)
+    plain, told, wanted, worst, empty = Attends(), list[float](), list[float](), 0.0, 0
+    monitor = {"enabled": True, "output_file": str(folder / f"{dist.get_rank()}.prom")}
+    engine = start(Attends(), make_config(stage, normalize="tokens", optimizer=SGD, prometheus=monitor))
+    engine.monitor.write_events = lambda events: told.extend(v for n, v, _ in events if n.endswith("train_loss"))
+    loader = BalancedLoader(data, engine, 16, batch_tokens=32, cost=COST, seed=None)
+    engine.module.groups = loader.groups
+    begin = 0
+    for batch in loader:
+        empty += int(batch["labels"].ne(-100).sum() == 0)
+        engine.backward(engine(**batch))
+        end = loader.state_dict()["samples"]
+        plain.zero_grad()
+        wanted.append(plain_update(plain, range(begin, end), data))
+        pairs = zip(engine.module.parameters(), plain.parameters(), strict=True)
+        worst = max(worst, *(scaled_error(safe_get_full_grad(p), q.grad) for p, q in pairs))
+        engine.step()
+        begin = end
+    engine.destroy()
+    return told, wanted, worst, empty
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_loss_of_an_update_is_that_of_all_its_labels_where_a_rank_has_none(
+    pool2: RankPool, tmp_path: Path, stage: int
+) -> None:
+    ranks = pool2.run(run_unlabelled, tmp_path, stage)
+    assert sum(empty for *_, empty in ranks) > 0
+    for told, wanted, worst, _ in ranks:
+        assert told == pytest.approx(wanted, rel=1e-5) and worst <= 1e-6
+
+
+TENSOR = {"autotp_size": 2, "partition_config": {"layer_specs": [
+    {"patterns": [r"layers\.\d\.[qkv]_proj"]}, {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
+], "use_default_specs": False}}  # fmt: skip
+
+
+def run_tensor_parallel(folder: Path, stage: int, max_degree: int) -> tuple[list[float], list[float], set[int]]:
+    """Losses and norms of updates by the monitor, and by one process; degrees of this rank."""
+    told, wanted, degrees, begin = list[float](), list[float](), set[int](), 0
+    draw = torch.Generator().manual_seed(3)
+    sizes = [3, 5, 30, 4, 7, 2, 9, 4, 34, 6, 3, 5]
+    data = [{"input_ids": torch.randint(1, WORDS, (size,), generator=draw)} for size in sizes]
+    monitor = {"enabled": True, "output_file": str(folder / f"{dist.get_rank()}.prom")}
+    with modules_replaced({"transformers": stand_in}):
+        ours, plain = decoder(heads=4, keys=2), decoder(heads=4, keys=2)
+        rule = {"type": "SGD", "params": {"lr": 0.1}}
+        config = make_config(stage, normalize="tokens", optimizer=rule, prometheus=monitor, tensor_parallel=TENSOR)
+        engine, optimizer = start(ours, config), torch.optim.SGD(plain.parameters(), lr=0.1)
+        names = ("train_loss", "grad_norm")
+        engine.monitor.write_events = lambda events: told.extend(v for n, v, _ in events if n.endswith(names))
+        loader = BalancedLoader(
+            data, engine, 24 if max_degree > 1 else 48, batch_tokens=48, max_degree=max_degree, cost=COST, seed=None
+        )
+        for batch in loader:
+            degrees.add(loader.groups.current.size)
+            engine.backward(engine(**batch)["loss"])
+            engine.step()
+            rows = [sample["input_ids"][None] for sample in data[begin : loader.state_dict()["samples"] or None]]
+            total, begin = sum(row.shape[1] - 1 for row in rows), begin + len(rows)
+            losses = [plain(input_ids=row, labels=row)["loss"] * ((row.shape[1] - 1) / total) for row in rows]
+            optimizer.zero_grad()
+            sum(losses).backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+            optimizer.step()
+            wanted += [float(sum(losses).detach()), float(norm)]
+        engine.destroy()
+    return told, wanted, degrees
+
+
+@pytest.mark.parametrize(("stage", "max_degree"), [(1, 2), (3, 1)])
+def test_tensor_parallel_ranks_get_the_same_batches(
+    pool4: RankPool, tmp_path: Path, stage: int, max_degree: int
+) -> None:
+    ranks = pool4.run(run_tensor_parallel, tmp_path, stage, max_degree)
+    for told, wanted, degrees in ranks:
+        assert len(told) >= 4 and told == pytest.approx(wanted, rel=1e-5)
+        assert degrees == ({1, 2} if max_degree > 1 else {1})
 
 
 def run_resumed(folder: Path, stop: int) -> bool:
@@ -185,6 +277,8 @@ def run_refused() -> list[str]:
     within = loader.state_dict()
     engine.destroy()
     wrong = start(Attends(), make_config(0))
+    stages = PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy)
+    pipeline = start(stages, make_config(1))
     said = [
         outcome(lambda: first(lengths=[3 - rank] * 20)),
         outcome(lambda: first(batch_tokens=80 + rank)),
@@ -192,8 +286,10 @@ def run_refused() -> list[str]:
         outcome(lambda: moved(within, batch_tokens=77)),
         outcome(lambda: moved(within, seed=6)),
         outcome(lambda: BalancedLoader(samples(), wrong, 64)),
+        outcome(lambda: BalancedLoader(samples(), pipeline, 64)),
     ]
     wrong.destroy()
+    pipeline.destroy()
     return said
 
 
@@ -205,6 +301,7 @@ def test_what_would_go_wrong_is_a_sentence_on_every_rank(pool2: RankPool) -> Non
         "between two updates",
         "seed None (here 6)",
         '"normalize" is "micro_batches"',
+        "the stages of a pipeline pass on micro-batches of one length",
     )
     for said in pool2.run(run_refused):
         for text, part in zip(said, parts, strict=True):

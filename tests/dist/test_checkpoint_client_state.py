@@ -89,6 +89,7 @@ def tags(folder: str) -> list[Any]:
     named = engine.load_checkpoint(folder, tag="kept")[0]
     wrong = outcome(lambda: engine.load_checkpoint(folder, tag="global_step7"))
     inside = outcome(lambda: engine.load_checkpoint(folder + "/kept"))
+    inside += outcome(lambda: engine.load_checkpoint(folder + "/latest"))
     bad = [outcome(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)) for tag in ("a/b", ".hidden", "latest")]
     empty = outcome(lambda: engine.save_checkpoint(""))
     not_a_dict = outcome(lambda: engine.save_checkpoint(folder, client_state=[1]))
@@ -101,7 +102,10 @@ def test_tags_and_folders(pool2: RankPool, tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path}/absent; nothing was loaded" in found[0][1][1][0]
     for nothing, (absent, _), latest, path, named, wrong, inside, bad, empty, not_a_dict in found:
         assert nothing == absent == (None, None)
-        assert f"the folder around it, {tmp_path}, with tag='kept'" in inside
+        assert (
+            f"the folder around it, {tmp_path}, with tag='kept'" in inside
+            and f"{tmp_path}/latest is a file; name the folder" in inside
+        )
         assert latest == "global_step2" and path == str(tmp_path / "global_step2") and named == str(tmp_path / "kept")
         assert "CheckpointError" in wrong and "global_step7" in wrong and "kept" in wrong
         assert all("cannot be a folder name" in text for text in bad)

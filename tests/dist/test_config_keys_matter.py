@@ -25,6 +25,7 @@ HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.H
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
 # What these honoured keys do takes two ranks to show; one shows what all others do.
 _OF_TWO = (
+    "compile.passes",
     "tensor_parallel.",
     "expert_parallel.",
     "sequence",

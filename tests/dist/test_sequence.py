@@ -1,7 +1,9 @@
 """Sequences over ranks: losses, gradients, norms and parameters equal one process, whatever stage, heads, length."""
 
+import logging
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness.faults import modules_replaced
+from tests.harness.logs import logged
 from tests.harness.pool import RankFailure, RankPool
-from tests.harness.sequences import ROWS, batch_of, decoder, stand_in
+from tests.harness.sequences import ROWS, WORDS, batch_of, decoder, stand_in
 from tests.harness.training import make_config, start
 
 pytestmark = pytest.mark.timeout(180)
@@ -198,6 +201,24 @@ def test_attention_of_a_client_equals_one_process(pool4: RankPool, tokens_first:
     assert max(pool4.run(attending, tokens_first, heads, keys)) <= 2e-6
 
 
+def _said(model: str) -> list[str]:
+    """What is logged above INFO where ranks share the sequences of a model that is none of Transformers."""
+    changed = (
+        _Attending(dist.group.WORLD, tokens_first=True, heads=4, keys=4)
+        if model == "divides"
+        else torch.nn.Linear(4, 4)
+    )
+    with logged(logging.WARNING) as lines:
+        start(changed, config_of(dist.get_world_size(), 1)).destroy()
+    return [line for line in lines if "sequence_parallel_size" in line]
+
+
+def test_a_model_that_divides_no_attention_is_warned_of_summed_gradients(pool2: RankPool) -> None:
+    alone, divides = (pool2.run(_said, model)[0] for model in ("alone", "divides"))
+    assert "Linear is no model of Transformers" in alone[0] and "gradients are summed" in alone[0]
+    assert not divides
+
+
 def _turned() -> tuple[bool, float]:
     """Whether an exchange, heads uneven, gives all tokens of some heads; and how far its undoing is from the input."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -276,6 +297,43 @@ def test_the_adapter_refuses_on_every_rank_what_it_cannot_cut(pool2: RankPool) -
         assert "5 tokens do not divide over 2 ranks" in text
 
 
+class _OwnAttention(torch.nn.Module):
+    """A model that the engine cannot cut batches for: its caller does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, 4)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.embed(input_ids).square().mean()}
+
+
+def _rates(kind: str, folder: str) -> list[float]:
+    """Tokens a sample, by the figures of each update."""
+    found: dict[str, list[float]] = {}
+    with modules_replaced({"transformers": stand_in}):
+        monitor = {"enabled": True, "output_file": f"{folder}/{dist.get_rank()}.prom"}
+        model = _OwnAttention() if kind == "of its own" else decoder()
+        engine = start(model, config_of(2, 1, prometheus=monitor))
+        engine.monitor.write_events = lambda events: [found.setdefault(n, []).append(v) for n, v, _ in events]
+        for step in range(3):
+            batch = batch_of("plain", step, engine.mesh.data.index)
+            if kind != "whole":
+                batch = _part(batch, engine.mesh.sp)
+            if kind == "of its own":
+                batch = {"input_ids": batch["input_ids"], "labels": batch["shift_labels"]}
+            engine.backward(engine(**batch)["loss"])
+            engine.step()
+        engine.destroy()
+    pairs = zip(found["Train/Samples/tokens_per_s"], found["Train/Samples/samples_per_s"], strict=True)
+    return [tokens / samples for tokens, samples in pairs]
+
+
+@pytest.mark.parametrize("kind", ["whole", "in parts", "of its own"])
+def test_rates_count_every_token_of_a_shared_sequence_once(pool4: RankPool, tmp_path: Path, kind: str) -> None:
+    assert pool4.run(_rates, kind, str(tmp_path))[0] == pytest.approx([16.0, 16.0])
+
+
 def _faulty(fault: str) -> list[str]:
     """What a forward, or ``initialize``, says, and whether the engine trains afterwards."""
     options: dict[str, Any] = {}
@@ -286,6 +344,8 @@ def _faulty(fault: str) -> list[str]:
             model.config._attn_implementation_internal = "eager"
         if fault == "state":
             model.config.layer_types = ["full_attention", "linear_attention"]
+        if fault == "unshifted":
+            model.loss_type = "ForTokenClassification"
         if fault == "mesh":
             options["mesh_param"] = (2, 2)
         changes: dict[str, Any] = {"data_parallel_size": 3} if fault == "data" else {}
@@ -319,6 +379,7 @@ FAULTS = {
     "heads": "has 2 attention heads, and each rank needs one. Set sequence_parallel_size to 2 or less",
     "eager": "attention 'eager' cannot be divided",
     "state": "has layers of the kind linear_attention",
+    "unshifted": "labels of Decoder are not those of the next tokens (its loss is ForTokenClassification). Set",
     "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
     "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",

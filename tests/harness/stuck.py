@@ -22,6 +22,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm import collectives
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.tensor.differentiable import exchange_rows
 from deepspeed.tier.aio import AioEngine
 
@@ -36,6 +37,7 @@ FAULTS = {
     "fewer": "one rank has fewer batches and goes on to a barrier",
     "branch": "a sum of the user's in a branch that one rank skips",
     "sequence": "one rank does not enter an exchange of a sequence",
+    "attention": "one rank does not enter an attention over ranks of a group of the user's",
     "drive": "a read of a drive does not come back",
     "loader": "a worker of one rank's loader does not answer",
     "loader_dies": "a worker of one rank's loader dies",
@@ -56,6 +58,10 @@ WORDS = {
     "fewer": (r"rank 1 .*waits in barrier \(stuck.py", r"wait.*behind rank 1"),
     "branch": (r"rank 1 .*waits.*behind rank 0", r"waits? in all_reduce of 3 float32 in layers.1 \(stuck.py"),
     "sequence": (r"rank 1 .*waits.*", r"waits? in all_to_all of \d+ float32 .*in layers.1"),
+    "attention": (
+        r"rank 1 .*waits.*",
+        r"waits? in all_to_all of \d+ float32 .*on sequence_process_group in DistributedAttention",
+    ),
     "drive": (r"rank 1 .*waits for a drive: (reading|writing) \d+ bytes at offset \d+ of /.*layers", r"wait"),
     "loader": (
         r"rank 1 .*waits for a batch of its data loader: worker 0 \(pid \d+\) runs",
@@ -107,6 +113,7 @@ class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down, self.fault = nn.Linear(width, width), nn.Linear(width, width), ""
+        self.group: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fault == "loops":
@@ -116,6 +123,9 @@ class Layer(nn.Module):
         if self.fault == "sequence":
             heads = self.up.weight._ds_unit.keeper.mesh.sp
             exchange_rows(torch.ones(heads.size, 3), heads, sent=[1] * heads.size, received=[1] * heads.size)
+        if self.fault == "attention":
+            attend = DistributedAttention(lambda q, k, v: q + k + v, self.group)
+            attend(*(torch.ones(3, 1, self.group.size(), 2),) * 3, batch_dim_idx=1)
         if self.fault == "raises_and_waits":
             try:
                 raise ValueError("the data is bad")
@@ -183,7 +193,7 @@ def _go_wrong(fault: str, model: Any, *, faulty: bool) -> None:
         first(*([values] if first is dist.all_reduce else []))
         second(*([values] if second is dist.all_reduce else []))
     of_faulty = ("loops", "other_model", "raises_and_waits")
-    if fault in (of_faulty if faulty else ("branch", "sequence")):
+    if fault in (of_faulty if faulty else ("attention", "branch", "sequence")):
         model.layers[1].fault = fault
     if not faulty:
         return
@@ -220,9 +230,12 @@ def main() -> None:
         zero["offload_param"] = {"device": "nvme", "nvme_path": options.folder, "max_in_cpu": 0}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
     config |= {"zero_optimization": zero, "hang_timeout": options.hang_timeout}
-    if fault == "sequence":  # without parameters that are on their way at the same time
-        config["sequence_parallel_size"], zero["stage"] = int(os.environ["WORLD_SIZE"]), 1
+    if fault in ("attention", "sequence"):  # without parameters that are on their way at the same time
+        zero["stage"] = 1
+    if fault == "sequence":
+        config["sequence_parallel_size"] = int(os.environ["WORLD_SIZE"])
     engine, *_ = deepspeed.initialize(model=Model(), config=config)
+    engine.module.layers[1].group = dist.new_group(list(range(dist.get_world_size())))
     with open(os.path.join(options.folder, f"pid{rank}"), "w") as file:
         file.write(str(os.getpid()))
     batches: Any = None

@@ -228,7 +228,7 @@ def test_optimizer_and_scheduler_blocks() -> None:
 
 def test_precision_names() -> None:
     assert load(communication_data_type="BF16").communication_data_type == "bf16"
-    assert load(data_types={"grad_accum_dtype": "fp32"}).grad_accum_dtype == "fp32"
+    assert load(data_types={"grad_accum_dtype": "fp32"}).dtype_policy.accumulation == "fp32"
     autocast = load(
         torch_autocast={"enabled": True, "dtype": "torch.float16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
     ).torch_autocast

@@ -101,7 +101,7 @@ RIGHT: dict[str, Any] = {
         **{"num_bits": 4, "group_size": 64, "group_dim": 0, "symmetric": False}
     },
     "weight_quantization.post_init_quant": {"fc": {"num_bits": 8}},
-    "compile.passes": ["z1", "autosp"],
+    "compile.passes": ["autosp"],
 }
 
 
@@ -123,6 +123,8 @@ def document(path: str, value: Any) -> dict[str, Any]:
         flat |= {key: 1 for key in beside if key in PARAM_FIELDS and PARAM_FIELDS[key].default == REQUIRED}
         if path.rpartition(".")[2] in NOT_ON_DEVICE.get(name.lower(), ()):
             flat |= {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 1}
+    if path == "compile.deepcompile":
+        flat["compile.passes"] = ["autosp"]
     block = re.match(r"zero_optimization\.(offload_\w+|zenflow)\.", path)
     if block is not None:
         flat |= {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"}

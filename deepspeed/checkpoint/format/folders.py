@@ -229,6 +229,8 @@ def read_latest(save_dir: Path) -> str | None:
         return (save_dir / LATEST).read_text(encoding="utf-8").strip().strip("\0") or None
     except FileNotFoundError:
         return None
+    except NotADirectoryError as error:
+        raise CheckpointError(f"{save_dir} is a file; name the folder of the checkpoints") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{save_dir / LATEST} cannot be read: {error}; pass tag=") from error
 

@@ -25,7 +25,7 @@ _DENSE |= {"pipe_parallel": ("pp",)}
 _EXPERTS = {"expert_parallel": "ep", "expert_data_parallel": "edp"}
 # What else an mpu may call them.
 _ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
-_WHAT = ("group", "world_size", "rank")
+KINDS = ("group", "world_size", "rank")
 
 
 class _Registered:
@@ -72,9 +72,8 @@ def _topology() -> Topology:
     return cut if cut is not None and len(cut.ranks) == len(world) else dense_topology(world)
 
 
-def _axis(family: str, group_name: str | None) -> Axis:
+def _axis(topology: Topology, family: str, group_name: str | None) -> Axis:
     """Return the axis of ``family`` at this rank; ``group_name`` of experts is ``ep_size_<N>``."""
-    topology = _topology()
     if group_name is None:
         return topology.axis(dist.get_rank(), *_DENSE[family])
     ep_size = group_name.removeprefix("ep_size_")
@@ -91,7 +90,12 @@ def _answer(family: str, kind: str, group_name: str | None = None) -> Any:
             return getter()
         if kind != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
             return CALLS[f"get_{kind}"](_answer(family, "group"))
-    axis = _axis(family, group_name)
+    return answer_of(_topology(), family, kind, group_name)
+
+
+def answer_of(topology: Topology, family: str, kind: str, group_name: str | None = None) -> Any:
+    """Return ``kind`` of ``family`` where ``topology`` cuts the ranks of the job."""
+    axis = _axis(topology, family, group_name)
     if kind == "group":
         world = dist.group.WORLD
         return world if axis.size == dist.get_world_size() else group_over(world, axis.ranks)
@@ -143,7 +147,7 @@ def create_expert_groups(
 
 
 GETTERS: dict[str, Callable[..., Any]] = {
-    **{f"get_{family}_{kind}": _getter(family, kind) for family in (*_DENSE, *_EXPERTS) for kind in _WHAT},
+    **{f"get_{family}_{kind}": _getter(family, kind) for family in (*_DENSE, *_EXPERTS) for kind in KINDS},
     "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
     "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
     "get_local_all_to_all_group": _machine_groups,

@@ -422,6 +422,13 @@ def follow(engine: Any) -> None:
         guard.follow(engine)
 
 
+def heard(group: AxisGroup, name: str) -> AxisGroup:
+    """Return a group that is no engine's, whose collectives the watch of this process reports as those on ``name``."""
+    if (guard := _living()) is not None and guard.ends:
+        group.ledger.append(guard.ledger.listener(name))
+    return group
+
+
 def watch(configured: float | None = None) -> HangWatch | None:
     """Return this process's watch, started if there is none: one that ends the job if launcher or configuration
     ask for it, else, among several ranks, one that only says that a job stands still (DS_HANG_NOTICE=0: none).

@@ -33,8 +33,8 @@ class Mesh:
     ranks that share each layer; ``sp``: each sequence; ``pp``: those that hold the stages one batch passes. ``host``:
     a gloo group over the job, where ``control`` is none. ``topology``: where each rank is; None: only this one is
     known. ``reducing``: a second group over the first axis, for the sums of gradients, as a communicator runs one
-    collective at a time.
-    ``experts``: the groups that divide experts and exchange tokens. ``made``: all groups that are to be destroyed.
+    collective at a time. ``experts``: the groups that divide experts and exchange tokens. ``made``: all to destroy.
+    ``cuts``: the ranks of a sequence get the whole batch, which the engine cuts; else each gets its part.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -51,6 +51,7 @@ class Mesh:
     reducing: AxisGroup | None = None
     experts: tuple[AxisGroup, ...] = ()
     made: tuple[AxisGroup, ...] = ()
+    cuts: bool = False
 
     @property
     def sums(self) -> tuple[AxisGroup, ...]:

@@ -185,6 +185,9 @@ def _group_rules(cfg: Configuration) -> Iterator[Rule]:
         yield size > 1 and world % size, f"{_ZERO}.{name}", text
     text = f"{mics} and zero_hpz_partition_size {hpz} both choose the shard group. Keep one."
     yield mics > 0 and hpz > 1 and mics != hpz, f"{_ZERO}.mics_shard_size", text
+    data = cfg.data_parallel_size
+    text = f"{data} is not the number of ranks that get different batches, {world}. Delete it, or set it to {world}."
+    yield cfg.sequence_ways > 1 and data not in (None, world), "data_parallel_size", text
 
 
 def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
@@ -195,14 +198,11 @@ def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
     ways, ranks = cfg.expert_parallel.ways, cfg.world_size * cfg.ways
     text = f"x expert_tensor_parallel_size = {ways} does not divide the {ranks} ranks. Use a divisor of {ranks}."
     yield ranks % ways, "expert_parallel.autoep_size", text
+    passes, on = cfg.compile.passes or (), cfg.compile.deepcompile
+    text = f'{[*passes]} with deepcompile {on}: use "autosp" alone, or neither: engine.compile() does without.'
+    yield passes != ("autosp",) and (on or "autosp" in passes), "compile.passes", text
     text = "cannot be combined with expert_parallel in this release: experts need whole tokens. Delete it."
     yield ways > 1 and block.sequence_parallel_norms, "tensor_parallel.sequence_parallel_norms", text
-
-
-def _sequence_rules(cfg: Configuration) -> Iterator[Rule]:
-    data, ranks = cfg.data_parallel_size, cfg.world_size
-    text = f"{data} is not the number of ranks that get different batches, {ranks}. Delete it, or set it to {ranks}."
-    yield cfg.sequence_ways > 1 and data not in (None, ranks), "data_parallel_size", text
     text = '"auto" chooses what goes to the host, which offload_activations: true does too. Delete one of them.'
     yield cfg.sequence.plan == "auto" and cfg.sequence.offload_activations, "sequence.plan", text
 
@@ -210,7 +210,7 @@ def _sequence_rules(cfg: Configuration) -> Iterator[Rule]:
 def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:
     """Return (path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: no rules about ranks."""
     kinds = (_precision_rules, _reduction_rules, _offload_rules, _zenflow_rules, _parallel_rules)
-    kinds = (*kinds, *(() if lenient else (_group_rules, _sequence_rules)))
+    kinds = (*kinds, *(() if lenient else (_group_rules,)))
     return [(path, f"{path} {rest}") for rules in kinds for broken, path, rest in rules(cfg) if broken]
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, SkipValidation
 from deepspeed.config.model import blocks, unread, values
 from deepspeed.config.model.elastic import ElasticityConfig
 from deepspeed.config.model.expert_parallel import ExpertParallelConfig
-from deepspeed.config.model.sequence import SequenceConfig
+from deepspeed.config.model.sequence import CompileConfig, SequenceConfig
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 
@@ -63,6 +63,7 @@ class Configuration(unread.Keys):
     aio: blocks.AioConfig = Field(default_factory=blocks.AioConfig)
     checkpoint: blocks.CheckpointConfig = Field(default_factory=blocks.CheckpointConfig)
     comet: blocks.CometConfig = Field(default_factory=blocks.CometConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
@@ -86,11 +87,6 @@ class Configuration(unread.Keys):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
-    def grad_accum_dtype(self) -> DtypeName | None:
-        """Return the dtype in which gradients are accumulated, or None when the configuration leaves it open."""
-        return self.data_types.grad_accum_dtype
-
-    @property
     def ways(self) -> int:
         """Return how many ranks share one batch: its sequences, and each layer."""
         return self.sequence_ways * self.tensor_parallel.ways
@@ -107,7 +103,7 @@ class Configuration(unread.Keys):
         return values.DtypePolicy(
             compute=None if self.compute_dtype == "fp32" else self.compute_dtype,
             low=self.torch_autocast.dtype,
-            accumulation=self.grad_accum_dtype or "fp32",
+            accumulation=self.data_types.grad_accum_dtype or "fp32",
             reduction=self.seq_parallel_communication_data_type if shared else self.communication_data_type,
             master="fp32",
             buffers=self.data_types.buffer_dtype,
@@ -119,8 +115,4 @@ class Configuration(unread.Keys):
     monitor_config = property(
         lambda self: blocks.MonitorConfig(**{name: getattr(self, name) for name in blocks.MonitorConfig.model_fields})
     )
-
-    @property
-    def zero_stage(self) -> int:
-        """Return the ZeRO stage, 0 to 3."""
-        return self.zero.stage
+    zero_stage = property(lambda self: self.zero.stage)

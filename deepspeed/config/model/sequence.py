@@ -1,7 +1,8 @@
-"""The block ``sequence``: how one long sequence is worked on by the ranks that share it (an extension)."""
+"""The blocks ``sequence`` (an extension) and ``compile``: how ranks work on one long sequence that they share."""
 
 from typing import Literal
 
+from deepspeed.config.model import unread
 from deepspeed.config.model.values import Block, Flag, Positive, key
 
 
@@ -26,3 +27,10 @@ class SequenceConfig(Block):
     plan: Literal["off", "auto"] = key(
         "off", "Blocks of a Hugging Face model keep, recompute or offload activations; auto: by a measured step."
     )
+
+
+class CompileConfig(unread.CompileKeys):
+    """``compile``: passes over what ``engine.compile()`` compiles. The threshold is in bytes."""
+
+    deepcompile: Flag = key(False, "DeepSpeed's switch of the passes; engine.compile() needs none.")
+    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(None, "autosp: ranks share sequences.")

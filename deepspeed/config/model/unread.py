@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other 
     PipelineKeys: TypeAlias = Block
     TensorParallelPartitionConfigKeys: TypeAlias = Block
     Bf16Keys: TypeAlias = AutoBlock
+    CompileKeys: TypeAlias = AutoBlock
     Fp16Keys: TypeAlias = AutoBlock
     HybridEngineKeys: TypeAlias = AutoBlock
     TensorParallelKeys: TypeAlias = AutoBlock

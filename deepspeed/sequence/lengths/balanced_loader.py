@@ -115,7 +115,7 @@ class BalancedLoader:
         self._sampler = ResumableSampler(dataset, num_replicas=1, rank=0, shuffle=seed is not None, seed=seed or 0)
         total = max(ranks.size * tokens_per_rank * steps // 2, 1) if batch_tokens is None else batch_tokens
         self._dealer = Dealer(ranks.size, tokens_per_rank, total, steps, min(max_degree, ranks.size), cost)
-        self.groups = DegreeGroups(max_degree, engine.module, ranks)
+        self.groups = DegreeGroups(max_degree, engine.module, ranks, tp=engine.mesh.tp.size)
         engine._lasting.callback(self.groups.detach)
         if engine.training_dataloader is None:
             engine.training_dataloader = self
@@ -202,15 +202,15 @@ class BalancedLoader:
 
 
 def _check(dataset: Any, engine: Any) -> None:
-    if not len(dataset):
-        raise DeepSpeedConfigError("BalancedLoader: the dataset has no sample")
-    if engine._config.normalize != "tokens":
-        raise DeepSpeedConfigError(
-            f'BalancedLoader: micro-batches have unequal numbers of tokens, but "normalize" is '
-            f'"{engine._config.normalize}"; set it to "tokens"'
-        )
-    if engine.mesh.sp.size > 1:
-        raise DeepSpeedConfigError(
-            f"BalancedLoader: sequence_parallel_size is {engine.mesh.sp.size}, for every sequence; leave it out and "
-            "give max_degree, as each micro-batch has its own number of ranks"
-        )
+    kind, sp = engine._config.normalize, engine.mesh.sp.size
+    faults = {
+        "the dataset has no sample": not len(dataset),
+        "the stages of a pipeline pass on micro-batches of one length, which are not weighed by their tokens; deal "
+        "samples of about one length to a PipelineModule by a loader of your own": engine.mesh.pp.size > 1,
+        f'micro-batches have unequal numbers of tokens, but "normalize" is "{kind}"; set it to "tokens"': kind
+        != "tokens",
+        f"sequence_parallel_size is {sp}, for every sequence; leave it out and give max_degree, as each micro-batch "
+        "has its own number of ranks": sp > 1,
+    }
+    for text in (text for text, broken in faults.items() if broken):
+        raise DeepSpeedConfigError(f"BalancedLoader: {text}")

@@ -16,14 +16,15 @@ from deepspeed.sequence.wire import Hooks, attach_attention, check, outermost
 
 
 class DegreeGroups:
-    """Groups of up to ``max_degree`` neighbouring ``ranks``, a power of 2 each, for the attention of ``model``.
+    """Groups of up to ``max_degree`` neighbouring ``ranks``, a power of 2 each, for the attention of ``model``, whose
+    layers ``tp`` ranks share.
 
     ``current`` is the group of the micro-batch at hand, which ``BalancedLoader`` sets. A model of Transformers attends
     over it in training, inside each document; evaluation is left as it is. Another model has to attend by ``layout``.
     The groups are made once. Collective. Raises DeepSpeedConfigError for a model that cannot be divided.
     """
 
-    def __init__(self, max_degree: int, model: nn.Module, ranks: AxisGroup) -> None:
+    def __init__(self, max_degree: int, model: nn.Module, ranks: AxisGroup, *, tp: int = 1) -> None:
         self.max_degree = min(max_degree, ranks.size)
         self._groups = {1: AxisGroup(None, 1, 0, (ranks.ranks[ranks.index],), "none")}
         self._back = ExitStack()
@@ -38,7 +39,7 @@ class DegreeGroups:
                 self._groups[degree] = plain_mesh(ranks.backend, group=pg).job
             degree *= 2
         self.current = self._groups[1]
-        self.wired = self._attach(model)
+        self.wired = self._attach(model, tp)
 
     def use(self, degree: int) -> None:
         """Let ``current`` be this rank's group of ``degree`` ranks, until the next call."""
@@ -56,7 +57,7 @@ class DegreeGroups:
         """Give the model its own attention back."""
         self._back.close()
 
-    def _attach(self, model: nn.Module) -> bool:
+    def _attach(self, model: nn.Module, tp: int) -> bool:
         tops = outermost(model)
         if any(str(top.config._attn_implementation).startswith(PREFIX) for top in tops):
             raise DeepSpeedConfigError(
@@ -64,7 +65,7 @@ class DegreeGroups:
                 "BalancedLoader, and no UlyssesSPAttentionHF.register_with_transformers beside it"
             )
         for top in tops:
-            check(top, self.max_degree)
+            check(top, self.max_degree, tp=tp)
             attach_attention(top, self._back)
             _HooksOfBatch(self).attach(top, self._back)
         if not tops:

@@ -321,23 +321,12 @@ def _cross_entropy(
     return logits._head.ask(logits._hidden, run)
 
 
-_SCALAR: tuple[str, ...] = (
-    "mul",
-    "div",
-    "true_divide",
-    "add",
-    "sub",
-    "neg",
-    "tanh",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__add__",
-)
-_SCALAR += ("__radd__", "__sub__", "float", "double", "half", "bfloat16", "to")
+_FUNCTIONS = ("mul", "div", "add", "sub", "neg", "tanh")
+_METHODS = ("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "true_divide")
+_CASTS = ("float", "double", "half", "bfloat16", "to")
 _LAZY: dict[Any, Callable[..., Any]] = {
-    **{getattr(torch.Tensor, name): _each for name in _SCALAR},
-    **{getattr(torch, name): _each for name in ("mul", "div", "add", "sub", "neg", "tanh")},
+    **{getattr(torch.Tensor, name): _each for name in (*_FUNCTIONS, *_METHODS, *_CASTS)},
+    **{getattr(torch, name): _each for name in _FUNCTIONS},
     torch.Tensor.contiguous: lambda logits, func: logits,
     torch.Tensor.view: _viewed,
     torch.Tensor.reshape: _viewed,

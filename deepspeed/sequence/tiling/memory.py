@@ -62,8 +62,8 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
     """Yield output layers whose logits go to a loss over words."""
     for module in model.modules():
         getter = getattr(type(module), "get_output_embeddings", None)
-        head = getter(module) if getter is not None and hasattr(module, "loss_function") else None
-        if isinstance(head, nn.Module):
+        head = getter(module) if getter is not None else None
+        if isinstance(head, nn.Module) and hasattr(module, "loss_function"):  # which of a model without head warns
             yield head
 
 

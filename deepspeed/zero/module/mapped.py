@@ -5,7 +5,6 @@ the file: it costs nothing until it is touched. ``/proc/self/smaps`` tells which
 """
 
 import bisect
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -209,8 +208,7 @@ def agreed_files(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, FilePart]:
 def _on_all(parts: dict[str, FilePart], group: AxisGroup) -> dict[str, FilePart]:
     """Return the parts that every rank of ``group`` has in the same place. Collective."""
     keys = {name: part.key for name, part in parts.items()}
-    digests = collectives.gather_objects(hashlib.sha256(repr(sorted(keys.items())).encode()).hexdigest(), group)
-    if len(set(digests)) == 1:
+    if collectives.alike(sorted(keys.items()), group):
         return parts
     gathered = collectives.gather_objects(keys, group)
     return {name: part for name, part in parts.items() if all(peer.get(name) == part.key for peer in gathered)}

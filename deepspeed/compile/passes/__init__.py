@@ -1,0 +1,1 @@
+from deepspeed.compile.passes import sp_compile

@@ -1,0 +1,1 @@
+from deepspeed.sequence.batch import prepare_autosp_inputs
