@@ -160,8 +160,8 @@ SEQUENCES = (
     Mutant(
         "TI5",
         "deepspeed/sequence/tiling/offload.py",
-        "return computed and tensor.nbytes",
-        "return tensor.nbytes",
+        "return computed and self.worth(tensor)",
+        "return self.worth(tensor)",
         ("tests/pure/test_offload_activations.py::test_only_what_a_forward_computed_on_a_device_moves",),
         "weights stay where they are",
     ),
