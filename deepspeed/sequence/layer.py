@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import SequenceError
-from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
+from deepspeed.sequence.heads import share_heads, to_tokens
 from deepspeed.sequence.layout import in_turn
 from deepspeed.tensor.differentiable import exchange_rows
 from deepspeed.zero.regions import bounds, widths
@@ -92,13 +92,8 @@ class DistributedAttention(nn.Module):
             self.gather_idx,
             6 - batch_dim_idx - self.scatter_idx - self.gather_idx,
         )
-        heads = [part.permute(order) for part in (query, key, value)]
-        plan = plan_heads(heads[0].shape[1], heads[1].shape[1], group.size)
         lengths = [query.shape[self.gather_idx]] * group.size
-        whole = to_heads(heads, (plan.queries, plan.keys, plan.keys), group, lengths)
-        if not plan.groups(group.index):
-            index = torch.tensor(plan.index[group.index], device=key.device)
-            whole[1:] = [part.index_select(1, index) for part in whole[1:]]
+        whole, plan = share_heads([part.permute(order) for part in (query, key, value)], group, lengths)
         q, k, v = (part.permute(_undone(order)) for part in whole)
         q, k = _rotated((q, k), rotary_pos_emb)
         context = self.local_attn(q, k, v, *args, **kwargs)
