@@ -2,7 +2,7 @@
 
     python benchmarks/sequences_simulated.py [--only switches fits steps]
 
-The real engine runs as one rank on the simulated device (docs/simulator.md), the last one, whose ring is the longest:
+The real engine runs as one rank on the simulated device (docs/simulator.md):
 ZeRO-3, bf16, blocks recomputed, one sequence over all devices of a row. "Fits": what PyTorch's allocator reserves is at
 most the device. ``switches``: AdamW in host memory, one switch of the block ``sequence`` after the other; the number of
 tokens where the device is full follows from two lengths, between which memory grows evenly.

@@ -27,9 +27,8 @@ from deepspeed.checkpoint.save.writer import Saver
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.row_exchange import start_all_to_all, start_shift
 from deepspeed.errors import CheckpointError
-from deepspeed.sequence import ring
+from deepspeed.sequence import heads, ring
 from deepspeed.sequence.tiling.offload import OffloadActivations, _Activation
-from deepspeed.tensor import differentiable
 from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
@@ -385,7 +384,7 @@ PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "heads are read before their tokens have come": (
         "sequences-stage1",
-        differentiable,
+        heads,
         "all_to_all",
         _exchange_without_waiting,
     ),
