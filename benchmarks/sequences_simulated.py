@@ -2,27 +2,21 @@
 
     python benchmarks/sequences_simulated.py [--only switches fits steps]
 
-The real engine runs as one rank on the simulated device (docs/simulator.md), the last one, whose ring is the longest:
+The real engine runs as one rank on the simulated device (docs/simulator.md):
 ZeRO-3, bf16, blocks recomputed, one sequence over all devices of a row. "Fits": what PyTorch's allocator reserves is at
 most the device. ``switches``: AdamW in host memory, one switch of the block ``sequence`` after the other; the number of
 tokens where the device is full follows from two lengths, between which memory grows evenly.
 
-"Attention kept": recomputation spares it (torch's selective checkpointing, ``context_fn``), as its outputs are kept.
+"Planned": ``sequence.plan``, which chooses in the third step, in place of recomputation and host memory for all.
 
 Attention is charged at the rate of PyTorch's kernel, fitted on published steps of 2,048 to 8,192 tokens, and once more
 at the rate that the authors of FlashAttention found for long sequences.
 """
 
 import argparse
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
-import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from deepspeed.tools.simulate import models
 from deepspeed.tools.simulate.costs import Machine, load_machine
 from deepspeed.tools.simulate.models import Shape, decoder_subject
 from deepspeed.tools.simulate.run import Outcome, simulate
@@ -37,21 +31,20 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "MLP in tiles": {"mlp_tiles": "auto"},
     "activations in host memory": {"offload_activations": True},
 }
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+PLANNED = {"offload_activations": False, "plan": "auto"}
 GIB = 2**30
 # Shares of the bf16 peak, both ways, causal, heads of 128: Dao 2023, figure 4; Shah et al. 2024, figures 5 and 6.
 LONG_ATTENTION = {"a100": 0.60, "h100": 0.58}
 
 
 class Job(NamedTuple):
-    """Model, tokens of its one sequence, devices, kind of device; the switches; whether attention is kept."""
+    """Model, tokens of its one sequence, devices, kind of device; the switches."""
 
     shape: Shape
     tokens: int
     devices: int
     machine: Machine
     block: dict[str, Any]
-    kept: bool = False
 
     def config(self) -> dict[str, Any]:
         return {
@@ -66,11 +59,8 @@ class Job(NamedTuple):
 
     def played(self) -> Outcome:
         subject = decoder_subject("decoder", self.shape, samples=1, sequence=self.tokens, recompute=True)
-        world, config = self.devices, self.config()
-        context = functools.partial(create_selective_checkpoint_contexts, [_ATTENTION])
-        run = functools.partial(checkpoint, context_fn=context) if self.kept else checkpoint
-        with patch.object(models, "checkpoint", run):
-            return simulate(subject, config, self.machine, world=world, rank=world - 1, steps=2)
+        world, steps = self.devices, 3 if "plan" in self.block else 2
+        return simulate(subject, self.config(), self.machine, world=world, rank=world - 1, steps=steps)
 
     def operations(self) -> float:
         """Of the model, without what is recomputed: 6 for each weight and token, and half the square of scores."""
@@ -131,18 +121,18 @@ def steps() -> None:
     a800 = replace(load_machine("a100"), name="A800")
     a800.values["node_rate"] *= 400 / 600  # data sheet: NVLink of 400 GB/s
     print("| model, 8 devices | attention at | step | of the peak | peak | host memory |\n|---|---|---|---|---|---|")
-    ways = {"fitted": False, "long": False, "long, kept": True}
+    ways = {"fitted": {}, "long": {}, "long, planned": PLANNED}
     for title, shape, kind, machine in (
         ("7B, 1,048,576 tokens, A800", LLAMA_7B, "a100", a800),
         ("Qwen3-8B, 1,048,576 tokens, H100", QWEN3_8B, "h100", load_machine("h100")),
     ):
-        for way, kept in ways.items():
+        for way, more in ways.items():
             share = machine["attention_share"] if way == "fitted" else LONG_ATTENTION[kind]
             faster = replace(machine, values=machine.values | {"attention_share": share})
-            job = Job(shape, 1 << 20, 8, faster, block, kept)
-            outcome = job.played()
+            job = Job(shape, 1 << 20, 8, faster, block | more)
+            outcome, attention = job.played(), f"{share:.0%}{', planned' * bool(more)}"
             print(
-                f"| {title} | {share:.0%}{', kept' * kept} | {outcome.seconds:,.0f} s | {job.share(outcome):.1%} | "
+                f"| {title} | {attention} | {outcome.seconds:,.0f} s | {job.share(outcome):.1%} | "
                 f"{outcome.peak / 1e9:.1f} GB | {host_bytes(outcome, job) / GIB:,.0f} GiB |",
                 flush=True,
             )

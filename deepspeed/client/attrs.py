@@ -4,6 +4,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -20,6 +21,20 @@ def recursive_setattr(obj: Any, path: str, value: Any) -> None:
     """Set the attribute at the dotted ``path``; all parts but the last must exist."""
     parent, _, last = path.rpartition(".")
     setattr(recursive_getattr(obj, parent) if parent else obj, last, value)
+
+
+def replace_attribute(obj: Any, name: str, value: Any, back: ExitStack) -> None:
+    """Set an attribute of ``obj`` itself until ``back`` ends, which leaves what a client has put in its place since."""
+    before = vars(obj).get(name)
+
+    def undo() -> None:
+        if vars(obj).get(name) is value:
+            delattr(obj, name)
+            if before is not None:
+                setattr(obj, name, before)
+
+    back.callback(undo)
+    setattr(obj, name, value)
 
 
 class _Answer(NamedTuple):

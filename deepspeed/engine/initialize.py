@@ -43,6 +43,7 @@ from deepspeed.pipe.engine import DualPipeVEngine, PipelineEngine, follow_config
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.profiling.start_report import report_start
 from deepspeed.profiling.timeline.observer import observe
+from deepspeed.sequence.tiling.blocks import plan_blocks
 from deepspeed.sequence.tiling.memory import save_memory
 from deepspeed.sequence.wire import wire_sequences
 from deepspeed.tensor.start import configured, split
@@ -205,6 +206,7 @@ def _assemble(
     split(model, cfg, mesh, base, lasting)
     mesh = wire_sequences(model, cfg, mesh, dims, lasting)
     save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
+    plan_blocks(model, cfg, mesh, lasting)
     mesh, of_experts, loads = spread_experts(model, cfg, mesh, lasting, base)
     _log_collectives(cfg, mesh)
     device = get_accelerator().torch_device()

@@ -65,11 +65,21 @@ def _along(value: Any, ids: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == ids.shape[1]
 
 
+def taken(value: torch.Tensor, runs: Iterable[range]) -> torch.Tensor:
+    """Return these ``runs`` of the tokens of ``value`` [rows, tokens, ...], one after the other."""
+    return torch.cat([value[:, run.start : run.stop] for run in runs], dim=1)
+
+
+def cut(batch: dict[str, Any], ids: torch.Tensor, runs: Iterable[range]) -> dict[str, Any]:
+    """Return what of ``batch`` belongs to these ``runs`` of tokens."""
+    runs = list(runs)
+    return {name: taken(value, runs) if _along(value, ids) else value for name, value in batch.items()}
+
+
 def part_of(batch: dict[str, Any], ids: torch.Tensor, rank: int, ranks: int) -> dict[str, Any]:
     """Return what of ``batch`` belongs to the tokens of ``rank`` among ``ranks``; parts differ by at most one token."""
     edges = bounds(ids.shape[1], ranks)
-    part = slice(edges[rank], edges[rank + 1])
-    return {name: value[:, part].contiguous() if _along(value, ids) else value for name, value in batch.items()}
+    return cut(batch, ids, [range(edges[rank], edges[rank + 1])])
 
 
 def prepare_autosp_inputs(

@@ -4,15 +4,19 @@ Ranks divide the heads of queries in order, as evenly as these allow, and each g
 its queries read: several ranks get the same ones where there are fewer of them than ranks (Ainslie et al. 2023).
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.row_exchange import all_to_all
 from deepspeed.errors import SequenceError
-from deepspeed.tensor.differentiable import exchange_rows
+from deepspeed.tensor.differentiable import paired
 from deepspeed.zero.regions import bounds
 
 
@@ -56,32 +60,93 @@ def to_heads(
     ``values``: [batch, heads, this rank's tokens, width] each; ``owners``: for each the heads of each rank.
     ``lengths``: tokens of each rank. One exchange for all of them. Collective, in the backward too.
     """
-    pieces = [
-        value[:, heads[rank].start : heads[rank].stop].reshape(-1)
-        for rank in range(group.size)
-        for value, heads in zip(values, owners, strict=True)
-    ]
-    per_token = [
-        value.shape[0] * len(heads[group.index]) * value.shape[3] for value, heads in zip(values, owners, strict=True)
-    ]
-    sent = [sum(piece.numel() for piece in pieces[rank * len(values) :][: len(values)]) for rank in range(group.size)]
-    received = [length * sum(per_token) for length in lengths]
-    flat = exchange_rows(torch.cat(pieces), group, sent=sent, received=received)
-    parts = flat.split([length * width for length in lengths for width in per_token])
-    results = []
-    for place, (value, heads) in enumerate(zip(values, owners, strict=True)):
-        shapes = [(value.shape[0], len(heads[group.index]), length, value.shape[3]) for length in lengths]
-        blocks = [part.view(shape) for part, shape in zip(parts[place :: len(values)], shapes, strict=True)]
-        results.append(torch.cat(blocks, dim=2).to(value.dtype))
-    return results
+    if group.size == 1:
+        return list(values)
+    how = _Exchange(owners, group, lengths)
+    return list(paired(how.to_heads, how.to_tokens, *values))
+
+
+def share_heads(
+    qkv: Sequence[torch.Tensor], group: AxisGroup, lengths: Sequence[int]
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], HeadPlan]:
+    """Return ``to_heads`` of q, k, v and its plan; as many heads of keys as of queries if nothing else fits."""
+    plan = plan_heads(qkv[0].shape[1], qkv[1].shape[1], group.size)
+    q, k, v = to_heads(qkv, (plan.queries, plan.keys, plan.keys), group, lengths)
+    if not plan.groups(group.index):
+        index = torch.tensor(plan.index[group.index], device=k.device)
+        k, v = k.index_select(1, index), v.index_select(1, index)
+    return (q, k, v), plan
 
 
 def to_tokens(value: torch.Tensor, owners: Sequence[range], group: AxisGroup, lengths: Sequence[int]) -> torch.Tensor:
     """Undo ``to_heads``: [batch, all tokens, this rank's heads, width] -> [batch, this rank's tokens, heads, width]."""
-    batch, _, heads, width = value.shape
-    pieces = [part.reshape(-1) for part in value.split(list(lengths), dim=1)]
-    mine = lengths[group.index]
-    received = [batch * mine * len(part) * width for part in owners]
-    flat = exchange_rows(torch.cat(pieces), group, sent=[piece.numel() for piece in pieces], received=received)
-    parts = zip(flat.split(received), owners, strict=True)
-    return torch.cat([part.view(batch, mine, len(part_heads), width) for part, part_heads in parts], dim=2)
+    if group.size == 1:
+        return value
+    how = _Exchange([owners], group, lengths)
+    result: torch.Tensor = paired(how.to_tokens, how.to_heads, value.transpose(1, 2))[0]
+    return result.transpose(1, 2)
+
+
+class _Exchange(NamedTuple):
+    """Rows of tokens travel, each with its parts of all values: whole sequences then lie in memory as they came."""
+
+    owners: Sequence[Sequence[range]]
+    group: AxisGroup
+    lengths: Sequence[int]
+
+    def _shapes(self, rank: int, values: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+        """Return of each value what a token has of the heads of ``rank``: [batch, heads, width]."""
+        return [(v.shape[0], len(of[rank]), v.shape[3]) for v, of in zip(values, self.owners, strict=True)]
+
+    def _rows(self, flat: torch.Tensor, rank: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the heads of ``rank`` of each value, of the tokens in ``flat``: [batch, heads, tokens, width]."""
+        shapes = self._shapes(rank, values)
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = flat.view(-1, sum(sizes)).split(sizes, dim=1)
+        return [part.unflatten(1, shape).permute(1, 2, 0, 3) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _sizes(self, values: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Return how many numbers go from tokens to heads: to each rank, and from each."""
+        mine, ranks = self.group.index, range(self.group.size)
+        each = [sum(map(math.prod, self._shapes(rank, values))) for rank in ranks]
+        return [self.lengths[mine] * width for width in each], [length * each[mine] for length in self.lengths]
+
+    def to_heads(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return [batch, this rank's heads, all tokens, width] from [batch, heads, this rank's tokens, width] each."""
+        sent, received = self._sizes(values)
+        flat = values[0].new_empty(sum(sent), dtype=_wide(values))
+        for rank, part in enumerate(flat.split(sent)):
+            for place, value, heads in zip(self._rows(part, rank, values), values, self.owners, strict=True):
+                place.copy_(value[:, heads[rank].start : heads[rank].stop])
+        got = all_to_all(flat, self.group, sent=sent, received=received)
+        whole = self._rows(got, self.group.index, values)
+        # Tensors of their own, not views of one: a client may write into them.
+        return tuple(part.data.to(value.dtype) for part, value in zip(whole, values, strict=True))
+
+    def to_tokens(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Undo ``to_heads``; what several ranks have of one head is summed."""
+        received, sent = self._sizes(values)
+        flat = values[0].new_empty(sum(sent), dtype=_wide(values))
+        for place, value in zip(self._rows(flat, self.group.index, values), values, strict=True):
+            place.copy_(value)
+        got = all_to_all(flat, self.group, sent=sent, received=received)
+        blocks = [self._rows(part, rank, values) for rank, part in enumerate(got.split(received))]
+        return tuple(
+            _joined(of, [block[number].to(value.dtype) for block in blocks])
+            for number, (of, value) in enumerate(zip(self.owners, values, strict=True))
+        )
+
+
+def _joined(owners: Sequence[range], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all heads [batch, heads, tokens, width], each token's together, from the heads of each rank."""
+    if sum(map(len, owners)) == owners[-1].stop:
+        return torch.cat([part.transpose(1, 2) for part in parts], dim=2).transpose(1, 2)
+    batch, _, tokens, width = parts[0].shape
+    whole = parts[0].new_zeros(batch, tokens, owners[-1].stop, width).transpose(1, 2)
+    for heads, part in zip(owners, parts, strict=True):
+        whole[:, heads.start : heads.stop] += part
+    return whole
+
+
+def _wide(values: Sequence[torch.Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (value.dtype for value in values))

@@ -1,6 +1,6 @@
 """Which tokens of a sequence each rank has, and which documents the whole of it consists of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, all_gather, failures
 from deepspeed.errors import SequenceError
-from deepspeed.sequence.heads import HeadPlan, plan_heads, to_heads, to_tokens
+from deepspeed.sequence.heads import HeadPlan, plan_heads, share_heads, to_tokens
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Attention of whole documents: q, k, v [documents, heads, tokens, width], and how many heads of q follow each other on
@@ -28,11 +28,25 @@ class RingGroups(NamedTuple):
     outer: AxisGroup
 
 
+def runs_of(lengths: Sequence[int], *, from_ends: bool) -> list[list[range]]:
+    """Return for each member of a ring the runs of tokens that are its own, of these ``lengths`` together.
+
+    ``from_ends``: a run from the front of the sequence and one from its end, so that under a causal mask all members
+    compute as much. Else the tokens are in the order of the members.
+    """
+    runs, first, last = list[list[range]](), 0, sum(lengths)
+    for length in lengths:
+        behind = length // 2 if from_ends else 0
+        runs.append([range(first, first + length - behind), range(last - behind, last)])
+        first, last = first + length - behind, last - behind
+    return runs
+
+
 @dataclass(frozen=True)
 class Layout:
     """Cut of the sequences of one batch. ``lengths``: tokens of each rank. ``documents``: (first token, length) of each
     among all tokens of all rows, row after row; no token attends to one outside its own. ``ring``: the
-    groups where keys go around ranks.
+    groups where keys go around ranks; ``from_ends``: which of the tokens their members have (``runs_of``).
     """
 
     group: AxisGroup
@@ -41,6 +55,27 @@ class Layout:
     documents: tuple[tuple[int, int], ...]
     device: torch.device = field(compare=False)
     ring: RingGroups | None = field(default=None, compare=False)
+    from_ends: bool = False
+
+    @cached_property
+    def members(self) -> list[tuple[int, ...]]:
+        """Return the tokens of each rank, for each member of the ring; all ranks are one member without a ring."""
+        ways = self.group.size if self.ring is None else self.ring.inner.size
+        return [self.lengths[first : first + ways] for first in range(0, self.group.size, ways)]
+
+    @cached_property
+    def runs(self) -> list[list[range]]:
+        """Return the runs of tokens of each member of the ring, which its ranks divide in this order."""
+        return runs_of([sum(lengths) for lengths in self.members], from_ends=self.from_ends)
+
+    def tokens_of(self, rank: int) -> Iterator[range]:
+        """Yield the runs of tokens of ``rank``."""
+        member, place = divmod(rank, len(self.members[0]))
+        start = sum(self.members[member][:place])
+        stop = start + self.lengths[rank]
+        for run in self.runs[member]:
+            yield run[max(start, 0) : max(stop, 0)]
+            start, stop = start - len(run), stop - len(run)
 
     @property
     def tokens(self) -> int:
@@ -87,15 +122,9 @@ class Layout:
         ``core`` runs once for the documents of each length; with ``whole`` it gets the rows as they are, and has to
         keep documents apart by itself. Collective, in the backward too.
         """
-        plan = self.heads(query.shape[1], key.shape[1])
-        owners = (plan.queries, plan.keys, plan.keys)
-        query, key, value = to_heads((query, key, value), owners, self.group, self.lengths)
-        groups = plan.groups(self.group.index)
-        if not groups:
-            index = torch.tensor(plan.index[self.group.index], device=key.device)
-            key, value = key.index_select(1, index), value.index_select(1, index)
+        qkv, plan = share_heads((query, key, value), self.group, self.lengths)
         run = core if whole or self.plain else self._in_documents(core)
-        return to_tokens(run(query, key, value, groups), plan.queries, self.group, self.lengths)
+        return to_tokens(run(*qkv, plan.groups(self.group.index)), plan.queries, self.group, self.lengths)
 
     def _in_documents(self, core: Core) -> Core:
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: int) -> torch.Tensor:
@@ -111,8 +140,15 @@ class Layout:
 
 
 def in_turn(numbers: Sequence[int | torch.Tensor], group: AxisGroup, device: torch.device) -> torch.Tensor:
-    """Return the integers of all ranks [ranks, numbers]. Collective."""
-    mine = torch.stack([torch.as_tensor(number, device=device).to(torch.int64) for number in numbers])
+    """Return the integers of all ranks [ranks, numbers]. Collective; waits for nothing where ``device`` has them."""
+    mine = torch.stack(
+        [
+            number.to(device, torch.int64)
+            if isinstance(number, torch.Tensor)
+            else torch.full((), number, dtype=torch.int64, device=device)
+            for number in numbers
+        ]
+    )
     full = mine.new_empty(group.size * len(numbers))
     all_gather(full, mine, group).wait()
     return full.view(group.size, -1)
@@ -120,13 +156,16 @@ def in_turn(numbers: Sequence[int | torch.Tensor], group: AxisGroup, device: tor
 
 def agreed(
     numbers: Sequence[int | torch.Tensor], fault: Exception | None, group: AxisGroup, device: torch.device
-) -> torch.Tensor:
-    """Return ``in_turn``; where a rank has a ``fault``, raise it there, and SequenceError with its text elsewhere."""
-    answers = in_turn([int(fault is not None), *numbers], group, device)
-    if bool(answers[:, 0].any()):
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Return ``in_turn``, and its numbers read, which waits for the device; where a rank has a ``fault``, raise it
+    there, and SequenceError with its text elsewhere.
+    """
+    answers = in_turn([*numbers, int(fault is not None)], group, device)
+    read = answers.tolist()
+    if any(row.pop() for row in read):
         texts = failures(fault, group)
         raise fault or SequenceError("; ".join(f"rank {rank}: {text}" for rank, text in texts.items()))
-    return answers[:, 1:]
+    return answers[:, :-1], read
 
 
 def codes_of(position_ids: torch.Tensor, mask: torch.Tensor | None, rows: int) -> torch.Tensor:
@@ -143,7 +182,14 @@ def joined(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int]) -> tor
     return torch.cat([part[:, :length] for part, length in zip(full, lengths, strict=True)], dim=1)
 
 
-def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], ring: RingGroups | None = None) -> Layout:
+def layout_of(
+    codes: torch.Tensor,
+    group: AxisGroup,
+    lengths: Sequence[int],
+    ring: RingGroups | None = None,
+    *,
+    from_ends: bool = False,
+) -> Layout:
     """Return the layout of whole sequences with these ``codes`` [rows, tokens]: a document begins where positions do
     not go on. Waits for the device.
     """
@@ -153,4 +199,5 @@ def layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], rin
     begins[:, 1:] = (after != before + 1) & ~((before == _PADDING) & (after == _PADDING))
     firsts = begins.view(-1).nonzero().view(-1).tolist()
     sizes = [stop - first for first, stop in zip(firsts, [*firsts[1:], rows * tokens], strict=True)]
-    return Layout(group, rows, tuple(lengths), tuple(zip(firsts, sizes, strict=True)), codes.device, ring)
+    documents = tuple(zip(firsts, sizes, strict=True))
+    return Layout(group, rows, tuple(lengths), documents, codes.device, ring, from_ends)

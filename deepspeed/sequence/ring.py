@@ -2,11 +2,14 @@
 
 Each rank keeps its queries. Keys and values of all ranks come by, one part a turn, while the part before is used; the
 outputs of the parts are merged by their log-sum-exp, as Milakov and Gimelshein 2018 merge softmaxes. The backward goes
-around once more, and carries the gradients of keys and values home.
+around once more, and carries the gradients of keys and values home, beside the computation of the next ones.
+
+A rank has runs of consecutive tokens. Where it has one of the front and one of the end of the sequence, all ranks
+compute as much under a causal mask (Brandon et al. 2023).
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 
 from deepspeed.comm.collectives import AxisGroup, Collective
 from deepspeed.comm.row_exchange import start_shift
-from deepspeed.sequence.heads import plan_heads, to_heads, to_tokens
+from deepspeed.sequence.heads import share_heads, to_tokens
 from deepspeed.sequence.layout import Layout
 
 _TILE = 1 << 24  # scores at once, where no kernel of torch serves
@@ -31,16 +34,16 @@ class RingMask(NamedTuple):
     window: int | None = None
 
 
-class _RingBlock:
-    """Attention of the ``queries`` of one rank to the ``keys`` of one, numbers in the sequence, with its backward."""
+class RingBlock:
+    """Attention of a run of ``queries`` to a run of ``keys``, numbers in the sequence, with its backward."""
 
     def __init__(self, mask: RingMask, queries: range, keys: range, scale: float) -> None:
-        self._mask, self._scale, self._first, self._start = mask, scale, queries.start, keys.start
+        self._mask, self._scale, self.queries, self.keys = mask, scale, queries, keys
         self._plain = mask.documents is None and (mask.window is None or queries.stop - keys.start <= mask.window)
-        self._diagonal = mask.causal and queries == keys
+        self.is_diagonal = mask.causal and queries == keys
         nearest = queries.start - (keys.stop - 1)  # tokens between the first query and the last key
-        late = mask.causal and keys.start > queries.start
-        self.is_empty = late or (mask.window is not None and nearest >= mask.window)  # no query sees any key
+        none = not queries or not keys or (mask.causal and keys.start > queries.start)
+        self.is_empty = none or (mask.window is not None and nearest >= mask.window)  # no query sees any key
 
     def _kernel(self, q: torch.Tensor) -> str:
         if not self._plain:
@@ -52,11 +55,13 @@ class _RingBlock:
         kernel = self._kernel(q)
         if kernel == "cpu":
             out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, self._diagonal, scale=self._scale
+                q, k, v, 0.0, self.is_diagonal, scale=self._scale
             )
             return out.float(), total
         if kernel:
-            out, total = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self._diagonal, scale=self._scale)[:2]
+            out, total = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.is_diagonal, scale=self._scale)[
+                :2
+            ]
             return out.float(), total
         out, total = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
         for part, scores in self._scores(q, k):
@@ -73,14 +78,14 @@ class _RingBlock:
         kernel = self._kernel(q)
         if kernel == "cpu":
             parts: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, total, 0.0, self._diagonal, scale=self._scale
+                grad, q, k, v, out, total, 0.0, self.is_diagonal, scale=self._scale
             )
             return parts
         if kernel:
             none, seed = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
             sizes = (none, none, q.shape[2], k.shape[2])
             parts = _aten._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, total, *sizes, 0.0, self._diagonal, seed, none, scale=self._scale
+                grad, q, k, v, out, total, *sizes, 0.0, self.is_diagonal, seed, none, scale=self._scale
             )
             return parts
         wide, seen = grad.float(), torch.where(total.isfinite(), total, 0.0)
@@ -97,10 +102,10 @@ class _RingBlock:
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield rows of queries and their scaled scores, -inf for what they do not see."""
         step = max(1, _TILE // (q.shape[0] * q.shape[1] * k.shape[2]))
-        keys, places = k.float().transpose(-1, -2), torch.arange(k.shape[2], device=k.device) + self._start
+        keys, places = k.float().transpose(-1, -2), torch.arange(k.shape[2], device=k.device) + self.keys.start
         for begin in range(0, q.shape[2], step):
             part = slice(begin, min(begin + step, q.shape[2]))
-            rows = torch.arange(part.start, part.stop, device=q.device) + self._first
+            rows = torch.arange(part.start, part.stop, device=q.device) + self.queries.start
             back = rows[:, None] - places
             seen = (back >= 0) if self._mask.causal else torch.ones_like(back, dtype=torch.bool)
             if self._mask.window is not None:
@@ -111,11 +116,26 @@ class _RingBlock:
             yield part, scores.masked_fill(~(seen[:, None] if seen.dim() == 3 else seen), float("-inf"))
 
 
+def blocks_of(
+    mask: RingMask, queries: Sequence[range], keys: Sequence[range], scale: float = 1.0
+) -> list[tuple[RingBlock, slice, slice]]:
+    """Return the blocks of runs of ``queries`` and runs of ``keys`` that see each other, with the place of either."""
+    blocks = ((RingBlock(mask, *pair, scale), pair) for pair in product(queries, keys))
+    rows, places = _places(queries), _places(keys)
+    return [(block, rows[q], places[k]) for block, (q, k) in blocks if not block.is_empty]
+
+
+def _places(runs: Sequence[range]) -> dict[range, slice]:
+    """Return where each of the ``runs`` is among the tokens of them all."""
+    edges = pairwise([0, *accumulate(len(run) for run in runs)])
+    return {run: slice(*pair) for run, pair in zip(runs, edges, strict=True)}
+
+
 class _Way(NamedTuple):
-    """What all turns need. ``rows``: numbers of the tokens of each rank."""
+    """What all turns need. ``runs``: numbers of the tokens of each rank."""
 
     group: AxisGroup
-    rows: list[range]
+    runs: Sequence[Sequence[range]]
     mask: RingMask
     scale: float
 
@@ -126,13 +146,15 @@ class _Ring(torch.autograd.Function):
         ctx.way = way
         out = torch.zeros_like(q, dtype=torch.float32)
         total = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        for block, pair in _turns(kv, way):
-            if not block.is_empty:
-                part, lse = block.forward(q, *pair.unbind(0))
-                after = torch.logaddexp(total, lse)
+        for blocks, pair in _turns(kv, way):
+            for block, rows, keys in blocks:
+                part, lse = block.forward(q[:, :, rows], *_repeated(pair[:, :, :, keys], q.shape[1]))
+                before = total[:, :, rows]
+                after = torch.logaddexp(before, lse)
                 shown = torch.where(after.isfinite(), after, 0.0)
-                out = out * (total - shown).exp()[..., None] + part * (lse - shown).exp()[..., None]
-                total = after
+                out[:, :, rows] *= (before - shown).exp()[..., None]
+                out[:, :, rows] += part * (lse - shown).exp()[..., None]
+                total[:, :, rows] = after
         ctx.save_for_backward(q, kv, out, total)
         return out.to(q.dtype)
 
@@ -141,34 +163,42 @@ class _Ring(torch.autograd.Function):
         way: _Way = ctx.way
         q, kv, out, total = ctx.saved_tensors
         grad, out = grad.contiguous(), out.to(q.dtype)
-        dq, carried = torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(kv, dtype=torch.float32)
-        for block, pair in _turns(kv, way):
-            if not block.is_empty:
-                k, v = pair.unbind(0)
-                parts = block.backward(grad, (q, k, v), out, total)
-                dq += parts[0]
-                carried[:, :, :, : pair.shape[3]] += torch.stack([part.float() for part in parts[1:]])
-            carried = _passed_on(carried, way.group)
+        dq, carried, moving = torch.zeros_like(q, dtype=torch.float32), torch.empty(0), list[Collective]()
+        for blocks, pair in _turns(kv, way):
+            added = torch.zeros_like(kv, dtype=torch.float32)
+            for block, rows, keys in blocks:
+                tensors = (q[:, :, rows], *_repeated(pair[:, :, :, keys], q.shape[1]))
+                above, *of_all = (x[:, :, rows].contiguous() for x in (grad, out, total))
+                parts = block.backward(above, tensors, *of_all)
+                dq[:, :, rows] += parts[0]
+                of_heads = torch.stack(parts[1:]).unflatten(2, (kv.shape[2], -1))
+                added[:, :, :, keys] += of_heads.sum(3, dtype=torch.float32)
+            for transfer in moving:
+                transfer.wait()
+                added += carried
+            carried = torch.empty_like(added)
+            moving = [start_shift(added, carried, way.group)]
+        for transfer in moving:
+            transfer.wait()
         return dq.to(q.dtype), carried.to(kv.dtype), None
 
 
-def _passed_on(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    arriving = torch.empty_like(values)
-    start_shift(values, arriving, group).wait()
-    return arriving
+def _repeated(pair: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+    """Return keys and values for each of the ``heads`` of queries: each head of keys travels once."""
+    many = heads // pair.shape[2]
+    return (pair.repeat_interleave(many, dim=2) if many > 1 else pair).unbind(0)
 
 
-def _turns(kv: torch.Tensor, way: _Way) -> Iterator[tuple[_RingBlock, torch.Tensor]]:
-    """Yield the block of each turn and the keys and values of it, while the next ones are on their way."""
+def _turns(kv: torch.Tensor, way: _Way) -> Iterator[tuple[list[tuple[RingBlock, slice, slice]], torch.Tensor]]:
+    """Yield the blocks of each turn and the keys and values of it, while the next ones are on their way."""
     group, pair = way.group, kv
     for turn in range(group.size):
-        source = (group.index - turn) % group.size
         arriving, moving = pair, list[Collective]()
         if turn < group.size - 1:
             arriving = torch.empty_like(pair)
             moving.append(start_shift(pair, arriving, group))
-        keys = way.rows[source]
-        yield _RingBlock(way.mask, way.rows[group.index], keys, way.scale), pair[:, :, :, : len(keys)]
+        keys = way.runs[(group.index - turn) % group.size]
+        yield blocks_of(way.mask, way.runs[group.index], keys, way.scale), pair
         for transfer in moving:
             transfer.wait()
         pair = arriving
@@ -181,23 +211,20 @@ def ring_attention(
     group: AxisGroup,
     *,
     mask: RingMask,
-    lengths: Sequence[int] | None = None,
+    runs: Sequence[Sequence[range]],
     scale: float | None = None,
 ) -> torch.Tensor:
     """Return the attention [b, h, n, d] of this rank's queries to the keys of all ranks of ``group``.
 
-    ``q`` [b, h, n, d] and ``k``, ``v`` [b, kv heads, n, d] are this rank's part of the sequence, in rank order.
-    ``lengths``: the n of each rank; None: equal ones. Softmax and sums are in fp32. Collective, in the backward too.
-    Memory beside the arguments: two parts of keys and values, and their gradients in the backward.
+    ``q`` [b, h, n, d] and ``k``, ``v`` [b, kv heads, n, d] are of this rank's tokens. ``runs``: the tokens of each rank
+    in order, as numbers in the sequence. Softmax and sums are in fp32. Collective, in the backward too.
+    Memory beside the arguments: two parts of keys and values, and three of their gradients in the backward.
     """
-    edges = [0, *accumulate([q.shape[2]] * group.size if lengths is None else lengths)]
-    rows = [range(*pair) for pair in pairwise(edges)]
-    many, missing = q.shape[1] // k.shape[1], max(map(len, rows)) - q.shape[2]
+    missing = max(sum(map(len, tokens)) for tokens in runs) - q.shape[2]
     # One size travels, as a rank has to know what comes.
-    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (k, v)]
-    kv = torch.stack([x.repeat_interleave(many, dim=1) if many > 1 else x for x in padded])
+    kv = torch.stack([F.pad(x, (0, 0, 0, missing)) if missing else x for x in (k, v)])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    result: torch.Tensor = _Ring.apply(q, kv, _Way(group, rows, mask, scale))
+    result: torch.Tensor = _Ring.apply(q, kv, _Way(group, runs, mask, scale))
     return result
 
 
@@ -222,12 +249,7 @@ def attend_around(
     """
     assert layout.ring is not None
     inner, outer = layout.ring
-    ways = inner.size
-    blocks = [layout.lengths[first : first + ways] for first in range(0, len(layout.lengths), ways)]
-    near, plan = blocks[outer.index], plan_heads(q.shape[1], k.shape[1], ways)
-    q, k, v = to_heads((q, k, v), (plan.queries, plan.keys, plan.keys), inner, near)
-    if not plan.groups(inner.index):
-        index = torch.tensor(plan.index[inner.index], device=k.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    out = ring_attention(q, k, v, outer, mask=mask, lengths=[sum(block) for block in blocks], scale=scale)
+    near = layout.members[outer.index]
+    qkv, plan = share_heads((q, k, v), inner, near)
+    out = ring_attention(*qkv, outer, mask=mask, runs=layout.runs, scale=scale)
     return to_tokens(out.transpose(1, 2), plan.queries, inner, near)

@@ -28,7 +28,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.plain import PlainPipeline
 from deepspeed.sequence.attention import PREFIX, registered, running
 from deepspeed.sequence.balance import balance_whole_sequences
-from deepspeed.sequence.batch import IGNORED, is_part, part_of, shape_fault, weighed, whole_batch
+from deepspeed.sequence.batch import IGNORED, cut, is_part, shape_fault, taken, weighed, whole_batch
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
@@ -212,8 +212,8 @@ class Hooks:
             assert ids is not None
             checked = [ids, *(given.get(key) for key in ("labels", "position_ids", "attention_mask"))]
             numbers = [ids.shape[0], ids.shape[1], sum(_checksum(value) for value in checked if value is not None)]
-        answers = agreed(numbers, error, group, self._device)
-        if bool((answers != answers[0]).any()):
+        _, answers = agreed(numbers, error, group, self._device)
+        if any(answer != answers[0] for answer in answers):
             raise SequenceError(
                 f"the ranks of one sequence got different batches ({_shapes(answers, group)}). Take them from "
                 "engine.deepspeed_io, wrap the loader in UlyssesSPDataLoaderAdapter, or sample by data-parallel ranks"
@@ -221,13 +221,14 @@ class Hooks:
         assert ids is not None
         batch = whole_batch({key: value for key, value in given.items() if value is not None}, ids, group.size)
         ids = batch[name]
-        targets, edges = batch["shift_labels"], bounds(ids.shape[1], group.size)
-        run.counts = torch.stack([part.ne(IGNORED).sum() for part in targets.split(widths(edges), dim=1)])
         codes = codes_of(batch["position_ids"], batch.get("attention_mask"), ids.shape[0])
-        part = part_of(batch, ids, group.index, group.size)
+        layout = layout_of(codes, group, widths(bounds(ids.shape[1], group.size)), self._ring, from_ends=True)
+        parts = [taken(batch["shift_labels"], layout.tokens_of(rank)) for rank in range(group.size)]
+        run.counts = torch.stack([targets.ne(IGNORED).sum() for targets in parts])
+        part = cut(batch, ids, layout.tokens_of(group.index))
         part["labels"] = part["shift_labels"]
         run.summed = given.get("num_items_in_batch") is not None
-        return part, layout_of(codes, group, widths(edges), self._ring)
+        return part, layout
 
     def _of_parts(self, given: dict[str, Any], run: _Run) -> tuple[dict[str, Any], Layout]:
         """Take a batch that was cut before: this rank has its part, with the positions of its tokens."""
@@ -239,10 +240,10 @@ class Hooks:
         if not fault:
             assert ids is not None
             numbers = [ids.shape[0], ids.shape[1], 0 if targets is None else targets.ne(IGNORED).sum()]
-        answers = agreed(numbers, error, self._group, self._device)
-        rows, lengths = answers[:, 0].tolist(), answers[:, 1].tolist()
+        answers, read = agreed(numbers, error, self._group, self._device)
+        rows, lengths = [row for row, *_ in read], [length for _, length, _ in read]
         if len(set(rows)) > 1 or min(lengths) == 0:
-            shapes = _shapes(answers, self._group)
+            shapes = _shapes(read, self._group)
             raise SequenceError(f"the parts of one sequence have different numbers of rows, or no token ({shapes})")
         assert ids is not None
         codes = codes_of(given["position_ids"], given.get("attention_mask"), ids.shape[0])
@@ -281,9 +282,9 @@ class Hooks:
         return weighed(loss, count, run.counts.sum(), self._group)
 
 
-def _shapes(answers: torch.Tensor, group: AxisGroup) -> str:
-    shapes = zip(group.ranks, answers[:, :2].tolist(), strict=True)
-    return "[rows, tokens] of " + ", ".join(f"rank {rank}: {shape}" for rank, shape in shapes)
+def _shapes(answers: list[list[int]], group: AxisGroup) -> str:
+    shapes = zip(group.ranks, answers, strict=True)
+    return "[rows, tokens] of " + ", ".join(f"rank {rank}: {shape[:2]}" for rank, shape in shapes)
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

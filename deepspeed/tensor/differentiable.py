@@ -48,27 +48,30 @@ def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[
 
 
 class _Paired(torch.autograd.Function):
-    """Apply ``run`` to a value, and ``back`` to its gradient."""
-
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, run: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+    def forward(ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *values: torch.Tensor) -> Any:
         ctx.back = back
-        result: torch.Tensor = run(value)
-        return result
+        return run(*values)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.back(grad), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        back = ctx.back(*grads)
+        return None, None, *(back if isinstance(back, tuple) else (back,))
+
+
+def paired(run: Callable[..., Any], back: Callable[..., Any], *values: torch.Tensor) -> Any:
+    """Return ``run(*values)``, a tensor or a tuple; ``back`` makes the gradients of the values from those of that."""
+    return _Paired.apply(run, back, *values)
 
 
 def enter_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Return a whole ``value`` as it is, for ranks that compute different parts from it; its gradients are summed."""
-    return _Paired.apply(value, lambda v: v.view_as(v), lambda grad: summed(grad, group))
+    return paired(lambda v: v.view_as(v), lambda grad: summed(grad, group), value)
 
 
 def sum_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Sum a partial value over the ranks to a whole one; pass its gradient on as it is."""
-    return _Paired.apply(value, lambda v: summed(v, group), lambda grad: grad)
+    return paired(lambda v: summed(v, group), lambda grad: grad, value)
 
 
 def join_parts(
@@ -76,7 +79,7 @@ def join_parts(
 ) -> torch.Tensor:
     """All-gather a value cut along ``dim`` at ``edges``; ``partial_gradient``: ranks compute different parts."""
     how, back = (group, dim, edges), _scattered if partial_gradient else _mine
-    return _Paired.apply(value, lambda v: _joined(v, *how), lambda grad: back(grad, *how))
+    return paired(lambda v: _joined(v, *how), lambda grad: back(grad, *how), value)
 
 
 def cut_parts(
@@ -84,13 +87,13 @@ def cut_parts(
 ) -> torch.Tensor:
     """Cut a whole value along ``dim`` at ``edges``; reduce-scatter a ``partial`` one."""
     how, run = (group, dim, edges), _scattered if partial else _mine
-    return _Paired.apply(value, lambda v: run(v, *how), lambda grad: _joined(grad, *how))
+    return paired(lambda v: run(v, *how), lambda grad: _joined(grad, *how), value)
 
 
 def exchange_rows(value: torch.Tensor, group: AxisGroup, *, sent: list[int], received: list[int]) -> torch.Tensor:
     """Send ``sent[r]`` consecutive rows of a cut value to each rank r; return the ``received[r]`` rows of each."""
     run, back = {"sent": sent, "received": received}, {"sent": received, "received": sent}
-    return _Paired.apply(value, lambda v: all_to_all(v, group, **run), lambda grad: all_to_all(grad, group, **back))
+    return paired(lambda v: all_to_all(v, group, **run), lambda grad: all_to_all(grad, group, **back), value)
 
 
 class _Flight:

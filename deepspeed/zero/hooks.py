@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.client.attrs import replace_attribute
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger
 from deepspeed.zero.module.attributes import pickle_as_before, pickle_plainly
@@ -228,8 +229,7 @@ class ModuleHooks:
     def compile(self, compiler: Callable[[Any], Any]) -> Callable[[], None]:
         """Pass every forward without hooks inside through ``compiler``; return a callable that undoes that."""
         movable = {m for m, indices in self._touches.items() if any(self._runtime.units[i].movable for i in indices)}
-        before: dict[nn.Module, Any] = {}
-        made: dict[nn.Module, Any] = {}
+        back, compiled = contextlib.ExitStack(), list[nn.Module]()
 
         def visit(module: nn.Module) -> None:
             inner = [m for m in module.modules() if m is not module]
@@ -239,30 +239,23 @@ class ModuleHooks:
                 for child in module.children():
                     visit(child)
             elif module in self._roots or not single:
-                before[module] = vars(module).get("forward")
                 forward: Any = module.forward
                 method = getattr(forward, "__self__", None) is module and isinstance(forward, MethodType)
                 # A method: a copy of the module calls it for itself, not for this module.
-                made[module] = MethodType(compiler(forward.__func__), module) if method else compiler(forward)
-                module.forward = made[module]
+                made = MethodType(compiler(forward.__func__), module) if method else compiler(forward)
+                replace_attribute(module, "forward", made, back)
+                compiled.append(module)
 
         self.install(compiled=True)  # first: where that fails nothing has changed
         visit(self._model)
-        if not before and self._runtime.mesh.first:
+        if not compiled and self._runtime.mesh.first:
             logger.warning(
                 "nothing of %s is compiled: its parameters are sharded one module at a time, as it repeats no block in "
                 "a ModuleList; mark larger modules by deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize",
                 type(self._model).__name__,
             )
 
-        def undo() -> None:
-            for module, forward in before.items():
-                if vars(module).get("forward") is made[module]:  # else the client has put another in its place
-                    del module.forward
-                    if forward is not None:
-                        module.forward = forward
-
-        return undo
+        return back.close
 
     def _hook_module(self, module: nn.Module, units: list[Unit]) -> None:
         before, after = self._hooks_of(module, units)

@@ -206,6 +206,7 @@ def _sequence_probes() -> dict[str, Probe]:
         "sequence.loss": Probe(base(), "tiled"),
         "sequence.mlp_tiles": Probe(base(), 4),
         "sequence.offload_activations": Probe(base(), value=True),
+        "sequence.plan": Probe(base(), "auto"),
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.sequence import ring
+from deepspeed.sequence.layout import runs_of
 from deepspeed.sequence.ring import RingMask, ring_attention
 from tests.harness.pool import RankPool
 
@@ -61,11 +62,12 @@ def errors(options: dict[str, Any]) -> list[float]:
     expected = _whole(*wide, mask)
     expected.backward(grad.double())
     edges = [0] + [ROWS * (r + 1) - (bool(options.get("uneven")) and r < world - 1) for r in range(world)]
-    mine = slice(edges[rank], edges[rank + 1])
+    runs = runs_of([b - a for a, b in pairwise(edges)], from_ends=options["from_ends"])
+    mine = [token for run in runs[rank] for token in run]
     parts = [x[:, :, mine].contiguous().requires_grad_() for x in (q, k, v)]
     before, ring._TILE = ring._TILE, options.get("tile", ring._TILE)
     try:
-        out = ring_attention(*parts, group, mask=mask, lengths=[b - a for a, b in pairwise(edges)])
+        out = ring_attention(*parts, group, mask=mask, runs=runs)
         out.backward(grad[:, :, mine])
     finally:
         ring._TILE = before
@@ -77,5 +79,6 @@ def errors(options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_ring_attends_as_one_rank(cell: str, world: int, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    for found in pool.run(errors, CELLS[cell]):
-        assert len(found) == 4 and max(found) < (0.04 if "dtype" in CELLS[cell] else 2e-6), found
+    for from_ends in (False, True):
+        for found in pool.run(errors, {**CELLS[cell], "from_ends": from_ends}):
+            assert len(found) == 4 and max(found) < (0.04 if "dtype" in CELLS[cell] else 2e-6), (from_ends, found)

@@ -138,6 +138,8 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "a ring, windows in packed rows": (4, 2, "packed", {"heads": 1, "keys": 1, "window": 5}),
     "a ring alone, padded, recomputed": (2, 1, "padded left", {}, {"recomputes": True, **_by("ring")}),
     "heads and a ring, packed": (4, 3, "packed", GROUPED, _by("both")),
+    "heads and a ring, a sequence shorter than its ranks": (4, 1, "short", GROUPED, _by("both")),
+    "a ring of parts that were cut before": (4, 2, "packed", {"window": 5}, {"cuts": True, **_by("ring")}),
     "optimizer in host memory": (2, 2, "odd", {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
 }  # fmt: skip
 
@@ -146,6 +148,27 @@ CELLS: dict[str, tuple[Any, ...]] = {
 def test_training_equals_one_process(pool4: RankPool, cell: str) -> None:
     for errors in pool4.run(parity, *CELLS[cell]):
         assert max(errors.values()) <= 2e-6, errors
+
+
+def _read(attention: str) -> tuple[list[int], list[float]]:
+    """Positions of this rank's tokens, and how far its logits are from those of one process."""
+    with modules_replaced({"transformers": stand_in}):
+        model, plain, batch = decoder(), decoder(), batch_of("odd", 0, 0)
+        engine, seen = start(model, config_of(4, 1, **_by(attention))), list[torch.Tensor]()
+        engine.module.positions.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        logits, whole = engine(**batch)["logits"], plain(**batch)["logits"]
+        engine.destroy()
+    return seen[0][0].tolist(), float((logits - whole[:, seen[0][0]]).abs().max().detach())
+
+
+@pytest.mark.parametrize("attention", ["ring", "both"])
+def test_a_rank_of_a_ring_has_tokens_of_the_front_and_of_the_end(pool4: RankPool, attention: str) -> None:
+    ring = [0, 1, 11, 12], [2, 3, 10], [4, 5, 9], [6, 7, 8]
+    both = [0, 1, 2, 3], [10, 11, 12], [4, 5, 6], [7, 8, 9]
+    for (tokens, error), expected in zip(
+        pool4.run(_read, attention), {"ring": ring, "both": both}[attention], strict=True
+    ):
+        assert tokens == expected and error < 2e-6
 
 
 class _Attending(torch.nn.Module):
@@ -160,6 +183,7 @@ class _Attending(torch.nn.Module):
 
     def local(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = 0.0) -> torch.Tensor:
         """Causal attention of [tokens, rows, heads, width] or [rows, tokens, heads, width]."""
+        q *= 0.5  # a client may write into what it gets
         order = (1, 2, 0, 3) if self.tokens_first else (0, 2, 1, 3)
         q, k, v = (part.permute(order) for part in (q, k, v))
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))

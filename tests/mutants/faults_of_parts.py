@@ -56,6 +56,7 @@ PARTS = (
 
 _SEQUENCE = "tests/dist/test_sequence.py::test_training_equals_one_process"
 _TILES = "tests/dist/test_tiles.py::test_tiles_train_as_the_whole_does_where_ranks_have_other_numbers_of_them"
+_RING = "tests/dist/test_ring.py::test_a_ring_attends_as_one_rank"
 SEQUENCES = (
     Mutant(
         "SQ1",
@@ -108,10 +109,10 @@ SEQUENCES = (
     Mutant(
         "SQ7",
         "deepspeed/sequence/heads.py",
-        "[piece.numel() for piece in pieces], received=received)",
-        "[piece.numel() for piece in pieces][::-1], received=received[::-1])",
-        (f"{_SEQUENCE}[sp 4, stage 1, odd length, heads that ranks do not divide]",),
-        "outputs go back to the ranks that have the tokens",
+        "enumerate(got.split(received))]",
+        "enumerate(got.split(received)[::-1])]",
+        (f"{_SEQUENCE}[sp 2, stage 0]",),
+        "heads are joined in the order of the ranks that they come from",
     ),
     Mutant(
         "SQ8",
@@ -160,8 +161,8 @@ SEQUENCES = (
     Mutant(
         "TI5",
         "deepspeed/sequence/tiling/offload.py",
-        "return computed and tensor.nbytes",
-        "return tensor.nbytes",
+        "return computed and self.worth(tensor)",
+        "return self.worth(tensor)",
         ("tests/pure/test_offload_activations.py::test_only_what_a_forward_computed_on_a_device_moves",),
         "weights stay where they are",
     ),
@@ -172,6 +173,54 @@ SEQUENCES = (
         "parts.ne(IGNORED).sum()",
         (f"{_SEQUENCE}[parts that were cut before, weighed by tokens]",),
         "a part of a sequence is weighed by the tokens of the whole",
+    ),
+    Mutant(
+        "SQ10",
+        "deepspeed/sequence/ring.py",
+        "moving = [start_shift(added, carried, way.group)]",
+        "carried = added",
+        (f"{_RING}[causal-2]",),
+        "gradients of keys and values go home around the ring",
+    ),
+    Mutant(
+        "SQ11",
+        "deepspeed/sequence/ring.py",
+        "shown = torch.where(lse.isfinite(), lse, 0.0)",
+        "shown = lse",
+        (f"{_RING}[documents-2]",),
+        "a query that sees no key of a block takes nothing from it",
+    ),
+    Mutant(
+        "SQ12",
+        "deepspeed/sequence/ring.py",
+        "shown = torch.where(after.isfinite(), after, 0.0)",
+        "shown = after",
+        (f"{_RING}[documents-2]",),
+        "a query may see nothing of the first blocks, and of later ones",
+    ),
+    Mutant(
+        "SQ13",
+        "deepspeed/sequence/layout.py",
+        "behind = length // 2 if from_ends else 0",
+        "behind = 0",
+        ("tests/pure/test_ring_balance.py::test_each_rank_of_a_ring_computes_as_much_under_a_causal_mask",),
+        "all ranks of a ring compute as much",
+    ),
+    Mutant(
+        "SQ14",
+        "deepspeed/sequence/wire.py",
+        "self._ring, from_ends=True)",
+        "self._ring)",
+        ("tests/dist/test_sequence.py::test_a_rank_of_a_ring_has_tokens_of_the_front_and_of_the_end",),
+        "batches that the engine cuts are cut from both ends",
+    ),
+    Mutant(
+        "SQ15",
+        "deepspeed/sequence/heads.py",
+        "whole[:, heads.start : heads.stop] += part",
+        "whole[:, heads.start : heads.stop] = part",
+        (f"{_SEQUENCE}[sp 4, stage 0, packed, heads of keys on several ranks]",),
+        "gradients of a head of keys that several ranks have are summed",
     ),
 )
 

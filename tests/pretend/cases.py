@@ -21,9 +21,12 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.config.model.blocks import MemoryConfig
+from deepspeed.sequence.tiling.blocks import PlannedBlocks
+from deepspeed.sequence.tiling.choice import Choice, Keep
 from tests.gpu.test_offload_cuda import LATE as RULES, Stack, places
 from tests.pretend import device as pretend, group  # noqa: F401 - the groups are registered
-from tests.pretend.table import LATE, LATE_STEPS, PLACES, PLANTED
+from tests.pretend.table import LATE, LATE_STEPS, ORDERS, PLACES, PLANTED
 from tests.sim import mutants
 
 WIDTH, DEPTH, ROWS, STEPS, GAS = 32, 3, 4, 3, 2
@@ -190,9 +193,55 @@ def edited_masters() -> dict[str, list[list[float]]]:
     return found
 
 
+@torch.library.custom_op("pretend::attention", mutates_args=())
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    """What is taken for an attention kernel, by its name."""
+    return x.tanh()
+
+
+def _setup(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+_attention.register_autograd(lambda ctx, grad: grad * (1 - ctx.saved_tensors[0] ** 2), setup_context=_setup)
+
+
+class Block(nn.Sequential):
+    """Saves what attention returns twice."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = _attention(self[0](x))
+        return x + self[1](mixed) * mixed.sigmoid()
+
+
+def kept_activations() -> dict[str, list[float]]:
+    """Order -> sums of gradients of blocks that keep, recompute and offload in turn; "plain": that do nothing of it."""
+    found = {}
+    for order in ("plain", *ORDERS):
+        pretend.set_order(order if order in ORDERS else "now", 7)
+        torch.manual_seed(0)
+        blocks = [Block().to(pretend.NAME) for _ in range(6)]
+        kept = PlannedBlocks(blocks, MemoryConfig(), None)  # type: ignore[arg-type]
+        kept._forwards, kept.choices = 9, [Choice(keep, share) for share in (1.0, 0.4) for keep in Keep]
+        for number in range(STEPS):
+            hidden = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(number)).to(pretend.NAME)
+            hidden = hidden.requires_grad_() * 1.0
+            for place, block in enumerate(blocks):
+                hidden = block(hidden) if order == "plain" else kept.run(place, block, hidden)
+            hidden.square().sum().backward()
+        found[order] = [float(p.grad.double().cpu().sum()) for block in blocks for p in block.parameters()]
+        assert order == "plain" or kept._offload.copied > STEPS * 6, kept._offload.copied
+    pretend.set_order("late")
+    return found
+
+
 JOBS: dict[str, Callable[[], Any]] = {
     "plain": plain, "empty parameter": empty_parameter, "foreign devices": foreign_devices,
     "edited masters": edited_masters,
+    "kept activations": kept_activations,
 }  # fmt: skip
 
 

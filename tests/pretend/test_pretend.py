@@ -61,6 +61,7 @@ ALONE = {
     "test_no_thread_asks": "foreign devices",
     "test_a_parameter_without_elements": "empty parameter",
     "test_who_writes_to_masters": "edited masters",
+    "test_activations_in_host_memory": "kept activations",
 }
 
 
@@ -96,6 +97,12 @@ def test_training_is_that_of_plain_pytorch_however_late_the_device_is(cell: str,
     expected = found["plain" if dtype == "fp32" else f"train 0 late {dtype}"]
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     assert losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_activations_in_host_memory_are_those_of_plain_blocks_however_late(found: dict[str, Any]) -> None:
+    sums = found["kept activations"]
+    assert isinstance(sums, dict), sums
+    assert [order for order, numbers in sums.items() if numbers == sums["plain"]] == ["plain", *ORDERS]
 
 
 LATE_CELLS = [(place, order, "fp32") for place in LATE for order in ORDERS]

@@ -128,6 +128,7 @@ BROKEN = [
     ),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
     (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
+    ({"sequence": {"plan": "auto", "offload_activations": True}}, 'sequence.plan "auto" chooses what goes to the host'),
     (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),
     (z(stage=3, mics_shard_size=3), "mics_shard_size 3 does not divide the 4 data-parallel ranks"),
     (z(stage=3, mics_shard_size=0), "mics_shard_size must be -1 (off)"),

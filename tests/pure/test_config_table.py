@@ -28,7 +28,7 @@ EXTENSIONS = {
         for n in ("device_states", "delayed_update", "delayed_update_warm_up")
     ),
     "normalize",
-    *(f"sequence.{name}" for name in ("attention", "loss", "mlp_tiles", "offload_activations")),
+    *(f"sequence.{name}" for name in ("attention", "loss", "mlp_tiles", "offload_activations", "plan")),
     "optimizer.torch_adam",
     "zero_optimization.separate_reduce_group",
     *(f"observe.{name}" for name in ("trace", "steps", "run", "slow_factor", "slow_steps")),

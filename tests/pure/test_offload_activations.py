@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.runtime.activation_checkpointing.offload_activations import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
@@ -69,6 +70,20 @@ def test_at_most_so_many_tensors_wait_for_their_copies(monkeypatch: Any) -> None
     assert torch.equal(manager._unpack(kept[1]), value.detach()) and kept[0].tensor is not None  # fetched ahead
 
 
+def test_memory_that_was_filled_ahead_in_vain_waits_for_its_copy(monkeypatch: Any) -> None:
+    monkeypatch.setattr(OffloadActivations, "moves", _of_the_cpu)
+    manager = get_checkpoint_hidden_states_offloading_ctx_manager(keep_last_count=0, max_fwd_stash_count=0)
+    value, waited = torch.randn(512, requires_grad=True), []
+    kept = [manager._pack(value * number) for number in range(2)]
+    manager._unpack(kept.pop())
+    event = kept[0].event
+    assert kept[0].tensor is not None and event is not None
+    stream = type("Stream", (), {"wait_event": lambda _, event: waited.append(event)})()
+    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: stream, raising=False)
+    kept.clear()
+    assert waited == [event]
+
+
 def test_on_the_cpu_nothing_is_copied() -> None:
     manager = get_checkpoint_hidden_states_offloading_ctx_manager()
     _gradients(manager, reentrant=False)
@@ -79,6 +94,25 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 def test_only_what_a_forward_computed_on_a_device_moves() -> None:
     manager = get_checkpoint_hidden_states_offloading_ctx_manager()
-    weight = nn.Parameter(torch.empty(512, device="meta"))
-    moves = [manager.moves(value) for value in (weight, weight * 2, (weight * 2).detach(), (weight * 2)[:8])]
-    assert moves == [False, True, False, False]
+    weight = nn.Parameter(torch.empty(16, 32, device="meta"))
+    twice = weight * 2
+    moves = [manager.moves(value) for value in (weight, twice, twice.detach(), twice[0], weight.t())]
+    assert moves == [False, True, False, False, False]  # linear layers save such views of their weights
+
+
+def test_what_several_operations_save_is_copied_once_and_keeps_its_strides(monkeypatch: Any) -> None:
+    monkeypatch.setattr(OffloadActivations, "moves", _of_the_cpu)
+    manager = get_checkpoint_hidden_states_offloading_ctx_manager(keep_last_count=0, max_fwd_stash_count=0)
+    manager.share = 0.25
+    value = (torch.randn(64, 32, requires_grad=True) * 1.0).t()
+    kept, again = manager._pack(value), manager._pack(value.view_as(value))
+    assert kept is again and manager.copied == 1
+    assert kept.tensor is None and kept.host.numel() == 512 and kept.rest.numel() == 1536
+    for _ in range(2):
+        back = manager._unpack(kept)
+        assert torch.equal(back, value.detach()) and back.stride() == value.stride()
+    assert kept.tensor is None  # both have had it
+    apart = manager._pack((torch.randn(64, 32, requires_grad=True) * 1.0)[:, ::2])
+    assert isinstance(apart, torch.Tensor)  # has no memory of its own
+    value.detach().mul_(2.0)
+    assert manager._pack(value) is not kept

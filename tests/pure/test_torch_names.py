@@ -70,7 +70,9 @@ PRIVATE = {
     "torch.ops.aten._scaled_dot_product_flash_attention": "tools/simulate/install.py",
     "torch.optim.optimizer._global_optimizer_post_hooks": "optim/base.py",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "optim/base.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "tools/simulate/calibrate/device.py tools/simulate/record.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": (
+        "sequence/tiling/blocks.py tools/simulate/calibrate/device.py tools/simulate/record.py"
+    ),
     "torch.utils._python_dispatch._disable_current_modes": "tools/simulate/control.py tools/simulate/natives.py",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "zero/param.py",
     "torch.utils._pytree": "checkpoint/save/client_files.py",
@@ -100,7 +102,7 @@ PRIVATE_OF_OBJECTS = {
     "Module._non_persistent_buffers_set": "tensor/generation.py zero/module/state.py",
     "OpOverload._overloadpacket": "tools/simulate/record.py",
     "Tensor._post_accumulate_grad_hooks": "tools/verify/teardown.py",
-    "OpOverload._schema": "tools/simulate/record.py",
+    "OpOverload._schema": "sequence/tiling/blocks.py tools/simulate/record.py",
     "aten._to_copy": "tools/simulate/record.py",
     "aten._scaled_dot_product_flash_attention": "sequence/ring.py",
     "aten._scaled_dot_product_flash_attention_backward": "sequence/ring.py",

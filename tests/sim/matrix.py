@@ -27,9 +27,8 @@ from deepspeed.checkpoint.save.writer import Saver
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.row_exchange import start_all_to_all, start_shift
 from deepspeed.errors import CheckpointError
-from deepspeed.sequence import ring
-from deepspeed.sequence.tiling.offload import _Activation
-from deepspeed.tensor import differentiable
+from deepspeed.sequence import heads, ring
+from deepspeed.sequence.tiling.offload import OffloadActivations, _Activation
 from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
@@ -358,6 +357,14 @@ def _exchange_without_waiting(rows: torch.Tensor, group: AxisGroup, **numbers: l
     return start_all_to_all(rows, group, **numbers)[0]
 
 
+def _let_go_at_once(self: OffloadActivations, kept: _Activation) -> None:
+    _SEND(self, kept)
+    kept.tensor = None
+
+
+_SEND = OffloadActivations._send
+
+
 # Faults that no missing call makes, each with a case: (owner, name, what is there instead).
 PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are read before they have come down": (
@@ -371,13 +378,13 @@ PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     "keys of a ring are read before they have come": ("sequences-ring", ring, "start_shift", _shift_without_waiting),
     "memory of an activation that is on its way is another's": (
         "sequences-kept",
-        _Activation,
-        "__del__",
-        lambda _: None,
+        OffloadActivations,
+        "_send",
+        _let_go_at_once,
     ),
     "heads are read before their tokens have come": (
         "sequences-stage1",
-        differentiable,
+        heads,
         "all_to_all",
         _exchange_without_waiting,
     ),

@@ -118,12 +118,12 @@ def test_heads_go_to_ranks_and_back_and_keys_go_around(facts: dict[str, Any], fo
     assert len(sent) == BLOCKS * (2 * (RING - 1) + RING)
 
 
-def test_the_last_rank_of_a_ring_computes_most(facts: dict[str, Any], folder: Path) -> None:
+def test_all_ranks_of_a_ring_compute_as_much(facts: dict[str, Any], folder: Path) -> None:
     first, last = facts["ring"], facts["last of the ring"]
-    assert f"attends to 1; all wait for the last (--rank {RING - 1})" in first["routing"]
-    assert last["routing"].endswith(f"attends to {RING}") and last["step_seconds"] > first["step_seconds"]
+    assert last["step_seconds"] == pytest.approx(first["step_seconds"], rel=1e-3)
     kernels = [what for what, _ in _spans(folder, "ring") if what == "_scaled_dot_product_flash_attention"]
-    assert len(kernels) == BLOCKS
+    # two blocks a turn, of a quarter of a part's tokens squared, and one more of the rank's end and its own front
+    assert len(kernels) == BLOCKS * (2 * RING + 1)
 
 
 def test_a_plan_counts_inputs_of_blocks_and_the_axis(facts: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ PUBLISHED = "event.synchronize: tier/store.py wait"
 UPDATE = "end of an update: tier/behind.py wait"
 SEQUENCES = {
     "a size that depends on data: sequence/tiling/logits.py run",
-    "blocking copy: sequence/layout.py <listcomp>",
     "read of numbers on the device: engine/engine.py forward",
     "read of numbers on the device: sequence/tiling/memory.py offloaded",
 }

@@ -203,6 +203,8 @@ def _parallel_rules(cfg: Configuration) -> Iterator[Rule]:
     yield passes != ("autosp",) and (on or "autosp" in passes), "compile.passes", text
     text = "cannot be combined with expert_parallel in this release: experts need whole tokens. Delete it."
     yield ways > 1 and block.sequence_parallel_norms, "tensor_parallel.sequence_parallel_norms", text
+    text = '"auto" chooses what goes to the host, which offload_activations: true does too. Delete one of them.'
+    yield cfg.sequence.plan == "auto" and cfg.sequence.offload_activations, "sequence.plan", text
 
 
 def rule_violations(cfg: Configuration, *, lenient: bool) -> list[tuple[str, str]]:

@@ -24,6 +24,9 @@ class SequenceConfig(Block):
     offload_activations: Flag = key(
         False, "What the forward keeps for the backward is in host memory meanwhile (for models on a device)."
     )
+    plan: Literal["off", "auto"] = key(
+        "off", "Blocks of a Hugging Face model keep, recompute or offload activations; auto: by a measured step."
+    )
 
 
 class CompileConfig(unread.CompileKeys):

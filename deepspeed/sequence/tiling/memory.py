@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator.device import get_accelerator
+from deepspeed.client.attrs import replace_attribute
 from deepspeed.config.model.sequence import SequenceConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.utils import stacked_experts
@@ -35,7 +36,7 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
             f'{type(model).__name__} has none for it: {why}. Use "auto" or "whole"'
         )
     for head in heads:
-        _replace(head, LazyHead(head, always=block.loss == "tiled"), back)
+        replace_attribute(head, "forward", LazyHead(head, always=block.loss == "tiled"), back)
     mlps = [] if block.mlp_tiles == 1 else [*dict.fromkeys(_mlps(model))]
     if isinstance(block.mlp_tiles, int) and block.mlp_tiles > 1 and not mlps:
         raise DeepSpeedConfigError(
@@ -44,7 +45,7 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
         )
     logged: list[int] = []
     for mlp in (*mlps, *(_norms(model) if mlps else ())):
-        _replace(mlp, _TiledForward(mlp, block.mlp_tiles, logged), back)
+        replace_attribute(mlp, "forward", _TiledForward(mlp, block.mlp_tiles, logged), back)
     if block.offload_activations and get_accelerator().device_name() == "cpu":
         log_dist("sequence.offload_activations has no effect: on the CPU activations are in host memory anyway")
     elif block.offload_activations:
@@ -54,20 +55,7 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
             with manager:
                 return forward(*args, **kwargs)
 
-        _replace(model, offloaded, back)
-
-
-def _replace(module: nn.Module, forward: Callable[..., Any], back: ExitStack) -> None:
-    before = vars(module).get("forward")
-
-    def undo() -> None:
-        if vars(module).get("forward") is forward:  # else the client has put another in its place
-            del module.forward
-            if before is not None:
-                module.forward = before
-
-    back.callback(undo)
-    module.forward = forward
+        replace_attribute(model, "forward", offloaded, back)
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:

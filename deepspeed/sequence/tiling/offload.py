@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
@@ -44,15 +45,33 @@ class HostBuffers:
                 self._free.popleft()
 
 
-class _Activation:
-    """One activation: on the device, in host memory, or under way."""
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor`` is a parameter or, as what linear layers save, a view of one."""
+    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
-    def __init__(self, owner: "OffloadActivations", tensor: torch.Tensor) -> None:
-        self.owner, self.device = owner, tensor.device
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+class _Activation:
+    """One activation, of which the first ``count`` elements are on the device, in host memory, or under way."""
+
+    def __init__(self, owner: "OffloadActivations", tensor: torch.Tensor, count: int) -> None:
+        self.owner, self.count = owner, count
+        self.like = torch.empty_like(tensor, device="meta")  # dense: with the same strides
+        self.device = tensor.device
         self.tensor: torch.Tensor | None = tensor  # on the device
+        self.rest: torch.Tensor | None = None  # elements that stay there, once the others have gone
         self.host: torch.Tensor | None = None
         self.event: Any = None  # of the copy that was issued last
         self.previous: Callable[[], _Activation | None] = lambda: None  # the backward asks for it next
+        self.packed, self.asked = 1, 0  # how often: what several operations save is copied once
 
     def __del__(self) -> None:
         if self.tensor is not None and self.event is not None:  # fetched, and never asked for: its memory is another's
@@ -62,12 +81,17 @@ class _Activation:
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Context of a forward: see ``get_checkpoint_hidden_states_offloading_ctx_manager``. It may be entered again."""
+    """Context of a forward: see ``get_checkpoint_hidden_states_offloading_ctx_manager``. It may be entered again.
+
+    ``share``: of each activation that is packed from now on, the share that goes to the host.
+    """
 
     def __init__(self, *, pinned: bool, streams: bool, smallest: int, in_flight: int, buffers: int, last: int) -> None:
         super().__init__(self._pack, self._unpack)
         self.buffers = HostBuffers(buffers, pinned=pinned)
+        self.share = 1.0
         self._smallest, self._in_flight, self._last = smallest, in_flight, last
+        self._known: weakref.WeakValueDictionary[Any, _Activation] = weakref.WeakValueDictionary()
         self._out: deque[_Activation] = deque()  # their copies to the host may be under way
         self._recent: deque[_Activation] = deque()  # kept on the device, as the backward begins with them
         self._newest: Callable[[], _Activation | None] = lambda: None
@@ -75,10 +99,18 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self._stream: Any = None
         self.copied = 0  # tensors to the host so far
 
+    def __deepcopy__(self, _: Any) -> "OffloadActivations":
+        """Stay one for copies of the model that uses it."""
+        return self
+
+    def worth(self, tensor: torch.Tensor) -> bool:
+        """Tell whether ``tensor`` is worth its copies: large enough, on a device."""
+        return tensor.nbytes >= self._smallest and tensor.device.type != "cpu"
+
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Tell whether ``tensor`` is an activation that is worth its copies: computed, large enough, on a device."""
-        computed = tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, nn.Parameter)
-        return computed and tensor.nbytes >= self._smallest and tensor.device.type != "cpu"
+        """Tell whether ``tensor`` is an activation that is worth its copies, and was computed."""
+        computed = tensor.requires_grad and not tensor.is_leaf and not is_weight(tensor)
+        return computed and self.worth(tensor)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Start a copy behind all work so far; return the event of its end."""
@@ -93,9 +125,18 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return event
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if not self.moves(tensor):
+        return self._kept(tensor) if self.moves(tensor) else tensor
+
+    def _kept(self, tensor: torch.Tensor) -> Any:
+        count = int(tensor.numel() * self.share)
+        if not count or not _is_dense(tensor):
             return tensor
-        kept = _Activation(self, tensor.detach())
+        place = StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = (*place, tensor.dtype, tensor._version)
+        if (known := self._known.get(key)) is not None:
+            known.packed += 1
+            return known
+        kept = self._known[key] = _Activation(self, tensor.detach(), count)
         kept.previous = self._newest
         self._newest = weakref.ref(kept)
         self._recent.append(kept)
@@ -103,11 +144,28 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             self._send(self._recent.popleft())
         return kept
 
+    def hold(self, tensor: Any) -> Any:
+        """Keep ``tensor``, which is inside no graph, as if it was saved with the one before it; ``get`` returns it."""
+        if not isinstance(tensor, torch.Tensor) or not self.worth(tensor):
+            return tensor
+        before = self._newest()
+        kept = self._kept(tensor)
+        if before is not None and isinstance(kept, _Activation):  # the backward asks for both together, it first
+            kept.previous, before.previous = before.previous, weakref.ref(kept)
+            self._newest = weakref.ref(before)
+        return kept
+
+    def get(self, kept: Any) -> Any:
+        """Return what ``hold`` has kept, on the device."""
+        return self._unpack(kept).detach() if isinstance(kept, torch.Tensor | _Activation) else kept
+
     def _send(self, kept: _Activation) -> None:
         """Start the copy of ``kept`` to the host; its memory on the device is free after at most ``in_flight`` more."""
         assert kept.tensor is not None
-        kept.host = self.buffers.take(kept.tensor)
-        kept.event = self._copy(kept.host, kept.tensor)
+        flat = _flat(kept.tensor)
+        kept.host = self.buffers.take(flat[: kept.count])
+        kept.event = self._copy(kept.host, flat[: kept.count])
+        kept.rest = flat[kept.count :].clone() if kept.count < len(flat) else None
         self.copied += 1
         self._out.append(kept)
         while len(self._out) > (self._in_flight if self._streams else 0):
@@ -120,8 +178,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if kept.tensor is not None or kept.host is None:
             return
         # allocated on the stream that will use it, after whose work so far the copy may write it
-        kept.tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
-        kept.event = self._copy(kept.tensor, kept.host)
+        kept.tensor = torch.empty_like(kept.like, device=kept.device)
+        flat = _flat(kept.tensor)
+        if kept.rest is not None:
+            flat[kept.count :].copy_(kept.rest)
+        kept.event = self._copy(flat[: kept.count], kept.host)
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, _Activation):
@@ -133,10 +194,15 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         assert kept.tensor is not None
         if kept.event is not None:
             get_accelerator().current_stream().wait_event(kept.event)
-        if (previous := kept.previous()) is not None:
-            self._fetch(previous)
+        previous = kept.previous()
+        for _ in range(max(1, self._in_flight)):
+            if previous is not None:
+                self._fetch(previous)
+                previous = previous.previous()
         tensor = kept.tensor
-        if kept.host is not None:  # a graph that is retained asks again, and reads the host's copy then
+        kept.asked += 1
+        # a graph that is retained asks again, and reads the host's copy then
+        if kept.host is not None and kept.asked % kept.packed == 0:
             kept.tensor = None
         return tensor
 

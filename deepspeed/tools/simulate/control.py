@@ -28,12 +28,12 @@ from deepspeed.moe import exchange
 from deepspeed.moe.layer import Experts
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.sequence import wire
-from deepspeed.sequence.layout import Layout, RingGroups, in_turn
+from deepspeed.sequence.batch import taken
+from deepspeed.sequence.layout import Layout, in_turn
 from deepspeed.sequence.ring import RingMask, attend_around, inner_ranks
 from deepspeed.tensor import loss
 from deepspeed.tensor.apply import FirstBatch
 from deepspeed.tensor.differentiable import sum_parts
-from deepspeed.tools.simulate.device import MODULE
 from deepspeed.tools.simulate.events import Talk
 from deepspeed.tools.simulate.models import Attention, Decoder, causal_attention
 from deepspeed.tools.simulate.record import Recorder
@@ -174,9 +174,9 @@ def _wire_sequences(
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         _agreed([*tokens.shape, tokens.sum()], None, group, tokens.device)
-        current[:] = [_layout_of(tokens, group, widths(bounds(tokens.shape[1], group.size)), ring)]
-        part = tokens.split(current[-1].lengths, 1)[group.index].contiguous()
-        return sum_parts(plain(part) / group.size, group)
+        lengths = widths(bounds(tokens.shape[1], group.size))
+        current[:] = [_layout_of(tokens, group, lengths, ring, from_ends=True)]
+        return sum_parts(plain(taken(tokens, current[-1].tokens_of(group.index))) / group.size, group)
 
     for attention in (module for module in model.modules() if isinstance(module, Attention)):
         attention.attend = attend  # type: ignore[assignment]
@@ -184,25 +184,21 @@ def _wire_sequences(
     return mesh
 
 
-def _agreed(numbers: Sequence[int | torch.Tensor], _: Any, group: AxisGroup, device: torch.device) -> torch.Tensor:
-    """Agree in place of ``wire.agreed``: all ranks say the same. The program waits for the answers twice."""
-    answers = in_turn([0, *numbers], group, device)
-    for column in (0, 1):
-        answers[:, column].any().item()
-    known = [number if isinstance(number, int) else 0 for number in numbers]
-    return torch.tensor([known] * group.size, device="cpu")
+def _agreed(
+    numbers: Sequence[int | torch.Tensor], _: Any, group: AxisGroup, device: torch.device
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Agree in place of ``wire.agreed``: all ranks say the same. The program waits for the answers."""
+    in_turn([*numbers, 0], group, device).sum().item()
+    known = [[number if isinstance(number, int) else 0 for number in numbers]] * group.size
+    return torch.tensor(known, device="cpu"), known
 
 
-def _layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], ring: RingGroups | None = None) -> Layout:
+def _layout_of(codes: torch.Tensor, group: AxisGroup, lengths: Sequence[int], *more: Any, **options: Any) -> Layout:
     """Return a layout in place of ``wire.layout_of``, which waits for where documents begin: each row is one."""
     rows, tokens = codes.shape
     codes.sum().item()
-    if ring is not None:
-        part, parts = ring.outer.index + 1, ring.outer.size
-        text = f"keys go around {parts} parts of a sequence, of which this rank's attends to {part}"
-        MODULE.sink.routing = text + f"; all wait for the last (--rank {group.ranks[-1]})" * (part < parts)
     documents = tuple((row * tokens, tokens) for row in range(rows))
-    return Layout(group, rows, tuple(lengths), documents, codes.device, ring)
+    return Layout(group, rows, tuple(lengths), documents, codes.device, *more, **options)
 
 
 def _post(posted: Sequence[dist.P2POp]) -> list[Any]:

@@ -1,5 +1,6 @@
 """What is simulated: a user's ``module:build``, or the model of a Hugging Face ``config.json``."""
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -223,6 +224,8 @@ class RoutedExperts(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward with norms before them."""
 
+    gradient_checkpointing = False  # as blocks of transformers have it, by which ``sequence.plan`` finds them
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         norm = nn.RMSNorm if shape.gated else nn.LayerNorm
@@ -271,8 +274,9 @@ class Decoder(nn.Module):
         else:
             table = torch.ones(tokens.shape[1], self.shape.channels, device=x.device, dtype=x.dtype)
             angles = (table, table)
+        run: Any = functools.partial(checkpoint, use_reentrant=False) if self.recompute else nn.Module.__call__
         for block in self.blocks:
-            x = checkpoint(block, x, angles, use_reentrant=False) if self.recompute else block(x, angles)
+            x = getattr(block, "_gradient_checkpointing_func", run)(block, x, angles)
         logits = self.head(self.norm(x))
         return self.loss_function(logits.flatten(0, 1).float(), tokens.flatten())
 

@@ -153,6 +153,7 @@ class Recorder(TorchDispatchMode):
         self.collectives = 0
         self.plain_attention = Counter[str]()  # calls that no fused kernel takes, by reason
         self.routing = ""  # what is assumed of the choice of experts
+        self.chosen = ""  # what blocks keep
         # what each group of ranks was given, in order: (collective, bytes)
         self.issued = defaultdict[tuple[int, ...], list[tuple[str, int]]](list)
         self.phase = "build"

@@ -30,6 +30,7 @@ def facts(outcome: Outcome, machine: Machine) -> dict[str, Any]:
         "assumed": {name: machine.values[name] for name in sorted(machine.used & machine.assumed)},
         "plain_attention": outcome.plain_attention,
         "routing": outcome.routing,
+        "chosen": outcome.chosen,
         "parameters": outcome.parameters,
         "step_seconds": outcome.seconds,
         "phase_seconds": outcome.phases,
@@ -69,6 +70,7 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
         f"the ranks agree by message {counted(outcome.messages, 'time')} a step, for {_ms(outcome.agreement_seconds)}"
     ]
     waits = outcome.waits.most_common()
+    lines += [outcome.chosen] if outcome.chosen else []
     lines += [f"the program waits for the device {counted(sum(outcome.waits.values()), 'time')} in the step"]
     lines += [
         f"  {times} x {reason}, {_ms(outcome.waited.get((reason, where), 0.0))}: {where}"

@@ -1,6 +1,7 @@
 """One simulated run: the real engine on a device that does not exist, for a few steps, and what the last one took."""
 
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -20,6 +21,7 @@ from deepspeed.config import load_config
 from deepspeed.engine.initialize import initialize
 from deepspeed.monitor import hostmem
 from deepspeed.monitor.log import logger
+from deepspeed.sequence.tiling import blocks
 from deepspeed.tools.simulate.control import Control, talking
 from deepspeed.tools.simulate.costs import Machine
 from deepspeed.tools.simulate.device import NAME
@@ -42,7 +44,7 @@ class Outcome:
     """Outcome of the last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
     ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything. ``agreement_seconds``:
     of the program, for ``messages``. ``plain_attention``: calls that were plain products, by kind. ``routing``: what is
-    assumed of the choice of experts.
+    assumed of the choice of experts; ``chosen``: what blocks keep by ``sequence.plan``.
     """
 
     parameters: int
@@ -65,6 +67,7 @@ class Outcome:
     streams: dict[int, str]
     plain_attention: dict[str, int]
     routing: str
+    chosen: str
     spans: list[Interval] = field(default_factory=list)
     build_peak: int = 0
     left: int = 0
@@ -180,6 +183,7 @@ def run_job(
     with (
         recording(job.machine, world=job.world, rank=job.rank, keep=job.keep, store=store) as recorder,
         talking(recorder, column=column, skew=job.skew) as control,
+        patch.object(blocks, "log_dist", functools.partial(setattr, recorder, "chosen")),
         _elsewhere(job.machine, job.config, job.world) as config,
     ):
         engine = _start(job, subject, config, column)
@@ -251,4 +255,5 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) ->
         streams=dict(recorder.streams),
         plain_attention=dict(recorder.plain_attention),
         routing=recorder.routing,
+        chosen=recorder.chosen,
     )
