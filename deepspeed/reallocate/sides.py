@@ -128,11 +128,11 @@ def match(sources: Inventories, targets: Inventories, *, convert: bool, strict: 
     has, wants = _entries(sources), _entries(targets)
     # The name in the source of each tensor of the target, by its own name or one it is tied to.
     real_names = {alias: real for ours in sources.values() for alias, real in ours.aliases.items()}
-    names: dict[str, list[str]] = {name: [name] for name in wants}
+    known: dict[str, list[str]] = {name: [name] for name in wants}
     for alias, real in {a: r for ours in targets.values() for a, r in ours.aliases.items()}.items():
-        names[real].append(alias)
+        known[real].append(alias)
     stored: dict[str, str] = {}
-    for name, tied in names.items():
+    for name, tied in known.items():
         reals = list(dict.fromkeys(n if n in has else real_names[n] for n in tied if n in has or n in real_names))
         if len(reals) > 1:
             raise UsageError(f"{' and '.join(tied)} are tied in the target, but not in the source; untie them there")

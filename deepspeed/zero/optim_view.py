@@ -97,7 +97,7 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
             if 0 <= group < group_count:
                 param = nn.Parameter(unit.within(StateKind.OPTIM, unit.master, lo, hi).view(shape))
                 views.append(OptimView(unit, group, lo, hi, param, name))
-                unit.views.append(views[-1])
+                unit.add_view(views[-1])
     return views
 
 

@@ -131,6 +131,10 @@ class Unit:
             self.rest[StateKind.GRAD] = place or TierStore(collectives.fresh(stop - start, dtype, self.device))
         return self.rest[StateKind.GRAD]
 
+    def add_view(self, view: Any) -> None:
+        """Add ``view`` to the views by which an optimizer sees this unit."""
+        self.views.append(view)
+
     def update_in_tiles(self) -> None:
         """Note that from now on the update goes tile by tile."""
         self.tiled = True
