@@ -9,6 +9,7 @@ between ranks in host memory, errors, and drives that a save reads in its thread
 SEEN: dict[str, str] = {
     "comm.collectives:wait: work.wait()": "stage1",
     "comm.collectives:wait: get_accelerator().current_stream().wait_...": "stage1",
+    "comm.collectives:broadcast: start_broadcast(tensor, group, source=so...": "stage0",
     "comm.collectives:run: self._stream.wait_stream(accelerator.cur...": "stage1",
     "comm.collectives:run: transfer.wait()": "stage1",
     "comm.collectives:run: event.record(self._stream)": "stage1",
