@@ -31,6 +31,26 @@ class FileMismatchError(DeepSpeedError, ValueError):
     """Error of a file with other bytes, or another number of them, than the tensor it is read to or written from."""
 
 
+def _check_size(file: DirectFile, offset: int, nbytes: int, *, whole: bool) -> None:
+    facts, hint = f"{file.path} has {file.size} bytes", "read fills a tensor with a whole file, pread with a part"
+    if whole and file.size != nbytes:
+        raise FileMismatchError(f"{facts} and the tensor {nbytes}; {hint}")
+    if offset + nbytes > file.size:
+        raise FileMismatchError(f"{facts}; {nbytes} from offset {offset} on are more than there are")
+
+
+def _check_contents(path: str, offset: int, host: Tensor) -> None:
+    """Compare the bytes of ``path`` from ``offset`` on with ``host``, by ordinary reads. Raises FileMismatchError."""
+    expected = host.reshape(-1).view(torch.uint8).numpy().data
+    with open(path, "rb") as file:
+        file.seek(offset)
+        for start in range(0, len(expected), _CHECK_BYTES):
+            piece = expected[start : start + _CHECK_BYTES]
+            if file.read(len(piece)) != piece:
+                text = f"the {len(piece)} bytes from offset {offset + start} on are not those of the tensor"
+                raise FileMismatchError(f"{path}: {text}; does something else write to this file or tensor?")
+
+
 def _operation(
     engine: AioEngine, buffer: Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
 ) -> Iterator[None]:
@@ -44,28 +64,14 @@ def _operation(
     path, create = (f"/proc/self/fd/{name}", False) if isinstance(name, int) else (os.fspath(name), write)
     with DirectFile(path, create=create, writable=write) as file:
         if not write:
-            facts = f"{file.path} has {file.size} bytes"
-            if whole and file.size != buffer.nbytes:
-                hint = "read fills a tensor with a whole file, pread with a part"
-                raise FileMismatchError(f"{facts} and the tensor {buffer.nbytes}; {hint}")
-            if offset + buffer.nbytes > file.size:
-                raise FileMismatchError(f"{facts}; {buffer.nbytes} from offset {offset} on are more than there are")
+            _check_size(file, offset, buffer.nbytes, whole=whole)
         transfer = (engine.write if write else engine.read)(file, offset, host)
         yield
         transfer.wait()
         if write and whole and file.size > host.nbytes:
             os.truncate(file.path, host.nbytes)  # now, so that a write that fails takes nothing away
         if validate:
-            expected = host.reshape(-1).view(torch.uint8).numpy().data
-            with open(file.path, "rb") as written:
-                written.seek(offset)
-                for start in range(0, len(expected), _CHECK_BYTES):
-                    piece = expected[start : start + _CHECK_BYTES]
-                    if written.read(len(piece)) != piece:
-                        raise FileMismatchError(
-                            f"{file.path}: the {len(piece)} bytes from offset {offset + start} on are not those of the "
-                            "tensor; does something else write to this file or tensor?"
-                        )
+            _check_contents(file.path, offset, host)
         if not write and host is not buffer:
             buffer.copy_(host)
 

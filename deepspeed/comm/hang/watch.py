@@ -151,10 +151,7 @@ class HangWatch:
             passed, before = min(now - before, max(2 * self._beat_s, min(_GAP_S, self._first_s / 2))), now
             progress: tuple[Any, ...] = torch_numbers(), self.ledger.events, AioEngine.begun, self.ledger.waiting
             moved, self._last = progress != self._last or progress[0] is None, progress
-            self._blind_looks = 0 if progress[0] is not None else self._blind_looks + 1
-            if self._blind_looks == _BLIND_LOOKS and self.ends:
-                reason = f"the backend {dist.get_backend()!r} does not count its collectives"
-                logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", reason)
+            self._tell_of_blindness(counted=progress[0] is not None)
             spot = Spot() if moved else self._glance()
             same = spot.kind != "" and spot.mark == self._spot.mark
             moved |= spot.kind == self._spot.kind == LOADER and not same  # another batch has come
@@ -165,16 +162,14 @@ class HangWatch:
             self._beats += 1
             self._silent_store_s += passed
             if self._waits_too_long(self._alone_s) and self._silent_store_s > self._alone_s:
-                ends = self._due_s == self._limit_s
-                text = explain([self._report()], self._due_s, ends=ends) + (
-                    "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is "
-                    "stopped or has ended\n"
-                )
-                if ends:
-                    self._say(text)
-                    self._end([])
-                logger.warning("%s", text.rstrip())
-                self._due_s = self._limit_s
+                self._end_alone()
+
+    def _tell_of_blindness(self, *, counted: bool) -> None:
+        """Warn once that with this backend no job is ever known to stand still."""
+        self._blind_looks = 0 if counted else self._blind_looks + 1
+        if self._blind_looks == _BLIND_LOOKS and self.ends:
+            reason = f"the backend {dist.get_backend()!r} does not count its collectives"
+            logger.warning("hang_timeout has no effect: %s, so whether this job comes further is not known", reason)
 
     def _glance(self, modules: dict[int, str] | None = None, *, whole: bool = False) -> Spot:
         """Return this rank's place; an empty one where its stack cannot be read, as it moves meanwhile."""
@@ -190,9 +185,7 @@ class HangWatch:
     def _talk(self) -> None:
         while not self._stopped.wait(self._beat_s):
             try:
-                self._heed()
-                if self._waits_too_long():
-                    self._alarm()
+                self._exchange()
             except GONE:
                 continue
             except Exception as error:  # else this rank falls silent, and is ended as one that cannot end by itself
@@ -216,6 +209,11 @@ class HangWatch:
         elif order["kind"] == "report" and order["turn"] != self._answered:
             self._channel.put(f"report/{order['turn']}/{self._rank}", asdict(self._report()))
             self._answered = order["turn"]
+
+    def _exchange(self) -> None:
+        self._heed()
+        if self._waits_too_long():
+            self._alarm()
 
     def _failure(self, modules: dict[int, str], *, ends: bool) -> Failure:
         """Return the error of this rank; none if it cannot be read, as its class may be the user's."""
@@ -260,10 +258,8 @@ class HangWatch:
         candidate = [self._rank, self._beats]
         claim = self._channel.claim("leader", candidate)
         if claim != candidate:
-            leader, claimed_s = claim[0], self._heard.hear("claim", claim)
-            silent_s = self._heard.hear("beat", [claim, self._beat_of(leader)])
-            if leader != self._rank and silent_s < _LEADER_S and claimed_s < _MOST_LEADER_S:
-                return  # it may still finish, as it beats on
+            if self._lives(claim):
+                return
             if self._channel.swap("leader", claim, candidate) != candidate:  # that rank has stopped, too
                 return
         # Few of the alarms that come to nothing, as others work, ask before they know; it leaves more time to answer.
@@ -293,6 +289,13 @@ class HangWatch:
         self._say(text)
         self._channel.put("order", {"kind": "end", "silent": processes})
         self._end(processes)
+
+    def _lives(self, claim: list[Any]) -> bool:
+        """Return whether the rank that made ``claim`` may still finish with it, as it beats on."""
+        leader = claim[0]
+        claimed_s = self._heard.hear("claim", claim)
+        silent_s = self._heard.hear("beat", [claim, self._beat_of(leader)])
+        return leader != self._rank and silent_s < _LEADER_S and claimed_s < _MOST_LEADER_S
 
     def _beat_of(self, rank: int) -> int:
         """Return the beat that ``rank`` has last written; -1 before the first."""
@@ -364,6 +367,19 @@ class HangWatch:
         watchdog.start()  # a hook of the user's may wait for what never comes
         error = JobHungError(text)
         sys.excepthook(JobHungError, error, None)
+
+    def _end_alone(self) -> None:
+        """Report, and end the job where that is due, without asking anybody: the store does not answer."""
+        ends = self._due_s == self._limit_s
+        text = explain([self._report()], self._due_s, ends=ends) + (
+            "  The job's store does not answer: the process that keeps it (rank 0, if no launcher does) is stopped or "
+            "has ended\n"
+        )
+        if ends:
+            self._say(text)
+            self._end([])
+        logger.warning("%s", text.rstrip())
+        self._due_s = self._limit_s
 
     def _end(self, silent: list[list[Any]]) -> None:
         """End this process without destructors, which could wait; kill the ``silent`` ones of this machine."""
