@@ -37,29 +37,34 @@ def check_generates(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, a
         )
     shares = options.inference_tp_size not in (1, axes.tp)
     if shares:
-        size = config.hybrid_engine.inference_tp_size
-        if axes.tp > 1:
-            raise DeepSpeedConfigError(
-                f"{KEY} is {size}, but {axes.tp} ranks share each layer in training already "
-                f"(tensor_parallel.autotp_size); set it to 1 or {axes.tp}: both let these generate together"
-            )
-        if axes.sp > 1:
-            raise DeepSpeedConfigError(
-                f"{KEY} is {size}, but {axes.sp} ranks share each sequence (mesh_param, or an mpu); set it to 1"
-            )
-        if ranks % size:
-            raise DeepSpeedConfigError(f"{KEY} {size} does not divide the {ranks} ranks; use a divisor of {ranks}")
-        if path := adapted_layer(module):
-            raise NotYetError(
-                f"{KEY} is {size}, but {path} has an adapter, and such layers are not dealt out in this release; set "
-                "it to 1, or merge the adapters before deepspeed.initialize"
-            )
-        plan_parts(module, config.tensor_parallel, size)
+        _check_parts(module, config, ranks=ranks, axes=axes)
     elif not options.pin_parameters and config.zero.divergence == "assume_none":
         raise DeepSpeedConfigError(
             "hybrid_engine.pin_parameters false lets ranks that have ended generating serve the others, which "
             'zero_optimization.divergence "assume_none" forbids; use "tolerate", or leave pin_parameters true'
         )
+
+
+def _check_parts(module: nn.Module, config: DeepSpeedConfig, *, ranks: int, axes: Ways) -> None:
+    """Check ranks that share layers only while they generate. Raises DeepSpeedConfigError or NotYetError."""
+    size = config.hybrid_engine.inference_tp_size
+    if axes.tp > 1:
+        raise DeepSpeedConfigError(
+            f"{KEY} is {size}, but {axes.tp} ranks share each layer in training already (tensor_parallel.autotp_size); "
+            f"set it to 1 or {axes.tp}: both let these generate together"
+        )
+    if axes.sp > 1:
+        raise DeepSpeedConfigError(
+            f"{KEY} is {size}, but {axes.sp} ranks share each sequence (mesh_param, or an mpu); set it to 1"
+        )
+    if ranks % size:
+        raise DeepSpeedConfigError(f"{KEY} {size} does not divide the {ranks} ranks; use a divisor of {ranks}")
+    if path := adapted_layer(module):
+        raise NotYetError(
+            f"{KEY} is {size}, but {path} has an adapter, and such layers are not dealt out in this release; set it to "
+            "1, or merge the adapters before deepspeed.initialize"
+        )
+    plan_parts(module, config.tensor_parallel, size)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):

@@ -309,12 +309,18 @@ class Checkpoints:
             window = False
         if tokens and self._tokens is not None:
             self._tokens.restore(tokens, window=window)
-        # An open window goes on; one of another length has its gradients scaled to whole micro-batches of this one's.
-        done = int(saved.get("backwards") or 0) if window else 0
+        self._take_window(source, saved, taken=window)
+
+    def _take_window(self, source: Source, saved: dict[str, Any], *, taken: bool) -> None:
+        """Go on in the open window, if it is ``taken``. One of another length has its gradients scaled to whole
+        micro-batches of this engine's.
+        """
+        engine = self._engine
+        done = int(saved.get("backwards") or 0) if taken else 0
         length = int(saved.get("window") or engine._gas)
         factor = 1.0
         engine._window_begin = int(saved.get("window_begin", engine.micro_steps - engine.micro_steps % length))
-        if engine._managed and (not window or length != engine._gas):
+        if engine._managed and (not taken or length != engine._gas):
             fits = min(done, engine._gas - 1)
             if fits < done:
                 text = "the window of %d micro-batches has room for %d of the %d that were saved"

@@ -70,15 +70,18 @@ class Fleet(EventLoop):
                 self.handle_next()
             return self._statuses
         finally:
-            # Close the connections that still run, wait, then kill; a second Ctrl-C kills at once.
-            for connection in self._running.values():
-                connection.hang_up()
-            end = time.monotonic() + STOP_GRACE_S
-            with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-                while self._running and time.monotonic() < end:
-                    self.handle_next()
-            for connection in self._running.values():
-                connection.cut()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Close the connections that still run, wait, then kill; a second Ctrl-C kills at once."""
+        for connection in self._running.values():
+            connection.hang_up()
+        end = time.monotonic() + STOP_GRACE_S
+        with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+            while self._running and time.monotonic() < end:
+                self.handle_next()
+        for connection in self._running.values():
+            connection.cut()
 
     def _on_ended(self, rank: int, status: int) -> None:
         self._statuses[self._running.pop(rank).host] = shell_status(status)

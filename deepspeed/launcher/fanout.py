@@ -275,22 +275,26 @@ class ElasticFanOut(FanOut):
             super()._on_ended(rank, status)
 
 
+def _elastic_nodes(job: Job, options: Namespace) -> tuple[ElasticFanOut, object]:
+    """Make the nodes, and the store in which they meet, in this command's process, so that any host may be lost."""
+    from deepspeed.launcher.node.hub import bind_store  # noqa: PLC0415 - needs torch, as no other job over ssh does
+
+    limits = job.elastic
+    assert limits is not None
+    address = options.master_addr or own_address(job.hosts[0].rpartition("@")[2])
+    store = bind_store(address, job.master_port)
+    job = replace(job, master_addr=address, master_port=store.port)
+    commands = [ssh_command(job, rank, options) for rank in range(len(job.hosts))]
+    return ElasticFanOut(job.hosts, commands, grace_s=job.signal_grace, least=limits.min_nodes), store
+
+
 def run_over_ssh(job: Job, options: Namespace) -> int:
     """Run ``job`` on all its hosts through ssh and return its exit status; the verdict is the last text shown.
 
     1 when a host cannot be reached or cannot start its launcher. Raises UsageError when ssh cannot be started.
     """
     if job.elastic is not None:
-        # In this command's process, so that any host may be lost.
-        from deepspeed.launcher.node.hub import bind_store  # noqa: PLC0415 - needs torch, as no other job over ssh does
-
-        limits = job.elastic
-        assert limits is not None
-        address = options.master_addr or own_address(job.hosts[0].rpartition("@")[2])
-        store = bind_store(address, job.master_port)
-        job = replace(job, master_addr=address, master_port=store.port)
-        commands = [ssh_command(job, rank, options) for rank in range(len(job.hosts))]
-        nodes, store = ElasticFanOut(job.hosts, commands, grace_s=job.signal_grace, least=limits.min_nodes), store
+        nodes, store = _elastic_nodes(job, options)
         verdict = nodes.run()
         del store
     else:

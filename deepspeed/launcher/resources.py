@@ -66,6 +66,21 @@ def selected_by(options: Namespace) -> tuple[str, ...]:
     return tuple(f"--{name}" for name in names if getattr(options, name) not in ("", -1))
 
 
+def _check(options: Namespace) -> None:
+    """Raise UsageError for numbers that mean nothing and flags that contradict each other."""
+    for name, effect in (("num_gpus", "starts no rank"), ("num_nodes", "leaves no node")):
+        if (value := getattr(options, name)) == 0 or value < -1:
+            raise UsageError(f"--{name} {value} {effect}; give a number from 1 on, or leave it out")
+    if options.node_rank < -1:
+        raise UsageError(f"--node_rank {options.node_rank} is no node; nodes are counted from 0")
+    if (options.include or options.exclude) and len(flags := selected_by(options)) > 1:
+        raise UsageError(f"{flags[0]} already says which devices are used, so {flags[1]} cannot be given too")
+    if options.no_ssh and options.node_rank == -1:
+        raise UsageError("--no_ssh means that you start every node yourself; say which this is with --node_rank")
+    if options.force_multi and options.node_rank != -1:
+        raise UsageError("--force_multi uses a runner and --node_rank uses none; leave one of them out")
+
+
 def _filtered(slots: Mapping[str, Sequence[int]], options: Namespace, leaves: str) -> World:
     """Apply --include or --exclude. Raises UsageError, with what the flag ``leaves`` nothing of."""
     chosen = filter_hosts(slots, include=options.include, exclude=options.exclude)
@@ -164,17 +179,7 @@ def find_place(
     a host is this machine; ``cpu_only`` whether ranks run on the CPU everywhere. Raises UsageError or
     DeepSpeedConfigError when the flags contradict each other or ask for more than there is.
     """
-    for name, effect in (("num_gpus", "starts no rank"), ("num_nodes", "leaves no node")):
-        if (value := getattr(options, name)) == 0 or value < -1:
-            raise UsageError(f"--{name} {value} {effect}; give a number from 1 on, or leave it out")
-    if options.node_rank < -1:
-        raise UsageError(f"--node_rank {options.node_rank} is no node; nodes are counted from 0")
-    if (options.include or options.exclude) and len(flags := selected_by(options)) > 1:
-        raise UsageError(f"{flags[0]} already says which devices are used, so {flags[1]} cannot be given too")
-    if options.no_ssh and options.node_rank == -1:
-        raise UsageError("--no_ssh means that you start every node yourself; say which this is with --node_rank")
-    if options.force_multi and options.node_rank != -1:
-        raise UsageError("--force_multi uses a runner and --node_rank uses none; leave one of them out")
+    _check(options)
     if hosts is None:
         if options.node_rank != -1:
             return _by_hand_without_hostfile(options, devices())

@@ -149,6 +149,15 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
     return filter_hosts(slots, include=inclusion, exclude=exclusion)
 
 
+def refuse_absent(options: argparse.Namespace) -> None:
+    """Raise NotYetError for a flag whose effect this release does not have, UsageError for numbers out of range."""
+    if options.autotuning:
+        raise NotYetError("--autotuning is not in this release; leave it out, and set batch and bucket sizes yourself")
+    for flag, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
+        if port is not None and not 0 <= port <= 65535:
+            raise UsageError(f"{flag} {port} is no port number; ports go from 1 to 65535")
+
+
 def check_target(options: argparse.Namespace) -> None:
     """Raise UsageError when the script, module or program to run does not exist."""
     target, folder = options.user_script, os.getcwd()
@@ -209,6 +218,27 @@ def make_job(options: argparse.Namespace, place: Location) -> Job:
     )
 
 
+def _run_here(job: Job, node_rank: int, options: argparse.Namespace, *, on_cpu: bool) -> int:
+    for flag in ("launcher_args", "venv_script", "ssh_port"):
+        if getattr(options, flag):
+            logger.warning("--%s has no effect here, because no other host is reached; --force_multi uses it", flag)
+    if on_cpu:
+        logger.info("no accelerator is used; starting %s on the CPU", counted(len(job.devices(node_rank)), "rank"))
+    return run_here(job, node_rank)
+
+
+def _run_elsewhere(job: Job, options: argparse.Namespace) -> int:
+    build = RUNNERS[options.launcher].build
+    command = build(job, options) if build else None
+    check_programs(options)
+    if options.launcher in ("ssh", "pdsh") and not options.no_ssh_check:
+        check_reachable(job.hosts, options)
+    if command is None:
+        return run_over_ssh(job, options)
+    logger.info("starting %d ranks on %d hosts through %s", job.world_size, len(job.hosts), options.launcher)
+    return run_backend(command)
+
+
 def check_ranks(options: argparse.Namespace, ranks: int) -> None:
     """Raise UsageError for a number of ranks that the script's configuration (--deepspeed_config) cannot divide."""
     for name, config in named_configs(options.user_args).items():
@@ -222,11 +252,7 @@ def check_ranks(options: argparse.Namespace, ranks: int) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    if options.autotuning:
-        raise NotYetError("--autotuning is not in this release; leave it out, and set batch and bucket sizes yourself")
-    for flag, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
-        if port is not None and not 0 <= port <= 65535:
-            raise UsageError(f"{flag} {port} is no port number; ports go from 1 to 65535")
+    refuse_absent(options)
     check_target(options)
     prepare(options)
     late = [word for word in options.user_args if word.partition("=")[0] in _SELDOM_OF_SCRIPTS]
@@ -247,23 +273,8 @@ def _launch(options: argparse.Namespace) -> int:
         sys.stdout.write(describe(job, place, options))
         return 0
     if place.node_rank is None:
-        build = RUNNERS[options.launcher].build
-        command = build(job, options) if build else None
-        check_programs(options)
-        if options.launcher in ("ssh", "pdsh") and not options.no_ssh_check:
-            check_reachable(job.hosts, options)
-        if command is None:
-            return run_over_ssh(job, options)
-        logger.info("starting %d ranks on %d hosts through %s", job.world_size, len(job.hosts), options.launcher)
-        return run_backend(command)
-    for flag in ("launcher_args", "venv_script", "ssh_port"):
-        if getattr(options, flag):
-            logger.warning("--%s has no effect here, because no other host is reached; --force_multi uses it", flag)
-    if not place.uses_devices:
-        logger.info(
-            "no accelerator is used; starting %s on the CPU", counted(len(job.devices(place.node_rank)), "rank")
-        )
-    return run_here(job, place.node_rank)
+        return _run_elsewhere(job, options)
+    return _run_here(job, place.node_rank, options, on_cpu=not place.uses_devices)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -192,16 +192,19 @@ class Run:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.splitlines():
-            try:
-                record = json.loads(line)
-                kind = record["kind"]
-            except (ValueError, TypeError, KeyError, RecursionError):
-                self.damaged += bool(line.strip())
-                continue
-            self.over = kind == "end"
-            self.by_kind.setdefault(str(kind), []).append(record)
+            self._take(line)
         self.place += len(whole)
         return bool(whole)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self.damaged += bool(line.strip())
+            return
+        self.over = kind == "end"
+        self.by_kind.setdefault(str(kind), []).append(record)
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:

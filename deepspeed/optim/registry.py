@@ -60,19 +60,7 @@ def build_optimizer(
     check_numbers("optimizer.params", settings)
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(map(float, settings["betas"]))
-    as_list = lambda params: [params] if isinstance(params, torch.Tensor) else list(params)  # noqa: E731
-    entries = [{**e, "params": as_list(e["params"])} if isinstance(e, dict) else e for e in parameters]
-    groups = [e for e in entries if not isinstance(e, dict) or e["params"]]
-    seen: set[int] = set()
-    for label, tensor in _named_tensors(groups):
-        if id(tensor) in seen:
-            label = f'"{label}"' if label else f"of shape {tuple(tensor.shape)}"
-            fault = f"the parameter {label} is listed twice; list every parameter once"
-            raise OptimizerConfigError(f'optimizer "{type_name}": {fault}')
-        seen.add(id(tensor))
-    if not groups:
-        fault = f'optimizer "{type_name}" got no parameters'
-        raise OptimizerConfigError(f"{fault}; pass a model with requires_grad parameters")
+    groups = _clean_parameters(type_name, parameters)
     if name in ("adam", "adamw"):
         factory, settings = _choose_adam(name, settings, groups, offload=offload)
     else:
@@ -143,6 +131,23 @@ def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
             except ValueError:
                 continue
             raise OptimizerConfigError(f'{where}.{key} is the text "{item}"; write the number without quotes: {number}')
+
+
+def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
+    as_list = lambda params: [params] if isinstance(params, torch.Tensor) else list(params)  # noqa: E731
+    entries = [{**e, "params": as_list(e["params"])} if isinstance(e, dict) else e for e in parameters]
+    groups = [e for e in entries if not isinstance(e, dict) or e["params"]]
+    seen: set[int] = set()
+    for name, tensor in _named_tensors(groups):
+        if id(tensor) in seen:
+            label = f'"{name}"' if name else f"of shape {tuple(tensor.shape)}"
+            fault = f"the parameter {label} is listed twice; list every parameter once"
+            raise OptimizerConfigError(f'optimizer "{type_name}": {fault}')
+        seen.add(id(tensor))
+    if not groups:
+        fault = f'optimizer "{type_name}" got no parameters'
+        raise OptimizerConfigError(f"{fault}; pass a model with requires_grad parameters")
+    return groups
 
 
 def _named_tensors(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:

@@ -335,17 +335,22 @@ class PipelineEngine(DeepSpeedEngine):
                         f"{self.mesh.title(other)} and {self.mesh.title(rank)} have read {kind} for micro-batch {odd}; "
                         "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
-        # Ranks that read parts of one sequence and have read the same have read the whole of it.
+        self._check_parts(readers)
+        column = self.mesh.pp.ranks
+        return next(readers[r] for r in column if r in readers).kinds
+
+    def _check_parts(self, readers: dict[int, _Read]) -> None:
+        """Raise where ranks that read parts of one sequence have read the same, which is the whole of it."""
         grid = self.mesh.topology
-        for rank, read in readers.items() if self.module.sharers is not None else ():
-            first = rank if grid is None else grid.axis(rank, "sp").ranks[0]
+        if grid is None or self.module.sharers is None:
+            return
+        for rank, read in readers.items():
+            first = grid.axis(rank, "sp").ranks[0]
             if rank != first and read == readers[first] and all(read.inputs) and all(read.labels):
                 raise PipelineError(
                     f"{self.mesh.title(first)} and {self.mesh.title(rank)} share sequences and have read the same: "
                     "each has to read its part of the tokens (deepspeed.sequence.batch.part_of, engine.set_batch_fn)"
                 )
-        column = self.mesh.pp.ranks
-        return next(readers[r] for r in column if r in readers).kinds
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Read further batches from ``loader``, again and again."""

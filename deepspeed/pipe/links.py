@@ -192,7 +192,11 @@ class Links:
         if incoming is None:
             return None
         self._wait(incoming.transfers, message)
-        # The sends that the maker of the message had to receive before have arrived.
+        self._let_go(message, source)
+        return incoming.shape, incoming.tensors
+
+    def _let_go(self, message: Message, source: int) -> None:
+        """Release the sends that the maker of ``message`` had to receive before: they have arrived."""
         assert self._order is not None
         if source not in self._places:
             self._places[source] = self._order.places(source)
@@ -201,7 +205,6 @@ class Links:
             wanted = Message(sent.op, sent.chunk + (1 if sent.op == "F" else -1), sent.micro)
             if places.get(wanted, made) < made:
                 self._wait(self._outgoing.pop(sent), sent, sending=True)
-        return incoming.shape, incoming.tensors
 
     def skip(self, message: Message, source: int) -> None:
         """Receive and discard a message, unless it was received before."""

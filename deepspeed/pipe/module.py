@@ -157,17 +157,7 @@ class PipelineModule(nn.Module):
             self._modules.pop(name, None)
         self.tied_modules.clear()
         self._calls: dict[int, Callable[[Any], Any]] = {}
-        # An untied parameter in layers of several ranks: each would train its own copy.
-        owners: dict[nn.Parameter, tuple[int, int]] = {}
-        for index, rank in self._layer_homes():
-            layer = self._specs[index]
-            for param in layer.parameters() if isinstance(layer, nn.Module) else ():
-                other, first = owners.setdefault(param, (rank, index))
-                if other != rank:
-                    raise UsageError(
-                        f"layers {first} and {index} share a parameter and are on pipeline stages {other} and {rank}; "
-                        "write both as TiedLayerSpec with one key"
-                    )
+        self._check_sharing()
         self._build()
         none = "has no parameters; use fewer stages or another partition_method"
         fault = None if any(True for _ in self.parameters()) else none
@@ -251,6 +241,19 @@ class PipelineModule(nn.Module):
                     f"the tied layers {spec.key!r} are of two classes, {first.typename.__name__} and "
                     f"{spec.typename.__name__}; use one class, with a forward_fn where it is called in another way"
                 )
+
+    def _check_sharing(self) -> None:
+        """Raise UsageError for an untied parameter in layers of several ranks: each would train its own copy."""
+        homes: dict[nn.Parameter, tuple[int, int]] = {}
+        for index, rank in self._layer_homes():
+            layer = self._specs[index]
+            for param in layer.parameters() if isinstance(layer, nn.Module) else ():
+                other, first = homes.setdefault(param, (rank, index))
+                if other != rank:
+                    raise UsageError(
+                        f"layers {first} and {index} share a parameter and are on pipeline stages {other} and {rank}; "
+                        "write both as TiedLayerSpec with one key"
+                    )
 
     def _measure(self) -> list[float]:
         """Measure the seconds of each layer's forward and backward on the first rank, for all ranks."""

@@ -87,24 +87,30 @@ class Pass:
             except Exception as error:
                 lost = True
                 if not isinstance(error, _LostError):
-                    phase = {"F": "forward", "W": "weight gradients"}.get(action.op, "backward")
-                    text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-                    place = self._module.place(action.chunk, backward=action.op != "F")
-                    fault = PipelineError(f"{phase} of micro-batch {action.micro} at {place}: {text}")
-                    fault.__cause__ = error
-                    self.outcome.fault = fault
+                    self.outcome.fault = self._located(error, action)
                 self._alarm(self.outcome)
             if lost:  # see [Note: failures]
                 self._kept.clear()
                 self._local.clear()
-                for message, source in self._awaits(action):
-                    self._links.skip(message, source)
-                if (target := self._order.sends(action)) is not None:
-                    self._links.send_lost(Message("F" if action.op == "F" else "B", action.chunk, action.micro), target)
+                self._pass_on(action)
         self._links.finish()
         if self._links.events:
             self._links.events.begin(ACTION)
         return self.outcome
+
+    def _located(self, error: Exception, action: Action) -> Exception:
+        phase = {"F": "forward", "W": "weight gradients"}.get(action.op, "backward")
+        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        place = self._module.place(action.chunk, backward=action.op != "F")
+        fault = PipelineError(f"{phase} of micro-batch {action.micro} at {place}: {text}")
+        fault.__cause__ = error
+        return fault
+
+    def _pass_on(self, action: Action) -> None:
+        for message, source in self._awaits(action):
+            self._links.skip(message, source)
+        if (target := self._order.sends(action)) is not None:
+            self._links.send_lost(Message("F" if action.op == "F" else "B", action.chunk, action.micro), target)
 
     def _awaits(self, action: Action) -> list[tuple[Message, int]]:
         """Return the message from another rank that ``action`` needs, with that rank, if any."""

@@ -18,6 +18,10 @@ def _rest(state: StatePlan | None) -> str:
     return "-" if state is None else f"{''.join(way.value for way in state.spread)} {state.tier.value}"
 
 
+def _numel(units: list[Unit]) -> int:
+    return sum(segment.numel for unit in units for segment in unit.layout.segments)
+
+
 def _of_all_ranks(unit: Unit) -> int:
     """Return the elements of the whole tensors of which ``unit`` holds parts, and of experts that only others have."""
     experts = [p for p in unit.params if is_moe_param(p) and not hasattr(p, "tp_place")]
@@ -31,9 +35,8 @@ def state_dump(engine: EngineFacts) -> str:
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {sum(segment.numel for segment in unit.layout.segments):,} elements in "
-        f"{counted(len(unit.params), 'parameter')}, {unit.dtype}, PARAM {_rest(unit.plan.param)}, "
-        f"GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
+        f"  {unit.name}: {_numel([unit]):,} elements in {counted(len(unit.params), 'parameter')}, {unit.dtype}, "
+        f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]
     options = [", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for g in engine._groups()]

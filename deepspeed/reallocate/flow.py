@@ -239,14 +239,7 @@ class WeightFlow:
             sends = source == job.index
             if not (sends or self._wanted):
                 continue
-            places, at = [], 0
-            for _, name, span in message:
-                dtype = self.entries[name].dtype
-                size = (span.hi - span.lo) * dtype.itemsize
-                places.append((at, size, dtype))
-                at += -(-size // _ALIGNED) * _ALIGNED
-            buffer = torch.empty(at, dtype=torch.uint8, device=self._device)
-            views = [buffer[start : start + size].view(dtype) for start, size, dtype in places]
+            buffer, views = self._room(message)
             try:
                 for view, (_, name, span) in zip(views, message, strict=True) if sends else ():
                     view.copy_(self._resting.span(name, span))
@@ -264,6 +257,17 @@ class WeightFlow:
         for (_, name, span), view in arriving if self._wanted else ():
             put(inside(whole[name], span.region), span.lo, view)
         return fault
+
+    def _room(self, message: list[FlowPiece]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Allocate a message as bytes; return the buffer and the view of each piece."""
+        places, at = [], 0
+        for _, name, span in message:
+            dtype = self.entries[name].dtype
+            size = (span.hi - span.lo) * dtype.itemsize
+            places.append((at, size, dtype))
+            at += -(-size // _ALIGNED) * _ALIGNED
+        buffer = torch.empty(at, dtype=torch.uint8, device=self._device)
+        return buffer, [buffer[start : start + size].view(dtype) for start, size, dtype in places]
 
     def close(self, reason: str = "it has left the loop", *, cut: bool = False) -> None:
         """End early; ranks that go on get ``reason`` with their next bucket. ``cut``: not as asked. Collective."""

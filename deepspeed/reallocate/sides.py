@@ -126,18 +126,7 @@ def match(sources: Inventories, targets: Inventories, *, convert: bool, strict: 
     _complete(sources, "source")
     _complete(targets, "target")
     has, wants = _entries(sources), _entries(targets)
-    # The name in the source of each tensor of the target, by its own name or one it is tied to.
-    real_names = {alias: real for ours in sources.values() for alias, real in ours.aliases.items()}
-    known: dict[str, list[str]] = {name: [name] for name in wants}
-    for alias, real in {a: r for ours in targets.values() for a, r in ours.aliases.items()}.items():
-        known[real].append(alias)
-    stored: dict[str, str] = {}
-    for name, tied in known.items():
-        reals = list(dict.fromkeys(n if n in has else real_names[n] for n in tied if n in has or n in real_names))
-        if len(reals) > 1:
-            raise UsageError(f"{' and '.join(tied)} are tied in the target, but not in the source; untie them there")
-        if reals:
-            stored[name] = reals[0]
+    stored = _pairs(has, wants, sources, targets)
     used = set(stored.values())
     for reason, names in {
         "in the target and not in the source": [name for name in wants if name not in stored],
@@ -190,3 +179,21 @@ def _entries(side: Inventories) -> dict[str, FlowTensor]:
                     f"{list(entry.shape)} on rank {rank}"
                 )
     return {name: entry for name, (_, entry) in entries.items()}
+
+
+def _pairs(
+    has: Mapping[str, FlowTensor], wants: Mapping[str, FlowTensor], sources: Inventories, targets: Inventories
+) -> dict[str, str]:
+    """Return the name in the source of each tensor of the target, by its own name or one it is tied to."""
+    real_names = {alias: real for ours in sources.values() for alias, real in ours.aliases.items()}
+    names: dict[str, list[str]] = {name: [name] for name in wants}
+    for alias, real in {a: r for ours in targets.values() for a, r in ours.aliases.items()}.items():
+        names[real].append(alias)
+    stored = {}
+    for name, tied in names.items():
+        reals = list(dict.fromkeys(n if n in has else real_names[n] for n in tied if n in has or n in real_names))
+        if len(reals) > 1:
+            raise UsageError(f"{' and '.join(tied)} are tied in the target, but not in the source; untie them there")
+        if reals:
+            stored[name] = reals[0]
+    return stored

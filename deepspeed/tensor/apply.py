@@ -48,16 +48,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
     if mesh.pp.size > 1 and (asked := [key for key in unfit if getattr(wanted, key)]):
         raise DeepSpeedConfigError(f"tensor_parallel.{asked[0]} is not for pipeline stages; set it to false")
     group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size, mesh.tp.index, all_names=all_names).make()
-    name = type(model).__name__
-    if any(split.local for split in plan.splits.values()):
-        lacks = f"{name} has no loss_function to compute the loss from them"
-        if fault := loss_fault(model) if hasattr(type(model), "loss_function") else lacks:
-            raise DeepSpeedConfigError(
-                f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {fault}. Delete the "
-                "key, and the logits are gathered"
-            )
-    if mesh.pp.size == 1:  # a pipeline stage may have none
-        plan.check(model, "tensor_parallel.autotp_size", mesh.tp.size)
+    _refuse(model, plan, mesh)
     shared, modules = SharedInput(group, random=draws(model)), dict(model.named_modules(remove_duplicate=False))
     back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})
     made = replace_layers(modules, plan, shared, back)
@@ -82,6 +73,20 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
     counts = Counter(type(layer).__name__ for layer in made)
     text = ", ".join(f"{count} {name}" for name, count in counts.items())
     log_dist(f"tensor parallelism over {group.size} ranks: {text}")
+
+
+def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
+    """Raise where the plan leaves logits in parts that nobody can take, or leaves everything whole."""
+    name = type(model).__name__
+    if any(split.local for split in plan.splits.values()):
+        lacks = f"{name} has no loss_function to compute the loss from them"
+        if fault := loss_fault(model) if hasattr(type(model), "loss_function") else lacks:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {fault}. Delete the "
+                "key, and the logits are gathered"
+            )
+    if mesh.pp.size == 1:  # a pipeline stage may have none
+        plan.check(model, "tensor_parallel.autotp_size", mesh.tp.size)
 
 
 def replace_layers(

@@ -91,13 +91,7 @@ class PartsForGeneration:
         self._place(model, plan)
         self._target = nn.Module()
         for name, param in model.named_parameters():
-            root = self._target
-            *path, leaf = name.split(".")
-            for step in path:
-                if step not in root._modules:
-                    root.add_module(step, nn.Module())
-                root = root.get_submodule(step)
-            root.register_parameter(leaf, self._parts[param])
+            _register(self._target, name, self._parts[param])
         self._buffers: list[_Replacement] = []
         self._moves: ParameterReallocation | None = None
         self._taken: Marks | None = None  # of the weights that the parts have
@@ -225,3 +219,12 @@ class PartsForGeneration:
 def _hollow(like: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return a tensor of ``shape`` in the dtype of ``like``, in one element's memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(shape)
+
+
+def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, leaf = name.split(".")
+    for step in path:
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root.get_submodule(step)
+    root.register_parameter(leaf, parameter)

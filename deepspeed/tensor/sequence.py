@@ -46,16 +46,7 @@ def split_sequence(
         for owner in dict.fromkeys(owners.values()):
             back.callback(owner.register_forward_pre_hook(partial(_joined, shared.group), with_kwargs=True).remove)
         for layer in owners:
-            # It takes joined input, whose gradients it sums on their way back, or keeps a part of the tokens.
-            if isinstance(layer, LinearLayer | HeadsLinear):
-                layer.input_sums = True
-            if isinstance(layer, HeadsLinear):
-                for parameter in layer.parameters():
-                    sums(parameter)
-            if isinstance(layer, LinearAllreduce):
-                layer.keeps_tokens = True
-                if layer.bias is not None:
-                    sums(layer.bias)
+            _on_parts(layer, sums)
         for module in (m for m in block.modules() if m not in inside):
             for parameter in module.parameters(recurse=False):
                 sums(parameter)
@@ -66,6 +57,19 @@ def split_sequence(
 
 def _layers(block: nn.Module) -> list[TensorParallelLayer]:
     return [m for m in block.modules() if isinstance(m, TensorParallelLayer)]
+
+
+def _on_parts(layer: nn.Module, sums: Callable[[nn.Parameter], None]) -> None:
+    """Set the layer to take joined input, whose gradients it sums on their way back, and keep a part of the tokens."""
+    if isinstance(layer, LinearLayer | HeadsLinear):
+        layer.input_sums = True
+    if isinstance(layer, HeadsLinear):
+        for parameter in layer.parameters():
+            sums(parameter)
+    if isinstance(layer, LinearAllreduce):
+        layer.keeps_tokens = True
+        if layer.bias is not None:
+            sums(layer.bias)
 
 
 def _swapped(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -55,13 +55,7 @@ def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[D
     if tp_size is not None and ranks % tp_size:
         raise DeepSpeedConfigError(f"{tp_size} tensor-parallel ranks do not divide {ranks} ranks; use a divisor")
     cfg = load_config(source, world_size=ranks, tp=tp_size, sp=None if axes.order is None else 1)
-    size, stated = cfg.sequence_parallel_size, axes.order is not None or axes.group is not None
-    if size is not None and stated and size != axes.sp:
-        raise DeepSpeedConfigError(
-            f"sequence_parallel_size is {size}, but {axes.sp} ranks share each sequence by the mpu or mesh_param that "
-            "deepspeed.initialize got; make them equal, or delete one"
-        )
-    axes = axes if stated else replace(axes, sp=cfg.sequence_ways)
+    axes = _with_sequences(cfg, axes)
     size = cfg.tensor_parallel.autotp_size
     sizes = {"mpu": axes.tp if axes.tp > 1 else None, "tp_model_init": recorded and recorded.size}
     for who, other in sizes.items():
@@ -72,14 +66,7 @@ def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[D
     if recorded is not None and recorded.group is not None:
         if axes.known:
             raise UsageError("tp_model_init(tp_group=...) and mpu both bring process groups; pass one of them")
-        local = plain_mesh("gloo", group=recorded.group).job
-        job = plain_mesh("gloo", group=axes.group).job
-        groups = sorted(set(gather_objects(local.ranks, job)))
-        order = tuple(rank for ranks in groups for rank in ranks)
-        if sorted(order) != sorted(job.ranks) or len({len(ranks) for ranks in groups}) > 1:
-            raise DeepSpeedConfigError(f"the tensor-parallel groups {groups} do not divide the {job.size} ranks evenly")
-        # The ranks of all such groups, one group after the other.
-        return cfg, replace(axes, tp=local.size, order=order, known=(*axes.known, recorded.group))
+        return cfg, _of_group(recorded.group, axes)
     if axes.tp == 1:
         if axes.order is not None and cfg.tensor_parallel.ways > 1:
             raise DeepSpeedConfigError(
@@ -90,6 +77,17 @@ def configured(model: nn.Module, source: Any, axes: Ways, ranks: int) -> tuple[D
     return cfg, axes
 
 
+def _with_sequences(cfg: DeepSpeedConfig, axes: Ways) -> Ways:
+    """Return ``axes`` with the ranks that share one sequence by the configuration, unless the client has cut all."""
+    size, stated = cfg.sequence_parallel_size, axes.order is not None or axes.group is not None
+    if size is not None and stated and size != axes.sp:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size is {size}, but {axes.sp} ranks share each sequence by the mpu or mesh_param that "
+            "deepspeed.initialize got; make them equal, or delete one"
+        )
+    return axes if stated else replace(axes, sp=cfg.sequence_ways)
+
+
 def _distributed(model: nn.Module) -> Recorded | None:
     """Return the size and group of the mesh of DTensor parameters, which the client distributed; None without any."""
     for parameter in model.parameters():
@@ -97,6 +95,17 @@ def _distributed(model: nn.Module) -> Recorded | None:
         if mesh is not None and hasattr(parameter, "placements") and mesh.ndim == 1:
             return Recorded(mesh.size(), None, mesh.get_group())
     return None
+
+
+def _of_group(group: Any, axes: Ways) -> Ways:
+    """Return ``axes`` with the ranks of all such groups, one group after the other. Collective."""
+    local = plain_mesh("gloo", group=group).job
+    job = plain_mesh("gloo", group=axes.group).job
+    groups = sorted(set(gather_objects(local.ranks, job)))
+    order = tuple(rank for ranks in groups for rank in ranks)
+    if sorted(order) != sorted(job.ranks) or len({len(ranks) for ranks in groups}) > 1:
+        raise DeepSpeedConfigError(f"the tensor-parallel groups {groups} do not divide the {job.size} ranks evenly")
+    return replace(axes, tp=local.size, order=order, known=(*axes.known, group))
 
 
 def split(

@@ -137,6 +137,15 @@ class Gradients:
                 unit.window.partial.mul_(unit.facts.before)
         return shown
 
+    def _show_sum(self, unit: Unit, partial: torch.Tensor) -> None:
+        if unit.facts.before != 1.0:
+            partial.div_(unit.facts.before)
+        for position in unit.window.fired:
+            param = unit.params[position]
+            place = gradient_like(param, unit.view(partial, unit.layout.segments[position]))
+            self.adding[unit.index, position] = place
+            _put(param, place)
+
     def collect(self) -> bool:
         """Pack gradients that a client or a split backward wrote to ``.grad`` without a hook; tell if there is any."""
         if not self._passing:
@@ -231,7 +240,7 @@ class Gradients:
             unit.events.note_wait(transfer, f"reduction of {unit.title}")
         transfer.wait()
         if target.spent is not None:
-            unit.window.spare = target.spent
+            unit.window.keep_spare(target.spent)
         store = unit.rest[StateKind.GRAD]
         if target.rests or not isinstance(store, Stored):
             return
@@ -277,13 +286,7 @@ class Gradients:
             if not unit.plan.gradient_whole or unit in self._shown or (partial is None) is not unit.window.filled:
                 continue
             if partial is not None:
-                if unit.facts.before != 1.0:
-                    partial.div_(unit.facts.before)
-                for position in unit.window.fired:
-                    param = unit.params[position]
-                    place = gradient_like(param, unit.view(partial, unit.layout.segments[position]))
-                    self.adding[unit.index, position] = place
-                    _put(param, place)
+                self._show_sum(unit, partial)
                 continue
             self.land_all()
             assert unit.grad is not None

@@ -17,7 +17,6 @@ from deepspeed.zero.buffer import ParameterBuffer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.module.attributes import unmark_zero_parameter
-from deepspeed.zero.param import requiring
 from deepspeed.zero.partition import UnitFacts, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 from deepspeed.zero.window import GradientWindow
@@ -372,7 +371,7 @@ class Unit:
     def end_backward(self, *, keep: bool) -> None:
         """End a backward. ``keep``: it left a graph that will read the kept parameters again."""
         if self.trainable:
-            self.window.trained.update(requiring(self.params))
+            self.window.note_required()
         self.window.end_pass()
         self.kept = self.kept and keep
 

@@ -9,6 +9,7 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError
 from deepspeed.zero.layout import FlatLayout
+from deepspeed.zero.param import requiring
 
 
 class GradState(Enum):
@@ -44,7 +45,7 @@ class GradientWindow:
         self.fired, self.trained = set[int](), set[int]()  # required one in some backward of the window
         self.arrived = set[int]()
         self._done, self._done_task = set[int](), -1
-        self.spare: torch.Tensor | None = None  # memory of a local sum, for the next one
+        self._spare: torch.Tensor | None = None  # memory of a local sum, for the next one
 
     def move(self, state: GradState) -> None:
         if state not in LEGAL_MOVES[self.state]:
@@ -55,7 +56,7 @@ class GradientWindow:
         """Return the full-size local sum, made of ``begin`` or zeros where none exists. EMPTY or REDUCED -> LOCAL."""
         if self.partial is None:
             if begin is None:
-                begin, self.spare = self.spare, None
+                begin, self._spare = self._spare, None
                 if begin is None or begin.dtype is not dtype:
                     begin = collectives.fresh(self._layout.numel, dtype, device)
             self.partial = begin
@@ -64,6 +65,10 @@ class GradientWindow:
             self.fired.clear()
         self.move(GradState.LOCAL)
         return self.partial
+
+    def keep_spare(self, partial: torch.Tensor) -> None:
+        """Keep the memory of a reduced local sum for the next one."""
+        self._spare = partial
 
     def note_packed(self, position: int) -> None:
         """Note that the gradient of one parameter is in the local sum."""
@@ -106,10 +111,15 @@ class GradientWindow:
         last use in the task, so no op still reads the weights.
         """
         if packed:
-            self.note_packed(position)
+            self.fired.add(position)
+            self.arrived.add(position)
         self._done, self._done_task = self._done if task == self._done_task else set(), task
         self._done.add(position)
         return len(self._done) == len(self._params)
+
+    def note_required(self) -> None:
+        """Note which parameters require a gradient in the backward that is over."""
+        self.trained.update(requiring(self._params))
 
     def end_pass(self) -> None:
         """Note that no backward is under way: it is over, or an error has ended it."""
@@ -119,4 +129,4 @@ class GradientWindow:
     def drop(self) -> None:
         """Free all memory, and drop the references to the parameters."""
         self._params = ()
-        self.partial = self.square = self.spare = None
+        self.partial = self.square = self._spare = None

@@ -283,7 +283,7 @@ def _sums_in_place(fails_at: int) -> tuple[bool, bool, list[float]]:
             continue
         engine.train_batch(data)
         norms.append(engine.get_global_grad_norm())
-        memory = [unit.window.spare.data_ptr() for unit in engine.runtime.units if not fails_at]
+        memory = [unit.window._spare.data_ptr() for unit in engine.runtime.units if not fails_at]
         places.append([*memory, len(taken)])
     left = any(p.grad is not None for p in params)
     engine.destroy()

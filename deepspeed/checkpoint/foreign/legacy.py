@@ -180,18 +180,7 @@ def _read_rank(
             if len(some) != world:
                 raise CheckpointError(f"{path} has {len(some)} {of} state files, but was written by {world} ranks")
         tensors, facts = _sharded(model, states, shapes, files.optimizers)
-    # As recorded, else where both are one tensor in the file.
-    shared = {str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()}
-    seen: dict[tuple[Any, ...], str] = {}
-    buffers = set(model.get("buffer_names") or ())
-    weights = {n: t for n, t in model["module"].items() if isinstance(t, FileTensor) and t.numel and n not in buffers}
-    # The name that has optimizer state is the real one.
-    for name in sorted(weights, key=lambda name: ("master", name) not in tensors):
-        real = seen.setdefault(weights[name].place, name)
-        if real != name:
-            shared.setdefault(name, real)
-
-    facts["shared"] = shared
+    shared = facts["shared"] = _shared(model, tensors)
     for (state, name), values in _unoptimised(models, where).items():
         if ("master", name) not in tensors and name not in shared:
             tensors[state, name] = values.check(f"{state} of {name}", path)
@@ -279,6 +268,17 @@ def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:
     }
 
 
+def _layers(folder: Path, place: parts.Place) -> parts.Tensors:
+    """Read the weights in the files of a pipeline's layers, by the names of ``PipelineModule``."""
+    by_rank: dict[int, Half] = {}
+    for match in filter(None, map(_LAYER.fullmatch, _names(folder))):
+        half = by_rank.setdefault(int(match["tp"] or 0), Half({}, {"optimizer": {}}))
+        for name, stored in _load(folder / match.string).items():
+            if isinstance(stored, FileTensor):
+                half.tensors["param", f"{int(match['layer'])}.{name}"] = Pieces.of(stored)
+    return parts.join([by_rank[rank] for rank in sorted(by_rank)], place, folder).tensors if by_rank else {}
+
+
 def _join_ranks(path: Path, models: list[dict[str, Any]], ranks: list[Half]) -> Half:
     """Join what model-parallel ranks hold: those of a stage have parts of parameters, stages have some each."""
     first, by_names = models[0], dict[Any, list[Half]]()
@@ -295,14 +295,7 @@ def _join_ranks(path: Path, models: list[dict[str, Any]], ranks: list[Half]) -> 
             "universal_checkpoint_info); gather the weights with the program that wrote it, or convert it there"
         )
     place = parts.by_patterns(info, ways, path) if ways > 1 else parts.as_it_is
-    # The weights in the files of a pipeline's layers have the names of ``PipelineModule``.
-    by_rank: dict[int, Half] = {}
-    for match in filter(None, map(_LAYER.fullmatch, _names(path))):
-        half_of = by_rank.setdefault(int(match["tp"] or 0), Half({}, {"optimizer": {}}))
-        for name, stored in _load(path / match.string).items():
-            if isinstance(stored, FileTensor):
-                half_of.tensors["param", f"{int(match['layer'])}.{name}"] = Pieces.of(stored)
-    layers = parts.join([by_rank[rank] for rank in sorted(by_rank)], place, path).tensors if by_rank else {}
+    layers = _layers(path, place)
     if layers and first.get("param_shapes") is None:  # state that is numbered within a stage
         return Half(layers, {"optimizer": {}, "shared": {}})
     if (path / "zero").is_dir():  # optimizer state was joined when it was converted
@@ -355,6 +348,20 @@ def _one_group(optimizer: dict[str, Any], renamed: Mapping[str, str]) -> dict[st
             groups.append({"names": names, "options": options})
     scalars = {renamed.get(name, name): values for name, values in optimizer.get("scalars", {}).items()}
     return {"groups": groups, "scalars": scalars} if groups else {}
+
+
+def _shared(model: dict[str, Any], pieces: Mapping[Key, Any]) -> dict[str, str]:
+    """Map each alias to the weight it is tied to: as recorded, else where both are one tensor in the file."""
+    shared = {str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()}
+    first: dict[tuple[Any, ...], str] = {}
+    buffers = set(model.get("buffer_names") or ())
+    weights = {n: t for n, t in model["module"].items() if isinstance(t, FileTensor) and t.numel and n not in buffers}
+    # The name that has optimizer state is the real one.
+    for name in sorted(weights, key=lambda name: ("master", name) not in pieces):
+        real = first.setdefault(weights[name].place, name)
+        if real != name:
+            shared.setdefault(name, real)
+    return shared
 
 
 def _unoptimised(models: list[dict[str, Any]], where: Path) -> dict[Key, Pieces]:

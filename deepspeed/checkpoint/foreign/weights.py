@@ -163,6 +163,15 @@ def torch_file(
             yield write
 
 
+def _write_index(
+    path: Path, shards: Mapping[str, Sequence[Stream]], aliases: Mapping[str, str], *, nbytes: int
+) -> None:
+    """Write the index of tensors by file, as Hugging Face reads it. ``shards``: the tensors by the name of a file."""
+    where = with_aliases({stream.name: name for name, shard in shards.items() for stream in shard}, aliases)
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(where.items()))}
+    write_atomically(path, (json.dumps(index, indent=2) + "\n").encode())
+
+
 def write_weights(
     streams: Sequence[Stream],
     out: Path,
@@ -206,11 +215,7 @@ def write_weights(
     written = [out / name for name in names]
     if total > 1:
         written.append(out / f"{stem}{suffix}.index.json")
-        where = with_aliases(
-            {stream.name: name for name, shard in zip(names, shards, strict=True) for stream in shard}, aliases
-        )
-        index = {"metadata": {"total_size": total_bytes(streams)}, "weight_map": dict(sorted(where.items()))}  # by file
-        write_atomically(written[-1], (json.dumps(index, indent=2) + "\n").encode())
+        _write_index(written[-1], dict(zip(names, shards, strict=True)), aliases, nbytes=total_bytes(streams))
     sync(out)
     return written
 

@@ -59,13 +59,7 @@ def load_into(
             logger.warning("loading %s: %s", source.path, line)
         if optimizer:
             check_optimizer(states, source)
-            summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
-            if summed and runtime.update.further_slots != _ZENFLOW:
-                raise CheckpointError(
-                    f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with "
-                    "sums of gradients that this engine cannot use, and nothing was loaded; load it with that block, "
-                    "save at the end of a window, or load with load_optimizer_states=False"
-                )
+            _check_window(runtime, source)
         check()
     begin()
     nbytes = sum(u.shard.numel() * u.buffer.full.element_size() for u in states.units)
@@ -81,6 +75,17 @@ def load_into(
                         del state[name]
     runtime.publish(runtime.units)
     return source
+
+
+def _check_window(runtime: Runtime, source: Source) -> None:
+    """Raise CheckpointError where gradients that a ZenFlow window has summed would be lost."""
+    summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
+    if summed and runtime.update.further_slots != _ZENFLOW:
+        raise CheckpointError(
+            f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with sums of "
+            "gradients that this engine cannot use, and nothing was loaded; load it with that block, save at the end "
+            "of a window, or load with load_optimizer_states=False"
+        )
 
 
 # -- what is no tensor of the engine ------------------------------------------------------------------------------
@@ -167,20 +172,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
             continue
         with torch.no_grad(), states.update.attached(view, write=True):
             state = optimizer.state.get(view.param, {})
-            wishes: list[Wish] = []
-            for slot, (shape, dtype, pieces) in fresh.items():
-                old = state.get(slot)
-                if not isinstance(old, torch.Tensor) or old.shape != shape or old.dtype != dtype:
-                    state[slot] = torch.zeros(shape, dtype=dtype, device=view.param.device)
-                flat = state[slot].detach().view(-1)
-                wishes += [Wish(key, flat[lo:hi], start, region) for lo, hi, key, start, region in pieces]
-            fill(source, wishes)
-            for name, value in scalars.items():
-                old = state.get(name)
-                if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
-                    old.copy_(value)
-                else:
-                    state[name] = value
+            _fill_view(view, state, fresh, source, scalars)
             optimizer.state[view.param] = state
         report(sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)))
     # What the optimizer keeps besides tensors and numbers.
@@ -247,6 +239,25 @@ def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dic
         )
     missed = {name: int(counts[most] - count) for name, count in counts.items()}
     return {k: copied(v) for k, v in by_name[most].items()}, {name: n for name, n in missed.items() if n}
+
+
+def _fill_view(
+    view: OptimView, state: dict[str, Any], fresh: dict[str, _Filling], source: Source, scalars: dict[str, Any]
+) -> None:
+    wishes: list[Wish] = []
+    for slot, (shape, dtype, pieces) in fresh.items():
+        old = state.get(slot)
+        if not isinstance(old, torch.Tensor) or old.shape != shape or old.dtype != dtype:
+            state[slot] = torch.zeros(shape, dtype=dtype, device=view.param.device)
+        flat = state[slot].detach().view(-1)
+        wishes += [Wish(key, flat[lo:hi], start, region) for lo, hi, key, start, region in pieces]
+    fill(source, wishes)
+    for name, value in scalars.items():
+        old = state.get(name)
+        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
+            old.copy_(value)
+        else:
+            state[name] = value
 
 
 # -- an open accumulation window ----------------------------------------------------------------------------------

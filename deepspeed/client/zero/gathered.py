@@ -66,19 +66,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
-        # Pending updates end before any rank gathers; the error of one rank's update is raised on all.
-        for runtime in dict.fromkeys(map(runtime_of, units.values())):
-            if runtime is None or runtime.may_fetch_on_demand():
-                continue
-            if self._modifier is not None:
-                # Masters will be what is shown here, and must not lose their last update.
-                runtime.update.wait_together(once=("all",))
-                runtime.update.publish()
-                continue
-            for mesh in {id(unit.mesh): unit.mesh for unit in units.values() if runtime_of(unit) is runtime}.values():
-                theirs = [u for u in units.values() if u.mesh is mesh]  # masters and slots may still be on their way
-                asked = ("values", *sorted(unit.index for unit in theirs))
-                runtime.update.wait_together(units=theirs, groups=(mesh.zero,), once=asked)
+        self._await_updates([*units.values()])
         with ExitStack() as pinned:  # also when a later gather fails
             for unit in sorted(units.values(), key=lambda u: u.index):
                 if self._incoming is not None:
@@ -105,6 +93,21 @@ class GatheredParameters:
         ):
             self._saving = saved_tensors_hooks(self._pack, _unpack)
             self._saving.__enter__()
+
+    def _await_updates(self, units: list[Unit]) -> None:
+        """Wait for pending updates before any rank gathers; raise the error of one rank's update on all."""
+        for runtime in dict.fromkeys(map(runtime_of, units)):
+            if runtime is None or runtime.may_fetch_on_demand():
+                continue
+            if self._modifier is not None:
+                # Masters will be what is shown here, and must not lose their last update.
+                runtime.update.wait_together(once=("all",))
+                runtime.update.publish()
+                continue
+            for mesh in {id(unit.mesh): unit.mesh for unit in units if runtime_of(unit) is runtime}.values():
+                theirs = [unit for unit in units if unit.mesh is mesh]  # masters and slots may still be on their way
+                asked = ("values", *sorted(unit.index for unit in theirs))
+                runtime.update.wait_together(units=theirs, groups=(mesh.zero,), once=asked)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Save the place of a view of a full buffer instead of the tensor, as autograd reads it after the release."""

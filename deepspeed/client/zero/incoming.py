@@ -206,14 +206,7 @@ class Incoming:
                 self.sent_bytes += param.nbytes
             elif isinstance(way, FilePart | JoinedParts) and fault is None:
                 try:
-                    unit: Unit = param._ds_unit  # type: ignore[attr-defined]
-                    (segment,), (lo, hi) = unit.layout.segments, unit.range_of(StateKind.PARAM)
-                    first, last = max(lo, segment.offset), min(hi, segment.stop)
-                    with unit.values(StateKind.PARAM, write=True) as resting:
-                        if first < last:
-                            way.read(resting[first - lo : last - lo], first - segment.offset, segment.place)
-                    unit.new_version()
-                    self.read_bytes += max(0, last - first) * way.dtype.itemsize
+                    self._read(param._ds_unit, way)  # type: ignore[attr-defined]
                 except (OSError, UsageError) as error:
                     fault = error
         for param in params:
@@ -229,6 +222,15 @@ class Incoming:
             return self._noted[unit]
         same = param.data_ptr() == unit.buffer.full.data_ptr() and self._open.get(unit) == param._version
         return "kept" if same else "sent"
+
+    def _read(self, unit: Unit, part: FilePart | JoinedParts) -> None:
+        (segment,), (lo, hi) = unit.layout.segments, unit.range_of(StateKind.PARAM)
+        first, last = max(lo, segment.offset), min(hi, segment.stop)
+        with unit.values(StateKind.PARAM, write=True) as resting:
+            if first < last:
+                part.read(resting[first - lo : last - lo], first - segment.offset, segment.place)
+        unit.new_version()
+        self.read_bytes += max(0, last - first) * part.dtype.itemsize
 
 
 def _loads_plainly(module: nn.Module) -> bool:

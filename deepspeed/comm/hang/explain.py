@@ -1,7 +1,7 @@
 """From the reports of all ranks to the sentences that say why the job stands still; pure."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,15 @@ def _different(reports: Sequence[RankReport]) -> str:
     return ""
 
 
+def _alone(reports: Sequence[RankReport]) -> Iterator[str]:
+    """Yield a sentence for each call of this package that all ranks have to make and only some have made."""
+    for call in sorted({r.call for r in reports if r.state == COLLECTIVE} & CALLS_OF_ALL):
+        inside = [r.rank for r in reports if r.call == call]
+        outside = [r.rank for r in reports if r.call != call and r.state in (COLLECTIVE, LEFT, RUNS)]
+        if outside:
+            yield f"every rank must call {call}(): {_ranks(inside)} did, {_ranks(outside)} did not"
+
+
 def explain(reports: Sequence[RankReport], limit_s: float, *, ends: bool = True) -> str:
     """Explain why the job stands still: a sentence, a line for each rank or several alike, the first error last.
 
@@ -135,11 +144,7 @@ def explain(reports: Sequence[RankReport], limit_s: float, *, ends: bool = True)
         alike[_words(report, many=True), lag].append(report)
     note = "hang_timeout" if ends else "nothing is ended: hang_timeout does that"
     lines = [f"the job stands still: no rank has made progress for {limit_s:g} s ({note})"]
-    for call in sorted({r.call for r in ordered if r.state == COLLECTIVE} & CALLS_OF_ALL):
-        inside = [r.rank for r in ordered if r.call == call]
-        outside = [r.rank for r in ordered if r.call != call and r.state in (COLLECTIVE, LEFT, RUNS)]
-        if outside:
-            lines.append(f"  every rank must call {call}(): {_ranks(inside)} did, {_ranks(outside)} did not")
+    lines += [f"  {text}" for text in _alone(ordered)]
     if different := _different(ordered):
         lines.append(f"  {different}")
     for (_, lag), group in alike.items():

@@ -340,12 +340,7 @@ def run_elastic_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         with contextlib.suppress(RuntimeError):
             membership.shutdown()
         _tell(verdict, runner)
-        # Others have their time where the store goes with this process; one more signal ends that.
-        wait_s = longest_end(job) if node_rank == 0 and runner != "ssh" else 0.0
-        heard = len(agent.received)
-        with contextlib.suppress(RuntimeError):
-            if membership.leave(wait_s, lambda: len(agent.received) > heard) and wait_s:
-                time.sleep(_FAREWELL_S)
+        _part(agent, membership, longest_end(job) if node_rank == 0 and runner != "ssh" else 0.0)
     return verdict.status
 
 
@@ -356,3 +351,11 @@ def _decided(agent: NodeAgent) -> Verdict:
         why = str(error).partition("\n")[0]
         text = f"deepspeed: the store in which the nodes meet is gone: {why}\n"
         return agent.verdict or Verdict(LOST_HOST_STATUS, text)
+
+
+def _part(agent: NodeAgent, membership: Membership, wait_s: float) -> None:
+    """Leave the job: give the others their time, where the store goes with this process; one more signal ends that."""
+    heard = len(agent.received)
+    with contextlib.suppress(RuntimeError):
+        if membership.leave(wait_s, lambda: len(agent.received) > heard) and wait_s:
+            time.sleep(_FAREWELL_S)

@@ -29,7 +29,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from deepspeed.client.attrs import of_part
 from deepspeed.comm.channel import Channel
 from deepspeed.errors import UsageError
 from deepspeed.launcher.elastic.beats import BEAT_S, Beats, beat
@@ -103,19 +102,24 @@ class Membership(RendezvousHandler):
         self._note_seen = ""
         self._wanted_since: int | None = None  # checkpoints of this round when somebody began to wait
 
-    get_backend = of_part("_inner", DynamicRendezvousHandler.get_backend)
-    get_run_id = of_part("_inner", DynamicRendezvousHandler.get_run_id)
-    is_closed = of_part("_inner", DynamicRendezvousHandler.is_closed)
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
         return True
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
 
     def set_closed(self) -> None:
         """Close the rendezvous, so that no round begins any more, unless this node is outside the job."""
         if not self.outside:
             with contextlib.suppress(RendezvousError):  # the store is gone: what is asked of it next raises
                 self._inner.set_closed()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
         return self.outside or self._inner.shutdown()
@@ -130,14 +134,7 @@ class Membership(RendezvousHandler):
                 info = self._inner.next_rendezvous()
                 start = self._divide(info)
             except RendezvousTimeoutError:
-                limit = f"within {join_limit():g} s (DS_JOIN_TIMEOUT_S)"
-                text = (
-                    f"the job that runs has saved no checkpoint {limit}, at which it would take this node in; try again"
-                )
-                if not self.outside:
-                    least = f"{self._limits.min_nodes} node(s) (--min_elastic_nodes)"
-                    text = f"fewer than {least} came together {limit}; start more in that time"
-                raise UsageError(text) from None
+                raise UsageError(self._nobody()) from None
             except DistStoreError:
                 start = "a node was lost while it joined"
             if isinstance(start, Round):
@@ -250,6 +247,14 @@ class Membership(RendezvousHandler):
         """Wait for ``key`` of ``node`` until the time ``until``, its loss or ``stop()``; tell whether it is set."""
         lost = self._beats.silent
         return self._channel.wait(key, seconds=until - time.monotonic(), stop=lambda: node in lost or stop())
+
+    def _nobody(self) -> str:
+        """Explain why no round has begun in time."""
+        limit = f"within {join_limit():g} s (DS_JOIN_TIMEOUT_S)"
+        if self.outside:
+            return f"the job that runs has saved no checkpoint {limit}, at which it would take this node in; try again"
+        least = f"{self._limits.min_nodes} node(s) (--min_elastic_nodes)"
+        return f"fewer than {least} came together {limit}; start more in that time"
 
     def _divide(self, info: RendezvousInfo) -> Round | str:
         """Divide the ranks over the nodes: return the round, or why it cannot be. All nodes get the same result."""

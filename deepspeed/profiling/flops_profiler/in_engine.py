@@ -47,17 +47,7 @@ class StepProfile:
         self._spans: dict[str, list[tuple[Any, Any]]] = {}
         self._seconds: dict[str, float] = {}
         self._updates = 0
-        # Before training, rather than after the profile.
-        if (output_file := self._settings.output_file) is not None:
-            path = Path(output_file)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "a", encoding="utf-8"):
-                    pass
-            except OSError as error:
-                raise DeepSpeedConfigError(
-                    f"flops_profiler.output_file {output_file!r} cannot be written: {error}. Choose another file."
-                ) from error
+        _check_writable(self._settings.output_file)
         self.await_step(0)
 
     @property
@@ -163,3 +153,18 @@ class StepProfile:
                 self._settings.profile_step,
                 self._updates,
             )
+
+
+def _check_writable(output_file: str | None) -> None:
+    """Raise DeepSpeedConfigError before training, rather than after the profile, if the file cannot be written."""
+    if output_file is None:
+        return
+    path = Path(output_file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise DeepSpeedConfigError(
+            f"flops_profiler.output_file {output_file!r} cannot be written: {error}. Choose another file."
+        ) from error

@@ -74,12 +74,8 @@ class FlopsProfiler:
     def resume(self, *, count: bool, time: bool) -> None:
         """Continue after ``stop_profile``, and add to its figures."""
         place = self._counter.place
-        inside: set[nn.Module] = set()  # compiled modules, which are followed only where their operations are counted
-        for module in [] if count else self.model.modules():
-            if _is_compiled(module):
-                inside.update(m for m in module.modules() if m is not module)
         with contextlib.ExitStack() as undone:
-            for name, module in [(n, m) for n, m in self.model.named_modules() if m not in inside]:
+            for name, module in self._listened(everywhere=count):
                 self._listen(undone, place, name, module, time=time)
             if count and "torch._dynamo" in sys.modules:
                 undone.enter_context(torch.compiler.set_stance("force_eager"))
@@ -89,6 +85,14 @@ class FlopsProfiler:
                 undone.callback(self._timed(self._duration))
             self._running = undone.pop_all()
         self.started = True
+
+    def _listened(self, *, everywhere: bool) -> list[tuple[str, nn.Module]]:
+        """Return the modules to follow: all of them with ``everywhere``, else none inside compiled modules."""
+        inside: set[nn.Module] = set()
+        for module in [] if everywhere else self.model.modules():
+            if _is_compiled(module):
+                inside.update(m for m in module.modules() if m is not module)
+        return [(name, module) for name, module in self.model.named_modules() if module not in inside]
 
     def _timed(self, latency: _Latency) -> Any:
         """Start a span; return the function that ends it."""

@@ -106,10 +106,7 @@ class Board:
             logger.warning("observe.run cannot be written: %s; the run goes on, and its record has gaps", fault)
 
     def _look(self, *, last: bool = False) -> None:
-        accelerator, memory = get_accelerator(), {"host": hostmem.rss_bytes(), "drive": self._drive_bytes()}
-        if accelerator.device_name() != "cpu":
-            memory |= {"device": accelerator.memory_allocated(), "device_peak": accelerator.max_memory_allocated()}
-        self._memory = memory
+        self._memory = self._measure()
         self._take_in(last=last)
         local = {
             **{"rank": self._rank, "step": self._last_step, "steps": self._pace.steps},
@@ -136,6 +133,13 @@ class Board:
                 if self.file is not None:
                     sampled = {name: times.pop(name) for name in SAMPLED if name in times}
                     self.file.step(times, {"step": step.number, **facts, "memory": self._memory}, sampled)
+
+    def _measure(self) -> Facts:
+        """Return the bytes of this rank, per tier."""
+        accelerator, memory = get_accelerator(), {"host": hostmem.rss_bytes(), "drive": self._drive_bytes()}
+        if accelerator.device_name() != "cpu":
+            memory |= {"device": accelerator.memory_allocated(), "device_peak": accelerator.max_memory_allocated()}
+        return memory
 
     def _judge(self, states: dict[int, Facts]) -> None:
         """Warn of slow ranks, once each, and publish how fast each rank is."""

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ class Listener:
         now, last = self._mark(), self.step
         last.end = now
         self.step = StepSpans(self._clock, now, _MOST)
+        self._choose(last)
+        return last
+
+    def _choose(self, last: StepSpans) -> None:
+        """Decide whether to note the update that begins, by what the notes of ``last`` cost."""
         begun, self._begun_ns = self._begun_ns, time.perf_counter_ns()
         if last.noted:
             price_ns = _NOTE_NS * max(1, len(last.spans) + last.hits + last.misses)
@@ -108,13 +113,16 @@ class Listener:
             n < _FIRST or n * _GOLDEN % 1 < self._share or self._detailed for n in (self._updates, self._updates + 1)
         )
         self.step.noted = this and not self._resting
-        if this or following:
+        if not (this or following):
+            self._rest()
+        else:
             self.wake()
-        elif not self._resting:
+
+    def _rest(self) -> None:
+        if not self._resting:
             self._resting = True
             for place, call in self._places:
                 place.remove(call)
-        return last
 
     def wake(self) -> None:
         """Listen at least until the next update, though that may not be noted."""
@@ -144,15 +152,7 @@ class Listener:
             before, self._unit = self._unit, self._title(subject)
             return functools.partial(setattr, self, "_unit", before)
         if kind == NEED:
-            for unit in subject:
-                if unit.movable:
-                    ready = unit.state is not UnitState.ABSENT and unit.fetched_version == unit.version
-                    self.step.hits += ready
-                    self.step.misses += not ready
-                    if self._detailed:
-                        outcome = "hit" if ready else "miss"
-                        state = unit.state.name.lower()
-                        self.step.add(PREFETCH, outcome, self._mark(), None, {"unit": self._title(unit), "was": state})
+            self._need(subject)
         elif self._detailed and kind == UPDATE:
             return self._begin(COMPUTE, "optimizer")
         elif self._detailed and kind == FLUSH:
@@ -161,6 +161,17 @@ class Listener:
 
     def _title(self, unit: Any) -> str:
         return self._titles.get(unit.index) or self._titles.setdefault(unit.index, unit.title)
+
+    def _need(self, units: Iterable[Any]) -> None:
+        for unit in units:
+            if unit.movable:
+                ready = unit.state is not UnitState.ABSENT and unit.fetched_version == unit.version
+                self.step.hits += ready
+                self.step.misses += not ready
+                if self._detailed:
+                    outcome = "hit" if ready else "miss"
+                    state = unit.state.name.lower()
+                    self.step.add(PREFETCH, outcome, self._mark(), None, {"unit": self._title(unit), "was": state})
 
     def _collective(self, op: str, numel: int, dtype: torch.dtype, size: int) -> Callable[[], None]:
         begin, nbytes, unit = self._mark(), numel * dtype.itemsize, self._unit

@@ -262,13 +262,7 @@ class Observer:
             )
             self._pass_on()
             self._pass_saving()
-            board, engine = self._board, self._engine
-            while board is not None and board.slow:
-                slow = board.slow.popleft()
-                if engine.monitor.enabled:
-                    values = {"slow_rank": slow.pace.rank, "slow_rank_times_median": slow.times}
-                    at = engine.global_samples
-                    engine.monitor.write_events([(f"Train/Samples/{n}", float(v), at) for n, v in values.items()])
+            self._tell_of_slow()
         if window is not None and not window.over:
             if window.begun:
                 window.add(step)
@@ -302,6 +296,16 @@ class Observer:
             self._board.put(step, facts)
             for text in self._unusual.look(step.number, loss=facts.get("loss"), norm=norm) if self._unusual else ():
                 logger.warning("%s", text)
+
+    def _tell_of_slow(self) -> None:
+        board, engine = self._board, self._engine
+        while board is not None and board.slow:
+            slow = board.slow.popleft()
+            if engine.monitor.enabled:
+                values = {"slow_rank": slow.pace.rank, "slow_rank_times_median": slow.times}
+                engine.monitor.write_events(
+                    [(f"Train/Samples/{name}", float(value), engine.global_samples) for name, value in values.items()]
+                )
 
     # -- the trace --------------------------------------------------------------------------------------------------
     def _open_window(self) -> None:

@@ -20,7 +20,7 @@ from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.errors import UsageError
-from deepspeed.zero.layout import Place
+from deepspeed.zero.layout import Place, Segment
 from deepspeed.zero.param import expose
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.regions import Region, Span, runs, spans_of
@@ -240,9 +240,7 @@ def values_from_files(
                 values[max(lo, start) : max(lo, min(hi, stop))].zero_()
             for part, segment in zip(parts, segments, strict=True):
                 assert part is not None
-                first, last = max(lo, segment.offset), min(hi, segment.stop)
-                if first < last:
-                    part.read(values[first:last], first - segment.offset, segment.place)
+                read_segment(part, segment, values, lo=lo, hi=hi)
         if not unit.movable and ranges != {(0, numel)}:
             (lo, hi), *_ = ranges
             collectives.all_gather(values, values[lo:hi].clone(), group).wait()
@@ -252,6 +250,13 @@ def values_from_files(
         expose([param], [torch.empty(0, dtype=param.dtype, device=device)])
         param.grad = None
     return values
+
+
+def read_segment(part: FilePart, segment: Segment, flat: torch.Tensor, *, lo: int, hi: int, base: int = 0) -> None:
+    """Read the part of ``segment`` in the flat range [``lo``, ``hi``) into ``flat``, which begins at index ``base``."""
+    first, last = max(lo, segment.offset), min(hi, segment.stop)
+    if first < last:
+        part.read(flat[first - base : last - base], first - segment.offset, segment.place)
 
 
 def say_full_load(model: nn.Module, files: Mapping[nn.Parameter, FilePart], say: Callable[[str], None]) -> None:

@@ -130,7 +130,7 @@ class Failures:
         except Exception as second:
             logger.error("after %s the other ranks cannot be told: %s", collectives.describe(error), second)
             lost, after = True, Aftermath()
-        host.order.pending.clear()  # decided collectives, for which nobody waits any more
+        host.order.drop_pending()
         self._known = None  # it keeps alive what its frames hold
         if lost and host.mesh.job.size > 1:
             self.break_off(collectives.describe(error))

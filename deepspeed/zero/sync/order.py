@@ -37,7 +37,7 @@ class CollectiveOrder:
         self._units, self._mesh, self._gradients, self.agreement = units, mesh, gradients, agreement
         self._gather, self._reduce, self._heard = gather, reduce, heard
         # What has been decided and is not issued yet: kind, unit, as a dummy. The mark is of before the first of them.
-        self.pending = deque[tuple[Kind, int, bool]]()
+        self._pending = deque[tuple[Kind, int, bool]]()
         self._mark = 0
         self.stepping = False  # the last decision was the step
         self._complete: list[int] = []  # units whose gradients are complete and wait for the next message
@@ -91,24 +91,24 @@ class CollectiveOrder:
 
     def execute(self, decision: Decision, wanted: int | None = None) -> None:
         """Issue the collectives of ``decision``; ``wanted``: the unit that this rank needs."""
-        self.pending += [(Kind.REDUCE, index, False) for index in decision.reduced]
+        self._pending += [(Kind.REDUCE, index, False) for index in decision.reduced]
         for position, index in enumerate(decision.units if decision.kind is Kind.GATHER else ()):
             dummy = index != wanted and (position == 0 or wanted not in decision.units)
-            self.pending.append((Kind.GATHER, index, dummy))
+            self._pending.append((Kind.GATHER, index, dummy))
         self.issue_pending()
 
     def issue_pending(self, *, after: BaseException | None = None) -> None:
         """Issue all decided collectives; ``after`` an error those that are left, as a dummy participant."""
-        if after is not None and self.pending and collectives.noted() != self._mark + 1:
-            self.pending.popleft()  # it was issued, and failed later
-        while self.pending:
-            kind, index, dummy = self.pending[0]
+        if after is not None and self._pending and collectives.noted() != self._mark + 1:
+            self._pending.popleft()  # it was issued, and failed later
+        while self._pending:
+            kind, index, dummy = self._pending[0]
             self._mark = collectives.noted()
             if kind is Kind.REDUCE:
                 self._reduce(self._units[index])
             else:
                 self._gather(self._units[index], dummy or after is not None)
-            self.pending.popleft()
+            self._pending.popleft()
 
     # -- what happens meanwhile ----------------------------------------------------------------------------------------
     def used(self, unit: Unit) -> None:
@@ -184,6 +184,10 @@ class CollectiveOrder:
             self.forget_vacant()
         self._vacant.clear()
         self._contributed = self._foreign = False
+
+    def drop_pending(self) -> None:
+        """Drop decided collectives, for which nobody waits any more."""
+        self._pending.clear()
 
     def reset(self, *, keep_gradients: bool) -> None:
         """Forget the forward or backward that an error has ended."""

@@ -125,20 +125,7 @@ class StagedUpdate(InlineUpdate):
             yield
         finally:
             self._send_for(InFlight.LOADED - 1)  # ahead of what goes home, which they need not wait for
-            for shown, on_host, copy in visit.copies:
-                on_host.copy_(copy, non_blocking=True)
-                point(shown, on_host)
-            copied = {id(shown) for shown, _, _ in visit.copies}
-            for view in visit.views:  # slots that the optimizer has made now
-                for key, value in self.optimizer.state.get(view.param, {}).items():
-                    if id(value) not in copied and _travels(value, view.param):
-                        on_host = self._home(view, key, value)
-                        on_host.copy_(value, non_blocking=True)
-                        point(value, on_host)
-            visit.copies.clear()
-            self._home_again = Landing(0)
-            for unit in {view.unit for view in visit.views}:
-                unit.pending.note(self._home_again, writes=(StateKind.OPTIM,), copy=True)
+            self._go_home(visit)
 
     def _send_for(self, most: int) -> None:
         """Start copying the states of the next visits to the device, up to ``most`` at once."""
@@ -169,6 +156,22 @@ class StagedUpdate(InlineUpdate):
             on_host.copy_(value)
             point(value, on_host)
         return on_host
+
+    def _go_home(self, visit: _Visit) -> None:
+        for shown, on_host, copy in visit.copies:
+            on_host.copy_(copy, non_blocking=True)
+            point(shown, on_host)
+        copied = {id(shown) for shown, _, _ in visit.copies}
+        for view in visit.views:  # slots that the optimizer has made now
+            for key, value in self.optimizer.state.get(view.param, {}).items():
+                if id(value) not in copied and _travels(value, view.param):
+                    on_host = self._home(view, key, value)
+                    on_host.copy_(value, non_blocking=True)
+                    point(value, on_host)
+        visit.copies.clear()
+        self._home_again = Landing(0)
+        for unit in {view.unit for view in visit.views}:
+            unit.pending.note(self._home_again, writes=(StateKind.OPTIM,), copy=True)
 
 
 def _travels(value: object, param: torch.Tensor) -> bool:
