@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.errors import UsageError
-from deepspeed.tensor import loss as parts
+from deepspeed.sequence.batch import IGNORED, shifted
 from deepspeed.tensor.differentiable import join_parts, sum_parts
 from deepspeed.tensor.layers import LinearLayer, shared_input
+from deepspeed.tensor.loss import losses_over_parts
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -49,7 +50,7 @@ def vocab_parallel_cross_entropy(
     vocab_start_index: int | None = None,
     vocab_end_index: int | None = None,
     global_vocab_size: int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     reduction: Reduction = "mean",
     gather_sequence_loss: bool = False,
     backend: str = "torch",
@@ -93,8 +94,7 @@ def vocab_parallel_cross_entropy(
         rows = functional.cross_entropy(flat, target.reshape(-1), ignore_index=ignore_index, reduction="none")
         losses = rows.view(target.shape)
     else:
-        how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none", "first": vocab_start_index}
-        losses = parts.vocab_parallel_cross_entropy(logits, target, tp, **how)
+        losses = losses_over_parts(logits, target, tp, ignore_index=ignore_index, first=vocab_start_index)
     if reduction == "none":
         return _whole_sequence(losses, losses.dim() - 1, sp) if gather_sequence_loss else losses
     total, count = losses.sum(), (target != ignore_index).sum().to(losses.dtype)
@@ -124,6 +124,7 @@ class VocabParallelCausalLMLoss(VocabParallelCrossEntropyLoss):
         labels: torch.Tensor | None = None,
         vocab_size: int | None = None,
         num_items_in_batch: Any = None,
+        ignore_index: int | None = None,
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
@@ -131,18 +132,21 @@ class VocabParallelCausalLMLoss(VocabParallelCrossEntropyLoss):
 
         Raises UsageError for ``labels`` of a part of a sequence, whose last token is followed by another rank's.
         """
-        ignored = self.options.get("ignore_index", -100)
+        options = {"ignore_index": IGNORED, **self.options}
+        if ignore_index is not None:
+            options["ignore_index"] = ignore_index
         if shift_labels is None:
-            if labels is None or _axis(self.options["sp_group"]) is not None:
+            if labels is None or _axis(options["sp_group"]) is not None:
                 raise UsageError("VocabParallelCausalLMLoss: a part of a sequence needs shift_labels, not labels")
-            shift_labels = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
-        reduction = self.options.get("reduction", "mean") if num_items_in_batch is None else "sum"
-        loss = vocab_parallel_cross_entropy(logits, shift_labels, **{**self.options, "reduction": reduction})
+            shift_labels = shifted(labels, options["ignore_index"])
+        if num_items_in_batch is not None:
+            options["reduction"] = "sum"
+        loss = vocab_parallel_cross_entropy(logits, shift_labels.to(logits.device), **options)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def configure_vocab_parallel_loss(
-    model: nn.Module, head: nn.Module, sp_group: Any = None, ignore_index: int = -100, backend: str = "torch"
+    model: nn.Module, head: nn.Module, sp_group: Any = None, ignore_index: int = IGNORED, backend: str = "torch"
 ) -> VocabParallelCausalLMLoss:
     """Let ``model`` compute its ``loss_function`` from the logits of ``head``, and return it.
 

@@ -1,13 +1,11 @@
 """Cross-entropy over logits of which every tensor-parallel rank has those of some words."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from deepspeed.comm.collectives import AxisGroup, all_gather, sum_in_place
 from deepspeed.errors import UsageError
-from deepspeed.tensor.layers import shared_input
 from deepspeed.zero.regions import bounds
 
 
@@ -57,25 +55,17 @@ def _edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
     return edges
 
 
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    group: Any,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    first: int | None = None,
+def losses_over_parts(
+    logits: torch.Tensor, labels: torch.Tensor, group: AxisGroup, *, ignore_index: int, first: int | None
 ) -> torch.Tensor:
-    """Compute ``functional.cross_entropy`` of ``logits`` (..., this rank's words) split over ``group``. Collective.
+    """Return the cross-entropy of each of ``labels`` (...), in fp32, from ``logits`` (..., this rank's words).
 
-    ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32. ``first`` is
-    the number of this rank's first word; None: the words are cut evenly.
+    ``labels`` count all words and are the same on every rank of ``group``. ``first`` is the number of this rank's first
+    word; None: the words are cut evenly. Collective.
     """
-    flat, axis = labels.reshape(-1), shared_input(group).group
-    loss = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, axis, ignore_index, first)
-    if reduction == "none":
-        return loss.view(labels.shape)
-    return loss.sum() / (flat != ignore_index).sum() if reduction == "mean" else loss.sum()
+    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    losses: torch.Tensor = _PartsCrossEntropy.apply(*flat, group, ignore_index, first)
+    return losses.view(labels.shape)
 
 
 def loss_fault(model: Any) -> str:
@@ -84,28 +74,3 @@ def loss_fault(model: Any) -> str:
     if kind in (None, "ForCausalLM", "ForConditionalGeneration"):
         return ""
     return f"the labels of {type(model).__name__} are not those of the next tokens (its loss is {kind})"
-
-
-class PartsCausalLoss:
-    """Loss that transformers calls as ``model.loss_function``, for a head whose logits stay in parts."""
-
-    def __init__(self, group: AxisGroup) -> None:
-        self.group = group
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Return the mean over tokens, or their sum divided by ``num_items_in_batch``."""
-        if shift_labels is None:
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"
-        labels = shift_labels.to(logits.device)
-        loss = vocab_parallel_cross_entropy(logits, labels, self.group, ignore_index=ignore_index, reduction=reduction)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
