@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.comm.collectives import AxisGroup, sum_in_place
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
 from deepspeed.sequence.batch import IGNORED, shifted
+from deepspeed.sequence.layout import in_turn
 from deepspeed.tensor.differentiable import join_parts, sum_parts
 from deepspeed.tensor.layers import LinearLayer, shared_input
 from deepspeed.tensor.loss import losses_over_parts
@@ -30,10 +31,8 @@ def _whole_sequence(losses: torch.Tensor, dim: int, group: AxisGroup | None) -> 
     """Join the losses of the ranks along the sequence, whose parts may differ in length. Collective."""
     if group is None:
         return losses
-    lengths = torch.zeros(group.size, dtype=torch.float64, device=losses.device)
-    lengths[group.index] = losses.shape[dim]
-    edges = [0, *sum_in_place(lengths, group).cumsum(0).long().tolist()]
-    return join_parts(losses, group, dim, edges=edges)
+    lengths = in_turn([losses.shape[dim]], group, losses.device)
+    return join_parts(losses, group, dim, edges=[0, *lengths.view(-1).cumsum(0).tolist()])
 
 
 def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:

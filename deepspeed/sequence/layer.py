@@ -83,9 +83,6 @@ class DistributedAttention(nn.Module):
         group = heard(plain_mesh("", group=self.spg).job, "sequence_process_group")
         if query.dim() != 4:
             raise SequenceError(f"DistributedAttention takes tensors of 4 dimensions, not {tuple(query.shape)}")
-        if group.size == 1:
-            query, key = _rotated((query, key), rotary_pos_emb)
-            return self.local_attn(query, key, value, *args, **kwargs)
         order = (
             batch_dim_idx,
             self.scatter_idx,
