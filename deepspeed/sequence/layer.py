@@ -34,7 +34,7 @@ def single_all_to_all(
     """
     ranks = heard(plain_mesh("", group=group).job, "group")
     parts = input.split(widths(bounds(input.shape[scatter_idx], ranks.size)), dim=scatter_idx)
-    shapes = _shapes_of_all((input,), ranks, "single_all_to_all: tensors", dims=input.dim(), but=gather_idx % input.dim())
+    shapes = _shapes_of_all((input,), ranks, "single_all_to_all: tensors", dims=input.dim(), but=gather_idx)
     for shape in shapes:
         shape[scatter_idx] = parts[ranks.index].shape[scatter_idx]
     sizes = [math.prod(shape) for shape in shapes]
@@ -84,7 +84,10 @@ class DistributedAttention(nn.Module):
         where their shapes differ; on a device they are compared at the first call and when this rank's change.
         """
         group = heard(plain_mesh("", group=self.spg).job, "sequence_process_group")
-        self._compare((query, key, value), group)
+        shapes = [part.shape for part in (query, key, value)]
+        if query.device.type == "cpu" or shapes != self._alike:  # a comparison waits for the device
+            _shapes_of_all((query, key, value), group, "DistributedAttention: query, key, value", dims=4)
+            self._alike = shapes
         if group.size == 1:
             query, key = _rotated((query, key), rotary_pos_emb)
             return self.local_attn(query, key, value, *args, **kwargs)
@@ -101,14 +104,6 @@ class DistributedAttention(nn.Module):
         q, k, v = (part.permute(order) for part in (query, key, value))
         context = Layout(group, rows, lengths, (), query.device).attend(q, k, v, attend, whole=True)
         return context.permute(_undone(tokens_first))
-
-    def _compare(self, values: tuple[torch.Tensor, ...], group: AxisGroup) -> None:
-        """Raise SequenceError on every rank unless all have ``values`` of the same shapes. Collective."""
-        shapes = [value.shape for value in values]
-        if values[0].device.type != "cpu" and shapes == self._alike:  # each comparison waits for the device
-            return
-        _shapes_of_all(values, group, "DistributedAttention: query, key, value", dims=4)
-        self._alike = shapes
 
 
 def _shapes_of_all(
