@@ -216,7 +216,8 @@ def _assemble(
     if base is not None:
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
-    facts, facts_of = _facts(cfg, mesh, feeds=(mesh.zero if dims.registered else mesh.data).size), None
+    averaged = mesh.zero if dims.registered or mesh.cuts else mesh.data
+    facts, facts_of = _facts(cfg, mesh, averaged.size), None
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)
@@ -443,12 +444,12 @@ def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Param
     return frozenset(p for module in owners for p in module.parameters(recurse=False))
 
 
-def _facts(cfg: DeepSpeedConfig, mesh: Mesh, *, feeds: int) -> UnitFacts:
-    """Return what units share: the mean over ``feeds`` losses is taken once, split between packing and the step by the
-    predivide factor.
+def _facts(cfg: DeepSpeedConfig, mesh: Mesh, losses: int) -> UnitFacts:
+    """Return what units share: the mean over ``losses`` is taken once, split between packing and the step by the
+    predivide factor. The sum is that over batches: ranks that cut one have its loss each.
     """
     mean = cfg.gradient_allreduce_op == "mean"
-    total = early = float(feeds) if mean else 1.0
+    total = early = float(losses if mean else mesh.sp.size if mesh.cuts else 1)
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
     wire = cfg.dtype_policy.reduction

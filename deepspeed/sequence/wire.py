@@ -2,7 +2,8 @@
 
 A forward in training gets its part of the batch, with the targets of its tokens, and its loss becomes that of all
 tokens of the sequence: the ranks' losses are weighed by their tokens and summed, while the gradient of each goes its
-own way, as the gradients of parameters are summed over the ranks of a sequence anyway.
+own way. Gradients are averaged over these ranks, so that what a client adds to the loss counts once; that of the
+model's loss is multiplied by their number first.
 """
 
 import inspect
@@ -32,7 +33,7 @@ from deepspeed.sequence.batch import IGNORED, cut, is_part, shape_fault, taken, 
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.layout import Layout, RingGroups, agreed, codes_of, joined, layout_of
 from deepspeed.sequence.ring import inner_ranks
-from deepspeed.tensor.differentiable import sum_parts
+from deepspeed.tensor.differentiable import paired, sum_parts
 from deepspeed.tensor.loss import loss_fault
 from deepspeed.zero.regions import bounds, widths
 
@@ -277,9 +278,8 @@ class Hooks:
         count = run.counts[self._group.index]
         if not self._cuts:  # the mean over no target is no number
             return torch.where(count > 0, loss, 0.0)
-        if run.summed:
-            return sum_parts(loss, self._group)
-        return weighed(loss, count, run.counts.sum(), self._group)
+        whole = sum_parts(loss, self._group) if run.summed else weighed(loss, count, run.counts.sum(), self._group)
+        return paired(lambda v: v.view_as(v), lambda grad: grad * self._group.size, whole)
 
 
 def _shapes(answers: list[list[int]], group: AxisGroup) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import deepspeed
 from deepspeed.errors import SequenceError
@@ -53,7 +54,12 @@ def parity(
     """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
     changes = dict(changes or {})
     recomputes, cuts = changes.pop("recomputes", False), changes.pop("cuts", False)
+    pull, total_op = changes.pop("penalty", 0.0), changes.get("gradient_allreduce_op") == "sum"
     gas = changes.get("gradient_accumulation_steps", 1)
+
+    def penalty(model: nn.Module) -> Any:
+        return pull * sum(param.square().sum() for param in model.parameters()) if pull else 0.0
+
     with modules_replaced({"transformers": stand_in}):
         ours, plain = decoder(**model), decoder(**{**model, "attention": "sdpa"})
         ours.recomputes = recomputes
@@ -70,17 +76,18 @@ def parity(
             total = 0
             for micro in range(gas):
                 batches = [batch_of(kind, gas * step + micro, f) for f in range(feeds)]
-                losses = [plain(**batch)["loss"] for batch in batches]
+                losses = [plain(**batch)["loss"] + penalty(plain) for batch in batches]
                 weights = [int((b["labels"][:, 1:] != -100).sum()) if weighed else 1 for b in batches]
                 sum(loss * weight for loss, weight in zip(losses, weights, strict=True)).backward()
                 loss = engine(**(_part(batches[feed], engine.mesh.sp) if cuts else batches[feed]))["loss"]
+                loss = loss + penalty(engine)
                 engine.backward(loss)
                 note("loss", abs(float(loss.detach() - losses[feed].detach())))
                 total += sum(weights)
                 if micro < gas - 1:
                     engine.step()
             for param in plain.parameters():
-                param.grad /= total
+                param.grad /= 1 if total_op else total
             named = dict(plain.named_parameters())
             if not weighed:
                 for name, param in engine.module.named_parameters():
@@ -135,6 +142,11 @@ CELLS: dict[str, tuple[Any, ...]] = {
             {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
         ], "use_default_specs": False}}},
     ),
+    "a penalty that the client adds": (2, 1, "odd", {}, {"penalty": 0.03, "gradient_accumulation_steps": 2}),
+    "a penalty, weighed by tokens, parts that were cut before": (
+        4, 1, "packed", {}, {"penalty": 0.03, "cuts": True, "normalize": "next_tokens"}
+    ),
+    "a penalty, gradients summed over batches": (2, 2, "plain", {}, {"penalty": 0.03, "gradient_allreduce_op": "sum"}),
     "a ring of fewer heads than ranks": (4, 3, "odd", {"heads": 2, "keys": 1}),
     "a ring, windows in packed rows": (4, 2, "packed", {"heads": 1, "keys": 1, "window": 5}),
     "a ring alone, padded, recomputed": (2, 1, "padded left", {}, {"recomputes": True, **_by("ring")}),
