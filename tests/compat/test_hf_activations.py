@@ -74,13 +74,13 @@ def _offload_of_transformers() -> dict[str, Any]:
     theirs = [layer._gradient_checkpointing_func for layer in model.model.layers]
     engine = start(model, make_config(0))
     ours = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    manager = ours[0].args[0]
+    manager = ours[0].func.__self__
     with mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", side_effect=AssertionError):
         same = _equal(_step(engine), expected)
     engine.destroy()
     after = [layer._gradient_checkpointing_func for layer in model.model.layers]
     return {
-        "same": same, "copied": manager.copied, "shared": len({id(call.args[0]) for call in ours}),
+        "same": same, "copied": manager.copied, "shared": len({id(call.func.__self__) for call in ours}),
         "undone": after == theirs, "kept": all(call.keywords == theirs[0].keywords for call in ours),
     }  # fmt: skip
 

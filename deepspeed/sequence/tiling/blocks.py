@@ -78,18 +78,13 @@ def _copy_beside(model: nn.Module, back: ExitStack) -> None:
     for module in model.modules():
         call = vars(module).get(_CALL)
         if isinstance(call, functools.partial) and "save_on_cpu" in _names(call.func):
-            replace_attribute(module, _CALL, functools.partial(_offloaded, manager, **call.keywords), back)
+            replace_attribute(module, _CALL, functools.partial(manager.run, checkpoint, **call.keywords), back)
 
 
 def _names(function: Any) -> tuple[str, ...]:
     """Return the names that a Python function uses."""
     names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
     return names
-
-
-def _offloaded(manager: OffloadActivations, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with manager:
-        return checkpoint(function, *args, **kwargs)
 
 
 class _Attention:
