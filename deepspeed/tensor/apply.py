@@ -58,7 +58,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
         setattr(holder, name, number)
     if any(split.local for split in plan.splits.values()):
         back.callback(put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
-        model.loss_function = VocabParallelCausalLMLoss(group).forward  # type: ignore[assignment]
+        model.loss_function = VocabParallelCausalLMLoss(tp_group=group).forward  # type: ignore[assignment]
     sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
     shared_parameters = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
     if wanted.sequence_parallel_norms:
