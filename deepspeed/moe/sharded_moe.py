@@ -41,6 +41,16 @@ def _places(mask: torch.Tensor) -> torch.Tensor:
     return torch.cumsum(mask.long(), dim=0) - 1
 
 
+def _within(capacity: int, mask: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+    """Return the choices in ``mask`` [tokens, E] that experts keep: those of the highest ``scores``, or the first."""
+    if capacity >= len(mask):
+        return mask
+    if scores is None:
+        return mask & (_places(mask) < capacity)
+    best = torch.where(mask, scores, -1.0).topk(capacity, dim=0)[1]
+    return mask & torch.zeros_like(mask).scatter_(0, best, 1)
+
+
 def _gumbel(like: torch.Tensor) -> torch.Tensor:
     return -torch.log(-torch.log(torch.rand_like(like).clamp_(1e-20, 1 - 1e-7)))
 
@@ -70,13 +80,8 @@ def _first(
     if used is not None:
         mask &= used.reshape(-1, 1).bool()
     capacity = _capacity(tokens, experts, factor, least) if drop else tokens
-    kept = mask
-    if drop and capacity < tokens:
-        if random:
-            order = torch.where(mask, torch.rand_like(logits, dtype=torch.float32), -1.0)
-            kept = mask & torch.zeros_like(mask).scatter_(0, order.topk(capacity, dim=0)[1], 1)
-        else:
-            kept = mask & (_places(mask) < capacity)
+    drawn = torch.rand_like(logits, dtype=torch.float32) if random and capacity < tokens else None
+    kept = _within(capacity, mask, drawn)
     index = torch.where(kept.any(1), index, -1)[:, None]
     weights = probabilities.gather(1, index.clamp(min=0)) * (index >= 0)
     return Routing(index, weights, _balance(probabilities, mask), mask.sum(0), capacity)
@@ -108,15 +113,9 @@ def _several(logits: torch.Tensor, k: int, factor: float, least: int, *, drop: b
     weights, index = torch.topk(probabilities, k, dim=1)
     mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, index, 1)
     capacity = _capacity(tokens, experts, k * factor, least) if drop else tokens
-    kept = mask
-    if drop and capacity < tokens:
-        if policy == "probs":
-            best = torch.where(mask, probabilities.detach(), -1.0).topk(capacity, dim=0)[1]
-            kept = mask & torch.zeros_like(mask).scatter_(0, best, 1)
-        elif policy == "position":
-            kept = mask & (_places(mask) < capacity)
-        else:
-            raise UsageError(f"topkgating: drop_policy is 'probs' or 'position', not {policy!r}")
+    if policy not in ("probs", "position"):
+        raise UsageError(f"topkgating: drop_policy is 'probs' or 'position', not {policy!r}")
+    kept = _within(capacity, mask, probabilities.detach() if policy == "probs" else None)
     index = torch.where(kept.gather(1, index), index, -1)
     loss = _balance(probabilities, mask, k)
     return Routing(index, _normalised(weights, index), loss, mask.sum(0), capacity)

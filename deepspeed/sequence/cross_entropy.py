@@ -124,6 +124,7 @@ class VocabParallelCausalLMLoss(VocabParallelCrossEntropyLoss):
         labels: torch.Tensor | None = None,
         vocab_size: int | None = None,
         num_items_in_batch: Any = None,
+        ignore_index: int | None = None,
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
@@ -131,13 +132,14 @@ class VocabParallelCausalLMLoss(VocabParallelCrossEntropyLoss):
 
         Raises UsageError for ``labels`` of a part of a sequence, whose last token is followed by another rank's.
         """
-        ignored = self.options.get("ignore_index", -100)
+        ignored = self.options.get("ignore_index", -100) if ignore_index is None else ignore_index
         if shift_labels is None:
             if labels is None or _axis(self.options["sp_group"]) is not None:
                 raise UsageError("VocabParallelCausalLMLoss: a part of a sequence needs shift_labels, not labels")
             shift_labels = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
         reduction = self.options.get("reduction", "mean") if num_items_in_batch is None else "sum"
-        loss = vocab_parallel_cross_entropy(logits, shift_labels, **{**self.options, "reduction": reduction})
+        options = {**self.options, "reduction": reduction, "ignore_index": ignored}
+        loss = vocab_parallel_cross_entropy(logits, shift_labels.to(logits.device), **options)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 

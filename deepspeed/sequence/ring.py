@@ -53,15 +53,10 @@ class RingBlock:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs [b, h, n, d] and log-sum-exps [b, h, n] in fp32."""
         kernel = self._kernel(q)
-        if kernel == "cpu":
-            out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, self.is_diagonal, scale=self._scale
-            )
-            return out.float(), total
         if kernel:
-            out, total = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.is_diagonal, scale=self._scale)[
-                :2
-            ]
+            cpu, cuda = _aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention
+            run = cpu if kernel == "cpu" else cuda
+            out, total, *_ = run(q, k, v, 0.0, self.is_diagonal, scale=self._scale)
             return out.float(), total
         out, total = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
         for part, scores in self._scores(q, k):

@@ -16,10 +16,11 @@ from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.monitor.log import log_dist
+from deepspeed.sequence.cross_entropy import VocabParallelCausalLMLoss
 from deepspeed.tensor import layers
 from deepspeed.tensor.differentiable import summed
 from deepspeed.tensor.layers import RandomStates, SharedInput, TensorParallelLayer
-from deepspeed.tensor.loss import PartsCausalLoss, loss_fault
+from deepspeed.tensor.loss import loss_fault
 from deepspeed.tensor.parts import guard_saving, put_back
 from deepspeed.tensor.sequence import split_sequence
 from deepspeed.tensor.splits import Planner, Split, TensorPlan
@@ -57,7 +58,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
         setattr(holder, name, number)
     if any(split.local for split in plan.splits.values()):
         back.callback(put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
-        model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
+        model.loss_function = VocabParallelCausalLMLoss(tp_group=group).forward  # type: ignore[assignment]
     sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
     shared_parameters = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
     if wanted.sequence_parallel_norms:

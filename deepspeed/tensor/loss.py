@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
 
 from deepspeed.comm.collectives import AxisGroup, all_gather, sum_in_place
 from deepspeed.errors import UsageError
@@ -84,28 +83,3 @@ def loss_fault(model: Any) -> str:
     if kind in (None, "ForCausalLM", "ForConditionalGeneration"):
         return ""
     return f"the labels of {type(model).__name__} are not those of the next tokens (its loss is {kind})"
-
-
-class PartsCausalLoss:
-    """Loss that transformers calls as ``model.loss_function``, for a head whose logits stay in parts."""
-
-    def __init__(self, group: AxisGroup) -> None:
-        self.group = group
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Return the mean over tokens, or their sum divided by ``num_items_in_batch``."""
-        if shift_labels is None:
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"
-        labels = shift_labels.to(logits.device)
-        loss = vocab_parallel_cross_entropy(logits, labels, self.group, ignore_index=ignore_index, reduction=reduction)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -74,13 +74,13 @@ def _offload_of_transformers() -> dict[str, Any]:
     theirs = [layer._gradient_checkpointing_func for layer in model.model.layers]
     engine = start(model, make_config(0))
     ours = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    manager = ours[0].args[0]
+    manager = ours[0].func.__self__
     with mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", side_effect=AssertionError):
         same = _equal(_step(engine), expected)
     engine.destroy()
     after = [layer._gradient_checkpointing_func for layer in model.model.layers]
     return {
-        "same": same, "copied": manager.copied, "shared": len({id(call.args[0]) for call in ours}),
+        "same": same, "copied": manager.copied, "shared": len({id(call.func.__self__) for call in ours}),
         "undone": after == theirs, "kept": all(call.keywords == theirs[0].keywords for call in ours),
     }  # fmt: skip
 
@@ -190,3 +190,23 @@ def _two_forwards() -> tuple[int, bool]:
 
 def test_forwards_that_wait_for_one_backward_share_the_room(pool1: Any) -> None:
     assert pool1.run(_two_forwards) == [(2, True)]
+
+
+def _unplanned(how: str) -> list[str]:
+    model = _model()
+    with logged(logging.WARNING) as lines:
+        engine = start(model, make_config(1, sequence={"plan": "auto"}))
+        if how == "compiled":
+            engine.compile(backend="eager")
+        else:
+            model.activation_checkpointing_enable()
+        for _ in range(2):
+            _step(engine)
+        engine.destroy()
+    return lines
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed since"])
+def test_a_plan_that_blocks_do_not_call_is_said_once(pool1: Any, how: str) -> None:
+    ((said,),) = pool1.run(_unplanned, how)
+    assert "sequence.plan has no effect" in said

@@ -173,17 +173,21 @@ def test_what_a_model_makes_in_its_activations_dtype_has_it_on_every_stage(pool2
 
 
 def _refused() -> list[str]:
-    module = cut_model(Decoder(), 2)
+    module, routed = cut_model(Decoder(), 2), Decoder()
+    routed.config = SimpleNamespace(output_router_logits=True)
     wrong = pipes.config(0, 4, pipeline={"schedule": "interleaved", "chunks_per_stage": 2})
     return [
         outcome(lambda: cut_model(nn.Linear(2, 2), 2)),
         outcome(lambda: cut_model(Decoder(1), 2, blocks="model.layers")),
         outcome(lambda: pipes.start(module, wrong)),
+        outcome(lambda: cut_model(routed, 2)),
+        outcome(lambda: cut_model(routed, 1)),
     ]
 
 
 def test_what_cannot_be_cut_is_refused(pool2: RankPool) -> None:
-    for none, few, again in pool2.run(_refused):
+    for none, few, again, routers, whole in pool2.run(_refused):
         assert "Linear has no nn.ModuleList of blocks" in none
         assert "1 layers cannot be dealt out to 2" in few
         assert "is cut once: pass chunks_per_stage" in again
+        assert "a loss over the routers of all blocks, and a stage has some of them" in routers and not whole

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import SequenceError
 from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_batch
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
@@ -235,6 +236,33 @@ def attending(tokens_first: bool, heads: int, keys: int) -> float:  # noqa: FBT0
 @pytest.mark.parametrize(("tokens_first", "heads", "keys"), [(True, 4, 4), (False, 6, 3), (False, 8, 2)])
 def test_attention_of_a_client_equals_one_process(pool4: RankPool, tokens_first: bool, heads: int, keys: int) -> None:  # noqa: FBT001
     assert max(pool4.run(attending, tokens_first, heads, keys)) <= 2e-6
+
+
+def _refused(turn: int, of_rank: tuple[int, ...], of_others: tuple[int, ...], *, alone: bool) -> list[str]:
+    """What each of three calls says of which one is wrong, and whether the next is right again."""
+    attend, said = DistributedAttention(lambda q, k, v: q + k + v, dist.group.WORLD, 2, 1), []
+    for call in range(3):
+        shape = of_rank if call == turn and dist.get_rank() == 1 else of_others
+        value = torch.ones(shape)
+        try:
+            output = single_all_to_all(value, 2, 1, 0, dist.group.WORLD) if alone else attend(*(value,) * 3, 0)
+            said.append(str(tuple(output.shape)))
+        except SequenceError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "alone"), [((1, 5, 4, 2), False), ((1, 4, 3, 2), False), ((4, 4, 2), False), ((1, 4, 3, 2), True)]
+)
+def test_shapes_that_differ_between_ranks_are_refused_on_each(
+    pool2: RankPool, wrong: tuple[int, ...], *, alone: bool, turn: int
+) -> None:
+    for said in pool2.run(_refused, turn, wrong, (1, 4, 4, 2), alone=alone):
+        text = said.pop(turn)
+        assert said == [str((1, 8, 2, 2) if alone else (1, 4, 4, 2))] * 2
+        assert str(list(wrong)) in text or "4 dimensions" in text
 
 
 def _said(model: str) -> list[str]:

@@ -60,7 +60,7 @@ WORDS = {
     "sequence": (r"rank 1 .*waits.*", r"waits? in all_to_all of \d+ float32 .*in layers.1"),
     "attention": (
         r"rank 1 .*waits.*",
-        r"waits? in all_to_all of \d+ float32 .*on sequence_process_group in DistributedAttention",
+        r"waits? in all_gather of \d+ int64 .*on sequence_process_group in DistributedAttention",
     ),
     "drive": (r"rank 1 .*waits for a drive: (reading|writing) \d+ bytes at offset \d+ of /.*layers", r"wait"),
     "loader": (

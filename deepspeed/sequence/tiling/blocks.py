@@ -6,6 +6,7 @@ block. Two forwards keep the inputs of blocks alone; the second is measured, and
 
 import contextlib
 import functools
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,7 @@ def plan_blocks(model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, back: ExitSt
             f'{type(model).__name__} has none. Set it to "off", or checkpoint its layers yourself'
         )
     planned = PlannedBlocks(blocks, cfg.memory, mesh.job)
+    back.callback(model.register_forward_hook(planned.end).remove)
     for number, block in enumerate(blocks):
         replace_attribute(block, _FLAG, value=True, back=back)
         replace_attribute(block, _CALL, functools.partial(planned.run, number), back)
@@ -76,18 +78,13 @@ def _copy_beside(model: nn.Module, back: ExitStack) -> None:
     for module in model.modules():
         call = vars(module).get(_CALL)
         if isinstance(call, functools.partial) and "save_on_cpu" in _names(call.func):
-            replace_attribute(module, _CALL, functools.partial(_offloaded, manager, **call.keywords), back)
+            replace_attribute(module, _CALL, functools.partial(manager.run, checkpoint, **call.keywords), back)
 
 
 def _names(function: Any) -> tuple[str, ...]:
     """Return the names that a Python function uses."""
     names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
     return names
-
-
-def _offloaded(manager: OffloadActivations, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with manager:
-        return checkpoint(function, *args, **kwargs)
 
 
 class _Attention:
@@ -221,7 +218,7 @@ class PlannedBlocks:
         self._offload = get_checkpoint_hidden_states_offloading_ctx_manager(max_fwd_stash_count=4)
         self.choices = [Choice(Keep.INPUTS, 1.0)] * len(blocks)
         self._inputs = [0] * len(blocks)  # bytes, as planned
-        self._forwards, self._last = 0, len(blocks)
+        self._forwards, self._last, self._warned = 0, len(blocks), False
         self._measured: list[_Measured | None] = [None] * len(blocks)
         self._sizes: dict[tuple[Any, ...], _Sizes] = {}
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()  # of each forward without its backward the last function
@@ -249,6 +246,15 @@ class PlannedBlocks:
                 return function(*args)
             spare = _Attention(self._offload).contexts if choice.keep is Keep.ATTENTION else noop_context_fn
             return checkpoint(function, *args, use_reentrant=False, context_fn=spare)
+
+    def end(self, module: nn.Module, *_: Any) -> None:
+        """End a forward of the whole model; warn once where one in training has passed by ``run``."""
+        none = self._last == len(self.choices)
+        if none and module.training and torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            text = "sequence.plan has no effect: blocks do not call it once compiled, or checkpointed after initialize"
+            log_dist(f'{text}. Compile modules inside of them alone, or set it to "off"', level=logging.WARNING)
+        self._last = len(self.choices)
 
     def _share(self, number: int, args: Any) -> float:
         """Return the share that goes to the host: of a longer batch than the planned one, all that is longer."""

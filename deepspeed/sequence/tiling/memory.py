@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,13 +50,8 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
     if block.offload_activations and get_accelerator().device_name() == "cpu":
         log_dist("sequence.offload_activations has no effect: on the CPU activations are in host memory anyway")
     elif block.offload_activations:
-        manager, forward = get_checkpoint_hidden_states_offloading_ctx_manager(), model.forward
-
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
-            with manager:
-                return forward(*args, **kwargs)
-
-        replace_attribute(model, "forward", offloaded, back)
+        manager = get_checkpoint_hidden_states_offloading_ctx_manager()
+        replace_attribute(model, "forward", partial(manager.run, model.forward), back)
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:

@@ -103,6 +103,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         """Stay one for copies of the model that uses it."""
         return self
 
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)``, which is called inside of this context."""
+        with self:
+            return function(*args, **kwargs)
+
     def worth(self, tensor: torch.Tensor) -> bool:
         """Tell whether ``tensor`` is worth its copies: large enough, on a device."""
         return tensor.nbytes >= self._smallest and tensor.device.type != "cpu"
