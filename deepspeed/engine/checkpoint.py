@@ -196,8 +196,6 @@ class Checkpoints:
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._checks.lives()
-        if load_dir is None:
-            raise FolderNameError("load_checkpoint needs a load_dir, the folder that was saved to, and got None")
         self._checks.must_load = ""
         self.saver.settle(wait=True)
         self._checks.between_passes("load_checkpoint")
@@ -205,8 +203,7 @@ class Checkpoints:
         for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
             self._checks.torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
         pickled = self._config.checkpoint.allow_pickle
-        named = None if tag is None else str(tag)  # as a save does
-        source = open_everywhere(self.mesh, Path(load_dir), named, allow_pickle=pickled)
+        source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
         if source is None:
             self._say_nothing_loaded(Path(load_dir))
             return None, None

@@ -91,7 +91,7 @@ def tags(folder: str) -> list[Any]:
     inside = outcome(lambda: engine.load_checkpoint(folder + "/kept"))
     inside += outcome(lambda: engine.load_checkpoint(folder + "/latest"))
     bad = [outcome(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)) for tag in ("a/b", ".hidden", "latest")]
-    empty = outcome(lambda: engine.save_checkpoint("")) + outcome(lambda: engine.load_checkpoint(None))
+    empty = outcome(lambda: engine.save_checkpoint(""))
     engine.save_checkpoint(folder, tag=5, save_latest=False)  # epochs make tags that are numbers
     assert engine.load_checkpoint(folder, tag=5)[0] == str(place / "5")
     not_a_dict = outcome(lambda: engine.save_checkpoint(folder, client_state=[1]))
@@ -111,7 +111,7 @@ def test_tags_and_folders(pool2: RankPool, tmp_path: Path) -> None:
         assert latest == "global_step2" and path == str(tmp_path / "global_step2") and named == str(tmp_path / "kept")
         assert "CheckpointError" in wrong and "global_step7" in wrong and "kept" in wrong
         assert all("cannot be a folder name" in text for text in bad)
-        assert "ValueError" in empty and "needs a load_dir" in empty and "UsageError" in not_a_dict
+        assert "ValueError" in empty and "UsageError" in not_a_dict
 
 
 def differing_tags(folder: str, mode: str) -> tuple[str, list[str], list[str]]:
