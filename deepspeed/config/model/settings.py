@@ -38,10 +38,15 @@ class Setting:
     pattern: str
     key: Key | None
     value: Any
-    default: Any
+    info: FieldInfo | None
     origin: Origin
     line: int | None = None
     idle: str = ""
+
+    @property
+    def default(self) -> Any:
+        """Return the value of the key where it is absent."""
+        return None if self.info is None else default_of(self.info)
 
 
 @functools.cache
@@ -91,10 +96,10 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, st
             if Key.of(info).support is Support.NOT_YET:
                 yield path, row, value, info, given
             yield from _walk(value, f"{path}.", f"{row}.")
-        elif isinstance(value, tuple | Mapping) and (suffix := block_inside(info.annotation)[1]):
-            for free, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        elif isinstance(value, tuple | dict) and (suffix := block_inside(info.annotation)[1]):
+            for free, item in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from _walk(item, f"{path}.{free}.", f"{row}{suffix}.")
-        elif row in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):
+        elif row in ("optimizer.params", "scheduler.params") and isinstance(value, dict):
             for free, item in value.items():
                 yield f"{path}.{free}", f"{row}.{free}", item, PARAM_FIELDS.get(f"{row}.{free}"), True
         else:
@@ -116,8 +121,8 @@ def settings(config: Configuration, source: ConfigSource | None = None) -> list[
             origin = "auto"
         elif path in BATCH_KEYS:
             origin = "derived" if as_written is None else "file"
-        key, default = (SPELLED.get(pattern), None) if info is None else (Key.of(info), default_of(info))
-        out.append(Setting(path, pattern, key, value, default, origin, line_of(lines, spelling)))
+        key = SPELLED.get(pattern) if info is None else Key.of(info)
+        out.append(Setting(path, pattern, key, value, info, origin, line_of(lines, spelling)))
     return out
 
 
