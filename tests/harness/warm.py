@@ -131,7 +131,7 @@ def _run(words: list[str]) -> object:
 
 def serve(path: str) -> None:
     """Fork for every client, until standard input ends."""
-    import torch._dynamo  # which the first step of an optimizer imports
+    import torch._dynamo  # noqa: F401 - the first step of an optimizer does
 
     import deepspeed.launcher.node.supervisor  # noqa: F401
 
