@@ -216,8 +216,7 @@ def _assemble(
     if base is not None:
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
-    averaged = mesh.zero if dims.registered or mesh.cuts else mesh.data
-    facts, facts_of = _facts(cfg, mesh, averaged.size), None
+    facts, facts_of = _facts(cfg, mesh, (mesh.zero if dims.registered or mesh.cuts else mesh.data).size), None
     if isinstance(model, PipelineModule):
         mesh, facts_of = model.join(mesh, facts)
         facts = replace(facts, mesh=mesh)

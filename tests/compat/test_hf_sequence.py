@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.compat.common import need, zero_block
+from tests.harness.beside import Beside
 from tests.harness.pool import RankPool
 from tests.harness.sequences import batch_of
 
@@ -52,8 +53,6 @@ def model_of(family: str, **changes: Any) -> Any:
 def parity(family: str, sp: int, stage: int, kind: str, how: str) -> dict[str, float]:
     """Three steps beside one process that sees the batches of all ranks; the largest errors."""
     import deepspeed
-    from deepspeed.tools.verify.grads import scaled_error
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     plain, model = model_of(family), model_of(family)
     if how == "recomputed":
@@ -77,34 +76,24 @@ def parity(family: str, sp: int, stage: int, kind: str, how: str) -> dict[str, f
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     feeds, feed = engine.mesh.data.size, engine.mesh.data.index
-    wanted = {name: param for name, param in plain.named_parameters() if param.requires_grad}
-    optimizer, worst = torch.optim.AdamW(wanted.values(), **ADAM), {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM)
+    worst = Beside(engine, plain, optimizer)
     for step in range(3):
         losses = [plain(**batch_of(kind, step, f)).loss for f in range(feeds)]
         optimizer.zero_grad()
         (sum(losses) / feeds).backward()
         loss = engine(**batch_of(kind, step, feed)).loss
         engine.backward(loss)
-        worst["loss"] = max(worst["loss"], abs(float(loss.detach() - losses[feed].detach())))
-        for name, param in engine.module.named_parameters():
-            if name in wanted:
-                grad = torch.zeros_like(wanted[name]) if wanted[name].grad is None else wanted[name].grad
-                worst["gradient"] = max(worst["gradient"], scaled_error(safe_get_full_grad(param), grad))
-        norm = float(torch.nn.utils.clip_grad_norm_(wanted.values(), 0.5))
-        optimizer.step()
-        engine.step()
-        worst["norm"] = max(worst["norm"], abs(engine.get_global_grad_norm() / norm - 1))
-    worst["parameter"] = max(
-        scaled_error(safe_get_full_fp32_param(param), wanted[name].detach())
-        for name, param in engine.module.named_parameters()
-        if name in wanted
-    )
+        worst.loss(loss, losses[feed])
+        worst.gradients()
+        worst.update()
+    worst.parameters()
     engine.eval()
     with torch.no_grad():  # each rank by itself: batches may differ
         batch = batch_of("plain", 9, feed)
-        worst["evaluation"] = abs(float(engine(**batch).loss - plain(**batch).loss))
+        worst.note("evaluation", abs(float(engine(**batch).loss - plain(**batch).loss)))
     engine.destroy()
-    worst["given back"] = float(model.config._attn_implementation != "sdpa")
+    worst.note("given back", float(model.config._attn_implementation != "sdpa"))
     return worst
 
 

@@ -16,31 +16,31 @@ need("accelerate", "transformers", "trl")
 pytestmark = pytest.mark.timeout(240)
 
 
-def sft(folder: str, stage: int, **peft: Any) -> Any:
+def sft(folder: str, deepspeed: dict[str, Any], words: list[str], trainer: dict[str, Any], **changes: Any) -> Any:
+    """A fine-tuning of packed samples; ``trainer``: more arguments of it, ``changes``: of its configuration."""
     import trl
     from datasets import Dataset
 
     forget_clients()
-    args = trl.SFTConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        learning_rate=LR,
-        adam_epsilon=1e-2,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        deepspeed=auto_config(stage, own_optimizer=True),
-        dataloader_pin_memory=False,
-        max_length=16,
-        packing=True,
-    )
-    data = Dataset.from_dict({"text": text(24, 1)})
-    return trl.SFTTrainer(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **peft)
+    options: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": LR,
+        "adam_epsilon": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "deepspeed": deepspeed,
+        "dataloader_pin_memory": False,
+        "max_length": 16,
+        "packing": True,
+    }
+    args, data = trl.SFTConfig(**options | changes), Dataset.from_dict({"text": words})
+    more = {"model": llama(), "processing_class": tokenizer()} | trainer
+    return trl.SFTTrainer(args=args, train_dataset=data, **more)
 
 
 def resumed(folder: str, stage: int, adapters: bool) -> dict[str, Any]:
@@ -49,8 +49,13 @@ def resumed(folder: str, stage: int, adapters: bool) -> dict[str, Any]:
         from peft import LoraConfig
 
         peft["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    straight = finished(sft(folder, stage, **peft))
-    again = finished(sft(folder, stage, **peft), f"{folder}/checkpoint-2")
+
+    def made() -> Any:
+        config = auto_config(stage, own_optimizer=True)
+        return sft(folder, config, text(24, 1), peft, save_strategy="steps", save_steps=2)
+
+    straight = finished(made())
+    again = finished(made(), f"{folder}/checkpoint-2")
     dist.barrier()
     return {"same": again[0] == straight[0] and equal(again[1], straight[1]), "losses": (straight[0], again[0])}
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.compat.common import LR, forget_clients, llama, need
+from tests.compat.common import forget_clients, llama, need
 from tests.compat.test_accelerate_sequence import parallelism
 from tests.compat.test_hf_trainer import auto_config, history
-from tests.compat.test_trl import text, tokenizer
+from tests.compat.test_trl import text
+from tests.compat.test_trl_checkpoint import sft
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers", "trl")
@@ -18,42 +19,23 @@ COMPARED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
 def fine_tuned(folder: str, sp: int, stage: int, strategy: str, keys: dict[str, Any]) -> dict[str, list[float]]:
-    import trl
     from datasets import Dataset
 
-    forget_clients()
-    args = trl.SFTConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        max_steps=4,
+    words = [" ".join(line.split()[: 3 + number % 4]) for number, line in enumerate(text(24, 1))]
+    made = sft(
+        folder,
+        {**auto_config(stage, own_optimizer=True), **keys},
+        words,
+        {"model": llama(attn_implementation="sdpa"), "eval_dataset": Dataset.from_dict({"text": words[:4]})},
         per_device_train_batch_size=1,
         # At size 1 alone the Trainer weighs the micro-batches of a window by their tokens: windows of one.
         gradient_accumulation_steps=1,
-        learning_rate=LR,
-        adam_epsilon=1e-2,
         max_grad_norm=0.5,
-        logging_steps=1,
         save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        packing=True,
         packing_strategy=strategy,
-        max_length=16,
         pad_to_multiple_of=2,
         loss_type="chunked_nll",
-        deepspeed={**auto_config(stage, own_optimizer=True), **keys},
         **({"parallelism_config": parallelism(sp)} if sp > 1 else {}),
-    )
-    words = [" ".join(line.split()[: 3 + number % 4]) for number, line in enumerate(text(24, 1))]
-    data = Dataset.from_dict({"text": words})
-    made = trl.SFTTrainer(
-        model=llama(attn_implementation="sdpa"),
-        args=args,
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(),
     )
     made.train()
     found = {"eval_loss": [made.evaluate()["eval_loss"]]} | {key: history(made, key) for key in COMPARED}

@@ -3,10 +3,7 @@ change.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic import ValidationError, create_model
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from tests.harness.fingerprint import WORKDIR
 
@@ -547,55 +544,3 @@ INERT_PROBES: dict[str, Probe] = {
     "zero_optimization.elastic_checkpoint": Probe(base(2), value=True, scenario="checkpoint"),
     "zero_optimization.pipeline_loading_checkpoint": Probe(base(3), value=True, scenario="checkpoint"),
 }
-
-
-def _other_value(info: FieldInfo) -> Any:
-    """A value that ``info`` accepts and that is not its default: the first such of a few candidates of every type."""
-    model = create_model("Other", value=(info.annotation, info))
-    default = None if info.is_required() else info.get_default(call_default_factory=True)
-    options = [option for part in _parts(info.annotation) if get_origin(part) is Literal for option in get_args(part)]
-    numbers = (
-        [default * 2, default // 2, default + 1]
-        if isinstance(default, int | float) and not isinstance(default, bool)
-        else []
-    )
-    flags = [not default] if isinstance(default, bool) else [True]
-    for value in (
-        *flags,
-        *numbers,
-        3,
-        0.5,
-        *options,
-        f"{WORKDIR}/probe",
-        "torch.bfloat16",
-        "bf16",
-        ["probe"],
-        {"probe": 1},
-        {},
-    ):
-        try:
-            if getattr(model(value=value), "value") != default:  # noqa: B009
-                return value
-        except ValidationError:
-            continue
-    raise LookupError(f"no other value is known for {info}: add a probe to INERT_PROBES")
-
-
-def _parts(annotation: Any) -> list[Any]:
-    """``annotation`` and everything inside it."""
-    return [
-        annotation,
-        *(
-            part
-            for argument in get_args(annotation)
-            if get_origin(annotation) is not Literal
-            for part in _parts(argument)
-        ),
-    ]
-
-
-def changed_by_type(path: str, info: FieldInfo | None) -> Probe:
-    """A probe for ``path`` with another value of the type of its field, in a run that shards everything."""
-    if info is None:
-        raise LookupError(f"{path} is no declared field: add a probe to INERT_PROBES")
-    return Probe(base(3, steps_per_print=2), _other_value(info))

@@ -67,10 +67,21 @@ def error_of(engine: Any, plain: Plain) -> float:
     return max(scaled_error(value.float(), expected[name].detach().float()) for name, value in whole.items())
 
 
+def error_at_end(engine: Any, plain: Plain) -> float:
+    error = error_of(engine, plain)
+    engine.destroy()
+    return error
+
+
 def step(engine: Any, number: int) -> None:
     place = MicroBatch(number, 0, dist.get_rank(), dist.get_world_size())
     engine.backward(CASE.seeded_loss(engine, place)[0])
     engine.step()
+
+
+def both(engine: Any, plain: Plain, number: int) -> None:
+    step(engine, number)
+    plain.step(number)
 
 
 def _load(model: nn.Module) -> None:
@@ -106,11 +117,8 @@ def edited(how: str, stage: int, place: str, half: bool) -> float:  # noqa: FBT0
             EDITS[how](engine.module)
         if number == 2:
             EDITS[how](plain.model)
-        step(engine, number)
-        plain.step(number)
-    error = error_of(engine, plain)
-    engine.destroy()
-    return error
+        both(engine, plain, number)
+    return error_at_end(engine, plain)
 
 
 @pytest.mark.in_make_test(
@@ -170,11 +178,8 @@ def edited_through_data(stage: int, place: str, half: bool, when: int) -> float:
                 _through_data(model)
             if when:
                 engine.optimizer.refresh_fp32_params()
-        step(engine, number)
-        plain.step(number)
-    error = error_of(engine, plain)
-    engine.destroy()
-    return error
+        both(engine, plain, number)
+    return error_at_end(engine, plain)
 
 
 @pytest.mark.in_make_test("0-device-True-0", "1-device-True-2", "2-host-True-2", "2-device-False-0")
@@ -197,11 +202,8 @@ def edited_again(folder: str) -> float:
     for model in (engine.module, plain.model):
         for p in model.parameters():
             p.data.mul_(-1.0)
-    step(engine, 0)
-    plain.step(0)
-    error = error_of(engine, plain)
-    engine.destroy()
-    return error
+    both(engine, plain, 0)
+    return error_at_end(engine, plain)
 
 
 def test_what_is_written_through_data_after_a_save_counts_until_the_first_update(
@@ -262,16 +264,14 @@ def frozen(stage: int, place: str, *, fails: bool = False) -> tuple[float, bool,
             for model in (engine.module, plain.model):
                 for name in names:
                     model.get_parameter(name).requires_grad_(False)
-        step(engine, number)
-        plain.step(number)
+        both(engine, plain, number)
     error = error_of(engine, plain)
     still = all(torch.equal(v, before[n]) for n, v in full_parameters(engine.module).items() if n in names)
     for name in names:
         for model in (engine.module, plain.model):
             model.get_parameter(name).requires_grad_(True)
     for number in range(4, 7):
-        step(engine, number)
-        plain.step(number)
+        both(engine, plain, number)
     stood = [n for n, v in full_parameters(engine.module).items() if n in names and torch.equal(v, before[n])]
     error = max(error, error_of(engine, plain))
     engine.destroy()
@@ -304,13 +304,10 @@ def frozen_beside(door: str, stage: int) -> tuple[float, int, bool]:
                 assert not any(hook in m._forward_pre_hooks for m in engine.module.modules() for hook in _ids(hooks))
         if number in (1, 2) and door == "compile":
             engine.compile(backend="eager")
-        step(engine, number)
-        plain.step(number)
+        both(engine, plain, number)
         left += sum(p.grad is not None for p in engine.module.parameters())
     same = len(hooks.backward_handles) == count and all(h.id in h.hooks_dict_ref() for h in hooks.backward_handles)
-    error = error_of(engine, plain)
-    engine.destroy()
-    return error, left, same
+    return error_at_end(engine, plain), left, same
 
 
 def _ids(hooks: Any) -> list[int]:
@@ -328,8 +325,7 @@ def broken_install(door: str, stage: int) -> tuple[str, float]:
     """An error while hooks are installed, in the middle of them; what it says, and the error of training after it."""
     engine, plain = engine_of(stage, "device"), Plain()
     hooks, forwards = engine._parts.hooks, {m: vars(m).get("forward") for m in engine.module.modules()}
-    step(engine, 0)
-    plain.step(0)
+    both(engine, plain, 0)
     seen = [(h.id, [*h.hooks_dict_ref()]) for h in [*hooks.forward_handles, *hooks.backward_handles]]
     count, real = 0, hooks._hook_parameter
 
@@ -345,11 +341,8 @@ def broken_install(door: str, stage: int) -> tuple[str, float]:
     assert seen == [(h.id, [*h.hooks_dict_ref()]) for h in [*hooks.forward_handles, *hooks.backward_handles]]
     assert all(vars(m).get("forward") is forward for m, forward in forwards.items())
     for number in (1, 2):
-        step(engine, number)
-        plain.step(number)
-    error = error_of(engine, plain)
-    engine.destroy()
-    return said, error
+        both(engine, plain, number)
+    return said, error_at_end(engine, plain)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -446,8 +439,7 @@ def kept_going(stage: int) -> tuple[float, list[str]]:
             if number == 2:
                 engine.module.layers[0].up = Wrapped(engine.module.layers[0].up)
                 engine.module.extra = nn.Linear(2, 2).requires_grad_(False)
-            step(engine, number)
-            plain.step(number)
+            both(engine, plain, number)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         whole = {n.replace(".inner", ""): p.detach().clone() for n, p in engine.module.named_parameters()}
     expected = dict(plain.model.named_parameters())
@@ -485,8 +477,7 @@ def averaged(stage: int) -> tuple[float, float, float]:
         mine = copy.deepcopy(engine.module)
     theirs = copy.deepcopy(plain.model)
     for number in range(3):
-        step(engine, number)
-        plain.step(number)
+        both(engine, plain, number)
         with torch.no_grad():
             names = dict(mine.named_parameters())
             for bucket in engine.stream_weights("1MB"):
@@ -511,11 +502,8 @@ def averaged(stage: int) -> tuple[float, float, float]:
 
     with engine.unsharded() as module, torch.no_grad():
         swapped = float(CASE.seeded_loss(Swapped(module), place)[0])
-    step(engine, 3)
-    plain.step(3)
-    error = error_of(engine, plain)
-    engine.destroy()
-    return abs(alone - expected), abs(swapped - expected), error
+    both(engine, plain, 3)
+    return abs(alone - expected), abs(swapped - expected), error_at_end(engine, plain)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

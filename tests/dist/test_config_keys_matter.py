@@ -8,15 +8,17 @@ that start from the same run are changed together, and one by one only where tha
 import copy
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from deepspeed.config.model.root import DeepSpeedConfig
 from deepspeed.config.model.settings import all_keys, declared_fields
 from deepspeed.config.model.values import Support
-from tests.dist.config_probes import INERT_PROBES, PROBES, Probe, changed_by_type
-from tests.harness.fingerprint import Fingerprint, run_all
+from tests.dist.config_probes import INERT_PROBES, PROBES, Probe, base
+from tests.harness.fingerprint import WORKDIR, Fingerprint, run_all
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,6 +45,38 @@ _OF_TWO += tuple(
     for name in ("allgather_sequential", "divergence", "max_live_parameters", "max_reuse_distance", "mics_shard_size")
 )
 _OF_TWO += tuple(f"zero_optimization.{name}" for name in ("overlap_comm", "prefetch_bucket_", "separate_reduce_group"))
+
+
+def _other_value(info: FieldInfo) -> Any:
+    """A value that ``info`` accepts and that is not its default: the first such of a few candidates of every type."""
+    model = create_model("Other", value=(info.annotation, info))
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    options = [option for part in _parts(info.annotation) if get_origin(part) is Literal for option in get_args(part)]
+    numbers = []
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        numbers = [default * 2, default // 2, default + 1]
+    flag = not default if isinstance(default, bool) else True
+    others = (f"{WORKDIR}/probe", "torch.bfloat16", "bf16", ["probe"], {"probe": 1}, {})
+    for value in (flag, *numbers, 3, 0.5, *options, *others):
+        try:
+            if getattr(model(value=value), "value") != default:  # noqa: B009
+                return value
+        except ValidationError:
+            continue
+    raise LookupError(f"no other value is known for {info}: add a probe to INERT_PROBES")
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """``annotation`` and everything inside it."""
+    inside = () if get_origin(annotation) is Literal else get_args(annotation)
+    return [annotation, *(part for argument in inside for part in _parts(argument))]
+
+
+def changed_by_type(path: str, info: FieldInfo | None) -> Probe:
+    """A probe for ``path`` with another value of the type of its field, in a run that shards everything."""
+    if info is None:
+        raise LookupError(f"{path} is no declared field: add a probe to INERT_PROBES")
+    return Probe(base(3, steps_per_print=2), _other_value(info))
 
 
 @dataclass(frozen=True)

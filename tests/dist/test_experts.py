@@ -15,8 +15,8 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import plan_routes, through_experts
 from deepspeed.pipe import PipelineModule
-from deepspeed.tools.verify.grads import scaled_error
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import groups
+from tests.harness.beside import Beside
 from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedExperts, StackedLlama, staged, tokens_of
 from tests.harness.training import make_config, start
 
@@ -88,9 +88,8 @@ def parity(
     PREPARED[how](model)
     PREPARED[how](plain)
     engine = start(model, config_of(kind, ep, stage, **changes))
-    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), **ADAMW["params"])  # type: ignore[arg-type]
-    worst = dict.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAMW["params"])  # type: ignore[arg-type]
+    worst = Beside(engine, plain, optimizer)
     for step in range(3):
         optimizer.zero_grad()
         for micro in range(gas):
@@ -98,22 +97,12 @@ def parity(
             (sum(losses) / (world * gas)).backward()  # type: ignore[union-attr]
             loss = engine(tokens_of(gas * step + micro, rank))
             engine.backward(loss)
-            worst["loss"] = max(worst["loss"], abs(float(loss.detach() - losses[rank].detach())))
+            worst.loss(loss, losses[rank])
             if micro < gas - 1:
                 engine.step()
-        for name, param in engine.module.named_parameters():
-            if param.requires_grad:
-                wanted = trained[name].grad
-                wanted = torch.zeros_like(trained[name]) if wanted is None else wanted
-                worst["gradient"] = max(worst["gradient"], scaled_error(safe_get_full_grad(param), wanted))
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), 0.5))
-        optimizer.step()
-        engine.step()
-        worst["norm"] = max(worst["norm"], abs(engine.get_global_grad_norm() / norm - 1))
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad:
-            error = scaled_error(safe_get_full_fp32_param(param), trained[name].detach())
-            worst["parameter"] = max(worst["parameter"], error)
+        worst.gradients()
+        worst.update()
+    worst.parameters()
     engine.destroy()
     shapes = {n: p.shape for n, p in plain.named_parameters()}
     given_back = all(p.shape == shapes[n] for n, p in model.named_parameters())

@@ -1,7 +1,6 @@
 """Sequences over ranks: losses, gradients, norms and parameters equal one process, whatever stage, heads, length."""
 
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_
 from deepspeed.sequence.heads import plan_heads
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.tools.verify.grads import scaled_error
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import groups
+from tests.harness.beside import Beside
 from tests.harness.faults import modules_replaced
 from tests.harness.logs import logged
 from tests.harness.pool import RankFailure, RankPool
@@ -65,12 +65,8 @@ def parity(
         ours.recomputes = recomputes
         engine = start(ours, config_of(sp, stage, **changes))
         feeds, feed = engine.mesh.data.size, engine.mesh.data.index
-        optimizer, worst = torch.optim.AdamW(plain.parameters(), **ADAM), dict[str, float]()
-        weighed = engine._config.normalize != "micro_batches"
-
-        def note(what: str, error: float) -> None:
-            worst[what] = max(worst.get(what, 0.0), math.inf if math.isnan(error) else error)
-
+        optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
+        worst, weighed = Beside(engine, plain, optimizer), engine._config.normalize != "micro_batches"
         for step in range(3):
             optimizer.zero_grad()
             total = 0
@@ -82,27 +78,25 @@ def parity(
                 loss = engine(**(_part(batches[feed], engine.mesh.sp) if cuts else batches[feed]))["loss"]
                 loss = loss + penalty(engine)
                 engine.backward(loss)
-                note("loss", abs(float(loss.detach() - losses[feed].detach())))
+                worst.loss(loss, losses[feed])
                 total += sum(weights)
                 if micro < gas - 1:
                     engine.step()
             for param in plain.parameters():
                 param.grad /= 1 if total_op else total
-            named = dict(plain.named_parameters())
             if not weighed:
-                for name, param in engine.module.named_parameters():
-                    note("gradient", scaled_error(safe_get_full_grad(param), named[name].grad))
-            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-            optimizer.step()
-            engine.step()
-            note("norm", abs(engine.get_global_grad_norm() / norm - 1))
-        for name, param in engine.module.named_parameters():
-            note("parameter", scaled_error(safe_get_full_fp32_param(param), named[name].detach()))
+                worst.gradients()
+            worst.update()
+        worst.parameters()
         engine.destroy()
-        note("given back", float(ours.config._attn_implementation != model.get("attention", "sdpa")))
+        worst.note("given back", float(ours.config._attn_implementation != model.get("attention", "sdpa")))
     return worst
 
 
+TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
+    {"patterns": [r"layers\.\d\.[qkv]_proj"]},
+    {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
+], "use_default_specs": False}}}  # fmt: skip
 GROUPED, UNEVEN, BOTH = {"heads": 4, "keys": 1}, {"heads": 6, "keys": 2}, {"heads": 6, "keys": 6}
 
 
@@ -137,10 +131,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
         3,
         "odd",
         {},
-        {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
-            {"patterns": [r"layers\.\d\.[qkv]_proj"]},
-            {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
-        ], "use_default_specs": False}}},
+        TENSOR,
     ),
     "a penalty that the client adds": (2, 1, "odd", {}, {"penalty": 0.03, "gradient_accumulation_steps": 2}),
     "a penalty, weighed by tokens, parts that were cut before": (

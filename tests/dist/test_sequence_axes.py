@@ -2,7 +2,6 @@
 long, whatever stage of ZeRO, schedule and tier.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, cut_model
 from deepspeed.sequence.batch import part_of
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.tools.verify.grads import scaled_error
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
-from tests.dist.test_sequence import ADAM, GROUPED, config_of, parity
+from deepspeed.utils import groups, safe_get_full_grad
+from tests.dist.test_sequence import ADAM, GROUPED, TENSOR, config_of, parity
 from tests.dist.test_three_axes_failures import patience
+from tests.harness.beside import Beside
 from tests.harness.faults import modules_replaced
 from tests.harness.pool import PatientPool, RankPool
 from tests.harness.sequences import ROWS, WORDS, batch_of, decoder, stand_in
@@ -29,10 +29,6 @@ from tests.harness.training import start
 
 pytestmark = pytest.mark.timeout(240)
 WIDTH, TOLERANCE = 12, 2e-6
-TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
-    {"patterns": [r"layers\.\d\.[qkv]_proj"]},
-    {"patterns": [r"layers\.\d\.o_proj"], "partition_type": "row"},
-], "use_default_specs": False}}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +149,8 @@ def staged(pp: int, sp: int, stage: int, schedule: str, model: str, options: dic
         else:
             engine, plain = start_own(pp, config_of(sp, stage, **changes), with_number if model == "pairs" else mean)
         feeds, feed, group = engine.mesh.data.size, engine.mesh.data.index, engine.mesh.sp
-        optimizer, worst = torch.optim.AdamW(plain.parameters(), **ADAM), dict[str, float]()
-        named, grads = dict(plain.named_parameters()), dict[str, Tensor]()
-
-        def note(what: str, error: float) -> None:
-            worst[what] = max(worst.get(what, 0.0), math.inf if math.isnan(error) else error)
+        optimizer, worst = torch.optim.AdamW(plain.parameters(), **ADAM), Beside(engine, plain)
+        grads = dict[str, Tensor]()
 
         def step(self: Any) -> Any:
             grads.update({name: safe_get_full_grad(param) for name, param in self.module.named_parameters()})
@@ -177,18 +170,17 @@ def staged(pp: int, sp: int, stage: int, schedule: str, model: str, options: dic
             if model != "cut":
                 mine = [part_for(batch, group, masked=model == "pairs") for batch in mine]
             with patch.object(DeepSpeedEngine, "step", step):
-                note("loss", abs(float(engine.train_batch(iter(mine)) - total)))
+                worst.loss(engine.train_batch(iter(mine)), total)
             for name, grad in grads.items():
-                note("gradient", scaled_error(grad, named[name].grad))
+                worst.note("gradient", scaled_error(grad, worst.trained[name].grad))
             norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
             optimizer.step()
-            note("norm", abs(engine.get_global_grad_norm() / norm - 1))
-        for name, param in engine.module.named_parameters():
-            note("parameter", scaled_error(safe_get_full_fp32_param(param), named[name].detach()))
+            worst.note("norm", abs(engine.get_global_grad_norm() / norm - 1))
+        worst.parameters()
         with torch.no_grad(), patch.object(groups, "_get_sequence_parallel_world_size", lambda: 1):
             plain.eval()
             total = sum(plain(**batch)["loss"] for column in batches for batch in column) / (micros * feeds)
-        note("evaluation", abs(float(engine.eval_batch(iter(mine)) - total)))
+        worst.note("evaluation", abs(float(engine.eval_batch(iter(mine)) - total)))
         engine.destroy()
     return worst
 

@@ -16,6 +16,7 @@ from deepspeed.sequence.tiling import logits, memory
 from deepspeed.sequence.tiling.tiles import TiledMLP
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness.beside import Beside
 from tests.harness.decoders import WORDS, Llama
 from tests.harness.experts import StackedBlock
 from tests.harness.training import make_config, start
@@ -92,9 +93,9 @@ def _parity(prepare: Any, stage: int, options: dict[str, Any], changes: dict[str
     plain.load_state_dict(model.state_dict())
     lazy = model.lm_head
     engine = start(model, make_config(stage, gradient_clipping=0.5, **changes))
-    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), **changes["optimizer"]["params"])
-    worst = dict.fromkeys(("loss", "gradient", "norm"), 0.0)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **changes["optimizer"]["params"])
+    worst = Beside(engine, plain, optimizer)
     for step in range(3):
         optimizer.zero_grad()
         for micro in range(gas):
@@ -104,17 +105,11 @@ def _parity(prepare: Any, stage: int, options: dict[str, Any], changes: dict[str
             out = engine(*batches[dist.get_rank()])
             assert type(out.logits) is logits.LazyLogits
             engine.backward(out.loss)
-            worst["loss"] = max(worst["loss"], abs(float(out.loss.detach() - losses[dist.get_rank()].detach())))
+            worst.loss(out.loss, losses[dist.get_rank()])
             if micro < gas - 1:
                 engine.step()
-        for name, param in engine.module.named_parameters():
-            if param.requires_grad:
-                error = scaled_error(safe_get_full_grad(param), trained[name].grad)
-                worst["gradient"] = max(worst["gradient"], error)
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), 0.5))
-        optimizer.step()
-        engine.step()
-        worst["norm"] = max(worst["norm"], abs(engine.get_global_grad_norm() / norm - 1))
+        worst.gradients()
+        worst.update()
     engine.destroy()
     return {**worst, "given back": float("forward" in vars(lazy))}
 

@@ -169,7 +169,7 @@ class Plain:
         for name, grad in grads.items():
             m = self.optimizer.state.get(self.masters[name], {}).get("m", torch.zeros_like(grad))
             u = 0.9 * m + 0.1 * grad
-            found[name] = (u.abs() < 1e-6) & (u != 0)
+            found[name] = (u.abs() < 1e-6) & (u != 0).any()  # zero for all of a parameter that had no part in it
         return found
 
     def show(self, values: dict[str, Tensor] | None = None) -> None:
