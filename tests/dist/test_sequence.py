@@ -148,10 +148,6 @@ CELLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-SHOWN_BY_OTHERS = {"sp 4, stage 2, padded", "sp 4, stage 3", "a window in packed rows", "weighed by tokens"}
-
-
-@pytest.mark.in_make_test(*(CELLS.keys() - SHOWN_BY_OTHERS))
 @pytest.mark.parametrize("cell", CELLS)
 def test_training_equals_one_process(pool4: RankPool, cell: str) -> None:
     for errors in pool4.run(parity, *CELLS[cell]):

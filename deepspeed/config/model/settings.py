@@ -38,15 +38,10 @@ class Setting:
     pattern: str
     key: Key | None
     value: Any
-    info: FieldInfo | None
+    default: Any
     origin: Origin
     line: int | None = None
     idle: str = ""
-
-    @property
-    def default(self) -> Any:
-        """Return the value of the key where it is absent."""
-        return None if self.info is None else default_of(self.info)
 
 
 @functools.cache
@@ -121,8 +116,8 @@ def settings(config: Configuration, source: ConfigSource | None = None) -> list[
             origin = "auto"
         elif path in BATCH_KEYS:
             origin = "derived" if as_written is None else "file"
-        key = SPELLED.get(pattern) if info is None else Key.of(info)
-        out.append(Setting(path, pattern, key, value, info, origin, line_of(lines, spelling)))
+        key, default = (SPELLED.get(pattern), None) if info is None else (Key.of(info), default_of(info))
+        out.append(Setting(path, pattern, key, value, default, origin, line_of(lines, spelling)))
     return out
 
 
