@@ -18,9 +18,9 @@ IGNORED = -100  # the label of what has no loss
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
+def shifted(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
     """Return for each token of ``labels`` [rows, tokens] the label of the next one; the last has none."""
-    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+    return F.pad(labels[..., 1:], (0, 1), value=ignored)
 
 
 def is_part(batch: dict[str, Any]) -> bool:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.comm.collectives import AxisGroup, sum_in_place
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import UsageError
-from deepspeed.tensor import loss as parts
+from deepspeed.sequence.batch import IGNORED, shifted
+from deepspeed.sequence.layout import in_turn
 from deepspeed.tensor.differentiable import join_parts, sum_parts
 from deepspeed.tensor.layers import LinearLayer, shared_input
+from deepspeed.tensor.loss import losses_over_parts
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -29,10 +31,8 @@ def _whole_sequence(losses: torch.Tensor, dim: int, group: AxisGroup | None) -> 
     """Join the losses of the ranks along the sequence, whose parts may differ in length. Collective."""
     if group is None:
         return losses
-    lengths = torch.zeros(group.size, dtype=torch.float64, device=losses.device)
-    lengths[group.index] = losses.shape[dim]
-    edges = [0, *sum_in_place(lengths, group).cumsum(0).long().tolist()]
-    return join_parts(losses, group, dim, edges=edges)
+    lengths = in_turn([losses.shape[dim]], group, losses.device)
+    return join_parts(losses, group, dim, edges=[0, *lengths.view(-1).cumsum(0).tolist()])
 
 
 def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(
     vocab_start_index: int | None = None,
     vocab_end_index: int | None = None,
     global_vocab_size: int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     reduction: Reduction = "mean",
     gather_sequence_loss: bool = False,
     backend: str = "torch",
@@ -93,8 +93,7 @@ def vocab_parallel_cross_entropy(
         rows = functional.cross_entropy(flat, target.reshape(-1), ignore_index=ignore_index, reduction="none")
         losses = rows.view(target.shape)
     else:
-        how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none", "first": vocab_start_index}
-        losses = parts.vocab_parallel_cross_entropy(logits, target, tp, **how)
+        losses = losses_over_parts(logits, target, tp, ignore_index=ignore_index, first=vocab_start_index)
     if reduction == "none":
         return _whole_sequence(losses, losses.dim() - 1, sp) if gather_sequence_loss else losses
     total, count = losses.sum(), (target != ignore_index).sum().to(losses.dtype)
@@ -132,19 +131,21 @@ class VocabParallelCausalLMLoss(VocabParallelCrossEntropyLoss):
 
         Raises UsageError for ``labels`` of a part of a sequence, whose last token is followed by another rank's.
         """
-        ignored = self.options.get("ignore_index", -100) if ignore_index is None else ignore_index
+        options = {"ignore_index": IGNORED, **self.options}
+        if ignore_index is not None:
+            options["ignore_index"] = ignore_index
         if shift_labels is None:
-            if labels is None or _axis(self.options["sp_group"]) is not None:
+            if labels is None or _axis(options["sp_group"]) is not None:
                 raise UsageError("VocabParallelCausalLMLoss: a part of a sequence needs shift_labels, not labels")
-            shift_labels = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
-        reduction = self.options.get("reduction", "mean") if num_items_in_batch is None else "sum"
-        options = {**self.options, "reduction": reduction, "ignore_index": ignored}
+            shift_labels = shifted(labels, options["ignore_index"])
+        if num_items_in_batch is not None:
+            options["reduction"] = "sum"
         loss = vocab_parallel_cross_entropy(logits, shift_labels.to(logits.device), **options)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def configure_vocab_parallel_loss(
-    model: nn.Module, head: nn.Module, sp_group: Any = None, ignore_index: int = -100, backend: str = "torch"
+    model: nn.Module, head: nn.Module, sp_group: Any = None, ignore_index: int = IGNORED, backend: str = "torch"
 ) -> VocabParallelCausalLMLoss:
     """Let ``model`` compute its ``loss_function`` from the logits of ``head``, and return it.
 

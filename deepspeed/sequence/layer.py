@@ -88,9 +88,6 @@ class DistributedAttention(nn.Module):
         if query.device.type == "cpu" or shapes != self._alike:  # a comparison waits for the device
             _shapes_of_all((query, key, value), group, "DistributedAttention: query, key, value", dims=4)
             self._alike = shapes
-        if group.size == 1:
-            query, key = _rotated((query, key), rotary_pos_emb)
-            return self.local_attn(query, key, value, *args, **kwargs)
         heads, tokens = self.scatter_idx, self.gather_idx
         order = (batch_dim_idx, heads, tokens, 6 - batch_dim_idx - heads - tokens)
         tokens_first = (batch_dim_idx, tokens, heads, order[3])

@@ -45,18 +45,15 @@ class RingBlock:
         none = not queries or not keys or (mask.causal and keys.start > queries.start)
         self.is_empty = none or (mask.window is not None and nearest >= mask.window)  # no query sees any key
 
-    def _kernel(self, q: torch.Tensor) -> str:
-        if not self._plain:
-            return ""
-        return q.device.type if q.device.type == "cpu" or q.element_size() == 2 else ""
+    def _fused(self, q: torch.Tensor) -> bool:
+        """Return whether a kernel of torch computes the block."""
+        return self._plain and q.device.type != "cpu" and q.element_size() == 2
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs [b, h, n, d] and log-sum-exps [b, h, n] in fp32."""
-        kernel = self._kernel(q)
-        if kernel:
-            cpu, cuda = _aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention
-            run = cpu if kernel == "cpu" else cuda
-            out, total, *_ = run(q, k, v, 0.0, self.is_diagonal, scale=self._scale)
+        if self._fused(q):
+            fused = _aten._scaled_dot_product_flash_attention
+            out, total, *_ = fused(q, k, v, 0.0, self.is_diagonal, scale=self._scale)
             return out.float(), total
         out, total = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
         for part, scores in self._scores(q, k):
@@ -70,16 +67,10 @@ class RingBlock:
     ) -> tuple[torch.Tensor, ...]:
         """Return this block's part of the gradients of the ``tensors`` (q, k, v); ``out``, ``total`` of all blocks."""
         q, k, v = tensors
-        kernel = self._kernel(q)
-        if kernel == "cpu":
-            parts: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, total, 0.0, self.is_diagonal, scale=self._scale
-            )
-            return parts
-        if kernel:
+        if self._fused(q):
             none, seed = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
             sizes = (none, none, q.shape[2], k.shape[2])
-            parts = _aten._scaled_dot_product_flash_attention_backward(
+            parts: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, total, *sizes, 0.0, self.is_diagonal, seed, none, scale=self._scale
             )
             return parts

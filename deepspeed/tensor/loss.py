@@ -1,12 +1,11 @@
 """Cross-entropy over logits of which every tensor-parallel rank has those of some words."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from deepspeed.comm.collectives import AxisGroup, all_gather, sum_in_place
 from deepspeed.errors import UsageError
-from deepspeed.tensor.layers import shared_input
 from deepspeed.zero.regions import bounds
 
 
@@ -56,25 +55,17 @@ def _edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
     return edges
 
 
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    group: Any,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    first: int | None = None,
+def losses_over_parts(
+    logits: torch.Tensor, labels: torch.Tensor, group: AxisGroup, *, ignore_index: int, first: int | None
 ) -> torch.Tensor:
-    """Compute ``functional.cross_entropy`` of ``logits`` (..., this rank's words) split over ``group``. Collective.
+    """Return the cross-entropy of each of ``labels`` (...), in fp32, from ``logits`` (..., this rank's words).
 
-    ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32. ``first`` is
-    the number of this rank's first word; None: the words are cut evenly.
+    ``labels`` count all words and are the same on every rank of ``group``. ``first`` is the number of this rank's first
+    word; None: the words are cut evenly. Collective.
     """
-    flat, axis = labels.reshape(-1), shared_input(group).group
-    loss = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, axis, ignore_index, first)
-    if reduction == "none":
-        return loss.view(labels.shape)
-    return loss.sum() / (flat != ignore_index).sum() if reduction == "mean" else loss.sum()
+    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    losses: torch.Tensor = _PartsCrossEntropy.apply(*flat, group, ignore_index, first)
+    return losses.view(labels.shape)
 
 
 def loss_fault(model: Any) -> str:

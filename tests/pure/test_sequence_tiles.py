@@ -159,6 +159,8 @@ def test_what_tiles_cannot_do_is_said() -> None:
         TiledMLP.apply(lambda module, part: (module(part), None), mlp, x, 2, None)  # type: ignore[arg-type,return-value]
     with pytest.raises(UsageError, match=r"shape \(2, 6, 8\) for a tile"):
         sequence_tiled_compute(lambda x: x, 12, 2, {"x": x}, {}, "x")
+    with pytest.raises(UsageError, match=r"shape \(2, 8\) for a tile of 6 positions"):
+        sequence_tiled_compute(lambda x: x.sum(1), 12, 2, {"x": x}, {}, "x", output_reduction=None)
     with pytest.raises(UsageError, match="neither dimension 1 nor 0 is seqlen"):
         sequence_tiled_compute(lambda x: x, 11, 2, {"x": x}, {}, "x")
     with pytest.raises(UsageError, match="is none of the keys"):

@@ -106,8 +106,6 @@ PRIVATE_OF_OBJECTS = {
     "aten._to_copy": "tools/simulate/record.py",
     "aten._scaled_dot_product_flash_attention": "sequence/ring.py",
     "aten._scaled_dot_product_flash_attention_backward": "sequence/ring.py",
-    "aten._scaled_dot_product_flash_attention_for_cpu": "sequence/ring.py",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": "sequence/ring.py",
 }
 
 # Names that torch has not everywhere, and what it takes.

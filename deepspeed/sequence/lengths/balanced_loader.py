@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.sequence.lengths.dealing import CostModel, DoesNotFit, Plan, plan_batch
 from deepspeed.sequence.lengths.degrees import DegreeGroups
-from deepspeed.sequence.lengths.packing import pack, part_of_pack, share_labels, tokens_of
+from deepspeed.sequence.lengths.packing import pack, part_of_pack, tokens_of
 
 # A model of 7 billion parameters on an H100. Where nothing is exchanged, only the ratio of its two numbers counts.
 USUAL_COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, kv_hidden=1024)
@@ -26,24 +25,15 @@ class Update:
     indices: tuple[int, ...]
     plan: Plan
 
-    @cached_property
-    def _homes(self) -> dict[int, list[tuple[int, int]]]:
-        """Groups, by first rank, and micro-batches of each place."""
-        homes: dict[int, list[tuple[int, int]]] = {}
-        for group in self.plan.groups:
-            for step, places in enumerate(group.steps):
-                for place in places:
-                    homes.setdefault(place, []).append((group.first, step))
-        return homes
-
     def micro_batch(self, dataset: Any, step: int, rank: int) -> dict[str, torch.Tensor]:
-        """Return what ``rank`` trains in micro-batch ``step``: its group's documents packed, or its part of them."""
+        """Return what ``rank`` trains in micro-batch ``step``: its group's documents packed, or its part of them.
+
+        One token without a label stands for no document, as ranks meet in the forward of each micro-batch.
+        """
         group = self.plan.group_of(rank)
-        samples = []
-        for place in group.steps[step]:
-            sample, homes = tokens_of(dataset[self.indices[place]]), self._homes[place]
-            shared = len(homes) > 1
-            samples.append(share_labels(sample, homes.index((group.first, step)), len(homes)) if shared else sample)
+        samples = [tokens_of(dataset[self.indices[place]]) for place in group.steps[step]]
+        if not samples:
+            samples = [{name: value[:1] for name, value in tokens_of(dataset[self.indices[0]]).items()}]
         return part_of_pack(pack(samples), rank - group.first, group.degree)
 
 

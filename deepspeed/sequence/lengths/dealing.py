@@ -5,13 +5,10 @@ A long sequence goes to a group of several ranks, short ones stay on one rank an
 2025; ByteScale, Ge et al. 2025; Zeppelin, Chen et al. 2025). Equal arguments give equal plans, on every rank.
 """
 
-import bisect
-import heapq
-import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +64,8 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks ``first`` to ``first + degree - 1`` share the sequences ``steps[i]`` (indices) in micro-batch ``i``.
-
-    No micro-batch is empty: where sequences are too few, one is in several, which then share its labels.
+    """Ranks ``first`` to ``first + degree - 1`` share the sequences ``steps[i]`` (indices) in micro-batch ``i``, which
+    is empty where there are too few of them.
     """
 
     first: int
@@ -95,46 +91,15 @@ class Plan:
         return next(g for g in self.groups if g.first <= rank < g.first + g.degree)
 
 
-class _Open:
-    """A group while it is filled: ``parts`` are its micro-batches, ``rooms`` the tokens that each can still take."""
-
-    def __init__(self, power: int, tokens: int, steps: int) -> None:
-        self.power, self.room, self.seconds = power, tokens << power, 0.0
-        self.parts: list[list[int]] = [[] for _ in range(steps)]
-        self.rooms, self.times = [self.room] * steps, [0.0] * steps
-
-    def take(self, index: int, length: int, seconds: float) -> None:
-        """Add a sequence of at most ``room`` tokens to the micro-batch that takes the least time so far."""
-        step = 0
-        if len(self.parts) > 1:
-            fits = [step for step, room in enumerate(self.rooms) if room >= length]
-            step = min(fits, key=self.times.__getitem__)
-        self.put(step, index, length, seconds)
-
-    def put(self, step: int, index: int, length: int, seconds: float) -> None:
-        """Add a sequence to the micro-batch ``step``."""
-        self.parts[step].append(index)
-        self.rooms[step] -= length
-        self.times[step] += seconds
-        self.seconds += seconds
-        self.room = max(self.rooms)
-
-
 @dataclass(frozen=True)
 class _Task:
     """What is to be planned. ``table[k][i]``: seconds of sequence ``i`` on ``2**k`` ranks, infinite without memory."""
 
     lengths: list[int]
     table: Times
-    rows: list[list[float]]  # the same
-    ascending: list[int]  # places by length
     ranks: int
     tokens: int
     steps: int
-
-    def open(self, power: int) -> _Open:
-        """Return an empty group."""
-        return _Open(power, self.tokens, self.steps)
 
     def powers(self, target: float) -> NDArray[np.int64]:
         """Return for each sequence the least degree, as a power of 2, that meets ``target`` or else is fastest."""
@@ -159,6 +124,78 @@ class _Task:
         return high
 
 
+@dataclass
+class _MicroBatch:
+    """Sequences of one micro-batch of a group, and the tokens that it can still take."""
+
+    room: int
+    seconds: float = 0.0
+    indices: list[int] = field(default_factory=list)
+
+
+class _Groups:
+    """Groups while they are filled. Of each: its degree as a power of 2, its time, and the most tokens that one of its
+    micro-batches can still take; there may be as many groups as ranks, and one that is not open takes none.
+    """
+
+    def __init__(self, task: _Task) -> None:
+        self._task, self.free = task, task.ranks
+        self.powers = np.zeros(task.ranks, dtype=np.int64)
+        self.seconds = np.zeros(task.ranks)
+        self.rooms = np.full(task.ranks, -1)
+        self.steps: list[list[_MicroBatch]] = []
+
+    def open(self, power: int) -> int:
+        """Let ``2**power`` of the free ranks be one more group; return its place."""
+        place, room = len(self.steps), self._task.tokens << power
+        self.powers[place], self.rooms[place] = power, room
+        self.steps.append([_MicroBatch(room) for _ in range(self._task.steps)])
+        self.free -= 1 << power
+        return place
+
+    def fullest(self, index: int, power: int, target: float) -> int | None:
+        """Return the group that sequence ``index`` fills best within ``target``, of the least degree from ``power``."""
+        after = self.seconds + self._task.table[self.powers, index]
+        fits = (self.powers >= power) & (self.rooms >= self._task.lengths[index]) & (after <= target)
+        if not fits.any():
+            return None
+        fits &= self.powers == self.powers[fits].min()
+        return int(np.where(fits, self.seconds, -1.0).argmax())
+
+    def least_busy(self, index: int) -> int | None:
+        """Return the group with room for sequence ``index`` that has the least to do."""
+        length, rooms, seconds = self._task.lengths[index], self.rooms[: len(self.steps)], self.seconds
+        place = int(seconds[: len(rooms)].argmin())
+        if rooms[place] < length:  # seldom: the mask of all groups takes longest
+            place = int(np.where(rooms >= length, seconds[: len(rooms)], np.inf).argmin())
+        return place if rooms[place] >= length else None
+
+    def take(self, place: int, index: int) -> None:
+        """Add a sequence that fits to the micro-batch of the group that takes the least time so far."""
+        steps, length = self.steps[place], self._task.lengths[index]
+        seconds = float(self._task.table[self.powers[place], index])
+        step = min((step for step in steps if step.room >= length), key=lambda step: step.seconds)
+        step.indices.append(index)
+        step.room -= length
+        step.seconds += seconds
+        self.seconds[place] += seconds
+        self.rooms[place] = max(step.room for step in steps)
+
+    def placed(self) -> tuple[Group, ...]:
+        """Return the groups with their ranks: the largest first, so every group begins at a multiple of its degree.
+
+        Long micro-batches come first in each group, so that ranks that wait for each other wait less.
+        """
+        placed: list[Group] = []
+        first = 0
+        for place in sorted(range(len(self.steps)), key=lambda place: -self.powers[place]):
+            steps = sorted(self.steps[place], key=lambda step: -step.seconds)
+            degree = 1 << int(self.powers[place])
+            placed.append(Group(first, degree, tuple(tuple(s.indices) for s in steps), float(self.seconds[place])))
+            first += degree
+        return tuple(placed)
+
+
 def plan_batch(
     lengths: Sequence[int],
     ranks: int,
@@ -179,10 +216,9 @@ def plan_batch(
     sizes = np.asarray(lengths, dtype=np.float64)
     table = np.stack([cost.seconds(sizes, 1 << power) for power in range(limit.bit_length())])
     table[sizes > np.left_shift(tokens_per_rank, np.arange(len(table)))[:, None]] = np.inf
-    ascending = np.argsort(sizes, kind="stable").tolist()
-    task = _Task([int(n) for n in lengths], table, table.tolist(), ascending, ranks, tokens_per_rank, steps)
+    task = _Task([int(n) for n in lengths], table, ranks, tokens_per_rank, steps)
     bound = task.bound()
-    best: list[_Open] = []
+    best: _Groups | None = None
     seconds = np.inf
     wide = [(factor, power) for power in range(1, len(table)) for factor in _WIDE_TARGETS]
     for factor, power in [*((factor, 0) for factor in _TARGETS), *wide]:
@@ -191,13 +227,13 @@ def plan_batch(
         if seconds <= factor * bound:
             continue
         if groups := _plan_for(task, bound * factor, power, seconds):
-            best, seconds = groups, max(group.seconds for group in groups)
-    if not best:
+            best, seconds = groups, float(groups.seconds.max())
+    if best is None:
         raise DoesNotFit(
             f"{len(lengths)} sequences of {sum(task.lengths)} tokens could not be dealt to {ranks} ranks x {steps} "
             f"micro-batches of at most {tokens_per_rank} tokens: give fewer tokens a batch, or raise tokens_per_rank"
         )
-    return Plan(_placed(best), bound)
+    return Plan(best.placed(), bound)
 
 
 def _check(lengths: Sequence[int], ranks: int, tokens: int, limit: int, steps: int) -> None:
@@ -214,132 +250,38 @@ def _check(lengths: Sequence[int], ranks: int, tokens: int, limit: int, steps: i
         )
 
 
-def _plan_for(task: _Task, target: float, least: int, limit: float) -> list[_Open]:
-    """Return groups for which long sequences have the degree that ``target`` asks for; none where they do not fit, or
+def _plan_for(task: _Task, target: float, least: int, limit: float) -> _Groups | None:
+    """Return groups for which long sequences have the degree that ``target`` asks for; None where they do not fit, or
     one takes ``limit`` seconds.
 
     Short ones go to groups of at least ``2**least`` ranks, as far as the ranks divide by it.
     """
     powers = np.maximum(task.powers(target), least)
     times = task.table[powers, np.arange(len(powers))]
-    order = np.lexsort((-times, -powers))
+    order = np.lexsort((-times, -powers)).tolist()
     long_count = int((powers > least).sum())
-    groups = _deal_long(task, order[:long_count].tolist(), powers.tolist(), target)
-    if groups is None or max((group.seconds for group in groups), default=0.0) >= limit:
-        return []
-    short = order[long_count:].tolist()
-    _fill_idle(task, short, groups)
-    free = task.ranks - sum(1 << group.power for group in groups)
+    groups = _Groups(task)
+    for index in order[:long_count]:  # one group after another is filled up to the target, while ranks are left
+        power = int(powers[index])
+        place = groups.fullest(index, power, target)
+        if place is None:
+            place = groups.open(power) if groups.free >= 1 << power else groups.least_busy(index)
+        if place is None:
+            return None
+        groups.take(place, index)
+    if groups.seconds.max() >= limit:
+        return None
     for power in range(least, -1, -1):
-        groups += [task.open(power) for _ in range(free >> power)]
-        free %= 1 << power
-    dealt = _deal_short(task, short, groups, limit) and _share(task, groups)
-    return groups if dealt and max(group.seconds for group in groups) < limit else []
-
-
-def _deal_long(task: _Task, order: list[int], powers: list[int], target: float) -> list[_Open] | None:
-    """Fill groups one after another up to ``target``; with no rank left for another, the least busy one takes more.
-
-    ``filled[power]`` are pairs of time and place, sorted: the fullest group that still fits is found by bisection.
-    """
-    groups: list[_Open] = []
-    filled: list[list[tuple[float, int]]] = [[] for _ in task.rows]
-    free = task.ranks
-    for index in order:
-        length, power = task.lengths[index], powers[index]
-        place = _fullest(task, index, filled[power:], groups, target)
-        if place is None and free >= 1 << power:
-            place = len(groups)
-            groups.append(task.open(power))
-            free -= 1 << power
-        elif place is None:
-            fits = (p for p, group in enumerate(groups) if group.room >= length)
-            place = min(fits, key=lambda p: groups[p].seconds, default=None)
-            if place is None:
-                return None
-        group = groups[place]
-        entries = filled[group.power]
-        if group.seconds:
-            del entries[bisect.bisect_left(entries, (group.seconds, place))]
-        group.take(index, length, task.rows[group.power][index])
-        bisect.insort(entries, (group.seconds, place))
+        while groups.free >= 1 << power:
+            groups.open(power)
+    for index in order[long_count:]:  # longest first
+        place = groups.least_busy(index)
+        if place is None:
+            return None
+        groups.take(place, index)
+        if groups.seconds[place] >= limit:
+            return None
     return groups
-
-
-def _fullest(
-    task: _Task, index: int, filled: list[list[tuple[float, int]]], groups: list[_Open], target: float
-) -> int | None:
-    """Return the place of the group that sequence ``index`` fills best within ``target``, of the least degree."""
-    power, length = len(task.rows) - len(filled), task.lengths[index]
-    for entries, row in zip(filled, task.rows[power:], strict=True):
-        end = bisect.bisect_right(entries, (target - row[index], len(groups)))
-        for at in range(end - 1, -1, -1):
-            place = entries[at][1]
-            if groups[place].room >= length:
-                return place
-    return None
-
-
-def _fill_idle(task: _Task, order: list[int], groups: list[_Open]) -> None:
-    """Give the shortest sequences, taken from the end of ``order``, to micro-batches without any."""
-    for group in groups:
-        while order and not all(group.parts) and group.room >= task.lengths[order[-1]]:
-            index = order.pop()
-            group.take(index, task.lengths[index], task.rows[group.power][index])
-
-
-def _deal_short(task: _Task, order: list[int], groups: list[_Open], limit: float) -> bool:
-    """Give each sequence, longest first, to the least busy group with room; say whether none takes ``limit`` then."""
-    least = task.lengths[task.ascending[0]]
-    heap = [(group.seconds, place) for place, group in enumerate(groups)]
-    heapq.heapify(heap)
-    for index in order:
-        length, full = task.lengths[index], []
-        while heap and groups[heap[0][1]].room < length:
-            entry = heapq.heappop(heap)
-            if groups[entry[1]].room >= least:
-                full.append(entry)
-        if not heap:
-            return False
-        place = heap[0][1]
-        group = groups[place]
-        group.take(index, length, task.rows[group.power][index])
-        if group.seconds >= limit:
-            return False
-        heapq.heapreplace(heap, (group.seconds, place))
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return True
-
-
-def _share(task: _Task, groups: list[_Open]) -> bool:
-    """Give micro-batches without sequence one that another has too, the shortest first; say whether all have one."""
-    turn = itertools.cycle(task.ascending)
-    for group in groups:
-        for step in (step for step, part in enumerate(group.parts) if not part):
-            index = next(turn)
-            if task.lengths[index] > group.rooms[step]:  # the others are longer still, until the shortest
-                turn = itertools.cycle(task.ascending)
-                index = next(turn)
-            if task.lengths[index] > group.rooms[step]:
-                return False
-            group.put(step, index, task.lengths[index], task.rows[group.power][index])
-    return True
-
-
-def _placed(groups: list[_Open]) -> tuple[Group, ...]:
-    """Return the groups with their ranks: the largest first, so every group begins at a multiple of its degree.
-
-    Long micro-batches come first in each group, so that ranks that wait for each other wait less.
-    """
-    placed: list[Group] = []
-    first = 0
-    for group in sorted(groups, key=lambda g: -g.power):
-        steps = sorted(range(len(group.parts)), key=lambda step: -group.times[step])
-        parts = tuple(tuple(group.parts[step]) for step in steps)
-        placed.append(Group(first, 1 << group.power, parts, group.seconds))
-        first += 1 << group.power
-    return tuple(placed)
 
 
 def draw_lengths(histogram: str, count: int, *, seed: int = 0, longest: int | None = None) -> list[int]:

@@ -23,13 +23,6 @@ def tokens_of(sample: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def share_labels(sample: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, torch.Tensor]:
-    """Return ``sample`` with every ``parts``-th of its labels, so that the copies together have each label once."""
-    labels = sample["labels"]
-    counts = labels[1:].ne(IGNORED).cumsum(0) % parts
-    return {**sample, "labels": torch.cat([labels[:1], labels[1:].masked_fill(counts != part, IGNORED)])}
-
-
 def pack(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return one row [1, tokens] of documents, whose position ids each begin at 0.
 

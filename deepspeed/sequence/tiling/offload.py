@@ -3,7 +3,6 @@
 Copies have a stream of their own: out behind the forward, in ahead of the backward, which takes them last first.
 """
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,34 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.errors import UsageError
-
-
-class HostBuffers:
-    """Host memory for copies of tensors, kept for the next of the same size: ``limit`` of them, page-locked or not."""
-
-    def __init__(self, limit: int, *, pinned: bool) -> None:
-        self._limit, self._pinned = limit, pinned
-        self._free: deque[torch.Tensor] = deque()
-        self._lock = threading.Lock()  # autograd's threads give back what they have used
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a contiguous copy of ``like``."""
-        nbytes = like.numel() * like.element_size()
-        with self._lock:
-            buffer = next((free for free in self._free if free.numel() == nbytes), None)
-            if buffer is not None:
-                self._free = deque(free for free in self._free if free is not buffer)
-        if buffer is None:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            buffer = get_accelerator().pin_memory(buffer) if self._pinned else buffer
-        return buffer.view(like.dtype).view(like.shape)
-
-    def give(self, values: torch.Tensor) -> None:
-        """Take back the memory of ``values``, which no copy uses any more."""
-        with self._lock:
-            self._free.append(values.view(-1).view(torch.uint8))
-            while len(self._free) > self._limit:
-                self._free.popleft()
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
@@ -62,8 +33,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Activation:
     """One activation, of which the first ``count`` elements are on the device, in host memory, or under way."""
 
-    def __init__(self, owner: "OffloadActivations", tensor: torch.Tensor, count: int) -> None:
-        self.owner, self.count = owner, count
+    def __init__(self, tensor: torch.Tensor, count: int) -> None:
+        self.count = count
         self.like = torch.empty_like(tensor, device="meta")  # dense: with the same strides
         self.device = tensor.device
         self.tensor: torch.Tensor | None = tensor  # on the device
@@ -76,8 +47,6 @@ class _Activation:
     def __del__(self) -> None:
         if self.tensor is not None and self.event is not None:  # fetched, and never asked for: its memory is another's
             get_accelerator().current_stream().wait_event(self.event)
-        if self.host is not None:  # later copies are ordered behind those of this one by their common stream
-            self.owner.buffers.give(self.host)
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
@@ -86,9 +55,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     ``share``: of each activation that is packed from now on, the share that goes to the host.
     """
 
-    def __init__(self, *, pinned: bool, streams: bool, smallest: int, in_flight: int, buffers: int, last: int) -> None:
+    def __init__(self, *, pinned: bool, streams: bool, smallest: int, in_flight: int, last: int) -> None:
         super().__init__(self._pack, self._unpack)
-        self.buffers = HostBuffers(buffers, pinned=pinned)
+        self._pinned = pinned
         self.share = 1.0
         self._smallest, self._in_flight, self._last = smallest, in_flight, last
         self._known: weakref.WeakValueDictionary[Any, _Activation] = weakref.WeakValueDictionary()
@@ -141,7 +110,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if (known := self._known.get(key)) is not None:
             known.packed += 1
             return known
-        kept = self._known[key] = _Activation(self, tensor.detach(), count)
+        kept = self._known[key] = _Activation(tensor.detach(), count)
         kept.previous = self._newest
         self._newest = weakref.ref(kept)
         self._recent.append(kept)
@@ -168,7 +137,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         """Start the copy of ``kept`` to the host; its memory on the device is free after at most ``in_flight`` more."""
         assert kept.tensor is not None
         flat = _flat(kept.tensor)
-        kept.host = self.buffers.take(flat[: kept.count])
+        # torch keeps page-locked memory for the next tensors, and gives it away behind the copies that use it
+        pinned = self._pinned and flat.device.type != "cpu"
+        kept.host = torch.empty(kept.count, dtype=flat.dtype, device="cpu", pin_memory=pinned)
         kept.event = self._copy(kept.host, flat[: kept.count])
         kept.rest = flat[kept.count :].clone() if kept.count < len(flat) else None
         self.copied += 1
@@ -229,7 +200,7 @@ def get_checkpoint_hidden_states_offloading_ctx_manager(
         use_pin_memory: Copy to page-locked memory, without which copies block.
         use_streams: Copy on a stream beside the computation, at most ``max_fwd_stash_count`` tensors behind it.
         min_offload_bytes: Smaller tensors stay.
-        max_cpu_buffer_pool_count: Host buffers that are kept for later tensors of the same size.
+        max_cpu_buffer_pool_count: Has no effect, as torch keeps page-locked memory for later tensors.
         keep_last_count: As many tensors, the last of the forward, stay on the device.
     """
     numbers = {
@@ -246,6 +217,5 @@ def get_checkpoint_hidden_states_offloading_ctx_manager(
         streams=use_streams,
         smallest=min_offload_bytes,
         in_flight=max_fwd_stash_count,
-        buffers=max_cpu_buffer_pool_count,
         last=keep_last_count,
     )

@@ -102,22 +102,27 @@ class _TiledWork:
         cut = [tensor.narrow(dim, *tile).contiguous() for tensor, dim in zip(tensors, self.dims, strict=False)]
         return cut + list(tensors[len(self.dims) :])
 
+    @property
+    def length(self) -> int:
+        """Return the number of positions of all tiles."""
+        return sum(self.tiles[-1])
+
     def share(self, tile: tuple[int, int]) -> float:
         """Return the weight of a tile's scalar in the result: its share of the positions for a mean."""
-        length = self.tiles[-1][0] + self.tiles[-1][1]
-        return tile[1] / length if self.reduction == "mean" and length else 1.0
+        return tile[1] / self.length if self.reduction == "mean" and self.length else 1.0
 
 
-def _checked(output: Any, work: _TiledWork) -> torch.Tensor:
+def _checked(output: Any, work: _TiledWork, tile: tuple[int, int]) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         raise UsageError(
             f"a tiled function has to return one tensor, and {_name(work.run)} returned a {type(output).__name__}; "
             "wrap it in a function that does"
         )
-    if (work.reduction is not None) is not (output.dim() == 0):
+    joins = output.shape[work.join : work.join + 1] == (tile[1],)
+    if not (joins if work.reduction is None else output.dim() == 0):
         raise UsageError(
-            f"{_name(work.run)} returned a tensor of shape {tuple(output.shape)} for a tile: output_reduction 'mean' "
-            "or 'sum' is for scalars, None joins tensors along output_unshard_dimension"
+            f"{_name(work.run)} returned a tensor of shape {tuple(output.shape)} for a tile of {tile[1]} positions: "
+            "output_reduction 'mean' or 'sum' is for scalars, None joins these along output_unshard_dimension"
         )
     return output
 
@@ -138,42 +143,32 @@ class _Tiled(torch.autograd.Function):
         inputs = tensors[:count]
         ctx.save_for_backward(*inputs)
         ctx.needs = [tensor.requires_grad for tensor in inputs]
-        outputs: list[torch.Tensor] = []
+        scalars: list[torch.Tensor] = []
         joined: torch.Tensor | None = None
         with gathered(work.params):
             for tile in work.tiles:
-                out = _checked(work.run(*work.cut(inputs, tile)), work)
+                out = _checked(work.run(*work.cut(inputs, tile)), work, tile)
                 if work.reduction is not None:
-                    outputs.append(out * work.share(tile))
-                elif len(work.tiles) == 1 or joined is None and out.shape[work.join] != tile[1]:
-                    outputs.append(out)
-                else:  # into one tensor, as joining a list would hold all of it twice
-                    if joined is None:
-                        shape = list(out.shape)
-                        shape[work.join] = sum(length for _, length in work.tiles)
-                        joined = out.new_empty(shape)
-                    joined.narrow(work.join, *tile).copy_(out)
-        ctx.lengths = [out.shape[work.join] for out in outputs] if work.reduction is None else []
-        if joined is not None:
-            return joined
-        if work.reduction is not None:
-            return torch.stack(outputs).sum(0)
-        return outputs[0].clone() if len(outputs) == 1 else torch.cat(outputs, work.join)
+                    scalars.append(out * work.share(tile))
+                    continue
+                if joined is None:  # one tensor, as joining a list would hold all of it twice
+                    shape = list(out.shape)
+                    shape[work.join] = work.length
+                    joined = out.new_empty(shape)
+                joined.narrow(work.join, *tile).copy_(out)
+        return torch.stack(scalars).sum(0) if joined is None else joined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         work, inputs = ctx.work, ctx.saved_tensors
         grads = _Gradients(work, inputs, ctx.needs)
-        start = 0
         with gathered(work.params), ctx.surroundings.again(), torch.enable_grad():
-            for number, tile in enumerate(work.tiles):
+            for tile in work.tiles:
                 pairs = zip(work.cut(inputs, tile), ctx.needs, strict=True)
                 leaves = [tensor.detach().requires_grad_(need) for tensor, need in pairs]
                 out = work.run(*leaves)
-                length = ctx.lengths[number] if ctx.lengths else tile[1]
-                part = grad * work.share(tile) if work.reduction else grad.narrow(work.join, start, length)
-                start += length
+                part = grad * work.share(tile) if work.reduction else grad.narrow(work.join, *tile)
                 if out.requires_grad:
                     grads.take(tile, leaves, out, part)
         return None, None, *grads.of_inputs(), *grads.of_params()
