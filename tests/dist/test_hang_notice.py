@@ -20,7 +20,7 @@ from tests.harness.experts import Stacked, tokens_of
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
-from tests.harness.warm import Warm
+from tests.harness.warm import RANKS, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -49,7 +49,7 @@ def test_a_rank_alone_in_save_checkpoint_is_told_that_every_rank_must_call_it(tm
     script = tmp_path / "train.py"
     script.write_text(ALONE)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
-    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", RANKS: warm.python}
     env["DS_HANG_NOTICE"] = f"{1.5 * min(slowdown(), 5):.1f}"
     command = [warm.python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)]
     process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stderr=subprocess.PIPE)

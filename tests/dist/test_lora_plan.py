@@ -160,10 +160,6 @@ def held(name: str, folder: str) -> tuple[Bytes, Bytes, int, list[str]]:
     return {what: dict(tiers) for what, tiers in rests.items()}, lines, trained, wrong
 
 
-def held_by_all(folder: str) -> dict[str, tuple[Bytes, Bytes, int, list[str]]]:
-    return {name: held(name, folder) for name in CASES}
-
-
 MORE = {
     "too large": ["--gpu", "1K"],
     "large enough": ["--gpu", "80GiB", "--lora_targets", ".*layers\\.[01]\\.(q|v)_proj"],
@@ -172,39 +168,38 @@ MORE = {
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """What every command said: one process, as torch knows the simulated device once."""
+def planned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Ended]:
+    """What the commands of the tests that run said: one process, as torch knows the simulated device once."""
     folder, commands = tmp_path_factory.mktemp("plan"), {}
+    rows = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    chosen = {row.params["name"] for row in rows if row is not None}
     base = ["simulate.plan", "--model", f"{__name__}:build", "--gpus", "2", "--config"]
     for number, (name, (names, _, _)) in enumerate(CASES.items()):
         file = folder / f"{number}.json"
         file.write_text(json.dumps(config_of(name, folder)))
         targets = [] if names == ALL else ["--lora_targets", ",".join(names)]
-        commands[name] = [*base, str(file), "--lora", f"r={RANK}" if number else str(RANK), *targets, "--json"]
+        if name in chosen:
+            commands[name] = [*base, str(file), "--lora", f"r={RANK}" if number else str(RANK), *targets, "--json"]
     for name, options in MORE.items():
         commands[name] = [*base, str(folder / "2.json"), *(["--lora", str(RANK)] if options else []), *options]
     return run_all(commands, folder, limit_s=300)
 
 
-@pytest.fixture(scope="module")
-def reality(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What both ranks hold in every case."""
-    return pool2.run(held_by_all, str(tmp_path_factory.mktemp("drive")), time_limit=120)
-
-
 @pytest.mark.in_make_test("2", "3, adapters in shards", "3, all on the host", "3, base on a drive")
 @pytest.mark.parametrize("name", CASES)
-def test_planned_bytes_are_what_a_rank_holds(planned: dict[str, Any], reality: list[dict[str, Any]], name: str) -> None:
+def test_planned_bytes_are_what_a_rank_holds(
+    planned: dict[str, Any], pool2: RankPool, tmp_path: Path, name: str
+) -> None:
     code, out, err = planned[name]
     assert code == 0, err
+    reality = pool2.run(held, name, str(tmp_path))
     facts = json.loads(out)
     assert facts["bytes"].pop("communicators: 1, assumed")["device"]  # the CPU has none
     for what in STATES:
         known = {tier: n for tier, n in facts["bytes"][what].items() if n}
-        by_rank = [ours[name][0][what] for ours in reality]
+        by_rank = [ours[0][what] for ours in reality]
         assert all(known == tiers for tiers in by_rank), (what, known, by_rank)
-    for ours in reality:
-        _, lines, trained, wrong = ours[name]
+    for _, lines, trained, wrong in reality:
         assert not wrong
         if "host" not in name and "drive" not in name:  # where the device is the host these differ by pages
             assert facts["bytes"] == lines

@@ -46,11 +46,11 @@ def content(file: DirectFile) -> bytes:
 
 
 def python(
-    script: str, *arguments: str, wrapper: tuple[str, ...] = (), **environment: str
+    script: str, *arguments: str, wrapper: tuple[str, ...] = (), program: str = sys.executable, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script that imports this package, with a time limit."""
     return subprocess.run(
-        [*wrapper, sys.executable, "-c", script, *arguments],
+        [*wrapper, program, "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=100,

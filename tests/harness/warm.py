@@ -131,7 +131,9 @@ def _run(words: list[str]) -> object:
 
 def serve(path: str) -> None:
     """Fork for every client, until standard input ends."""
-    import deepspeed.launcher.node.supervisor  # noqa: F401 - and with it torch
+    import torch._dynamo  # noqa: F401 - the first step of an optimizer does
+
+    import deepspeed.launcher.node.supervisor  # noqa: F401
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path + "~")

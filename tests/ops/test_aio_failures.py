@@ -16,6 +16,7 @@ from deepspeed.monitor.log import logger
 from deepspeed.tier import aio
 from deepspeed.tier.aio import AioEngine, DirectFile, FileTransfer, TransferError, aligned_empty
 from tests.harness.aio import MIB, Make, content, noise, python, usable
+from tests.harness.warm import Warm
 
 
 def failed_build(op: object) -> None:
@@ -240,9 +241,9 @@ begun.set()
 """
 
 
-def test_dropped_engine_that_is_collected_by_its_own_thread_finishes(tmp_path: Path) -> None:
+def test_dropped_engine_that_is_collected_by_its_own_thread_finishes(tmp_path: Path, warm: Warm) -> None:
     """Which cannot wait for itself, and must not write memory that was given back."""
-    ran = python(COLLECTED_BY_ITS_THREAD, str(tmp_path / "file"))
+    ran = python(COLLECTED_BY_ITS_THREAD, str(tmp_path / "file"), program=warm.python)
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
     assert (tmp_path / "file").read_bytes() == b"\5" * (2 << 20)
 
@@ -302,9 +303,9 @@ for name in sys.argv[2:]:
 """
 
 
-def test_forked_child_gets_an_error(tmp_path: Path) -> None:
+def test_forked_child_gets_an_error(tmp_path: Path, warm: Warm) -> None:
     """The engine's threads stay with the parent: the child is told so, at once, and may make its own."""
-    ran = python(FORK, str(tmp_path / "data"), *usable())
+    ran = python(FORK, str(tmp_path / "data"), *usable(), program=warm.python)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -407,7 +408,7 @@ for calls, expected in (tuple(eval(case)) for case in sys.argv[2:]):
 SETUP, ENTER, REGISTER, IO_SETUP = 425, 426, 427, {"x86_64": 206, "aarch64": 0}.get(os.uname().machine, 206)
 
 
-def test_sandbox_without_io_uring(tmp_path: Path) -> None:
+def test_sandbox_without_io_uring(tmp_path: Path, warm: Warm) -> None:
     """A seccomp filter like a container's: the next backend takes over, and the loss of io_uring is named where it is
     asked for.
     """
@@ -415,7 +416,7 @@ def test_sandbox_without_io_uring(tmp_path: Path) -> None:
         pytest.skip("no io_uring to take away")
     next_best = ["libaio" if "libaio" in usable() else "threads"]
     cases = [([SETUP], next_best), ([ENTER], next_best), ([REGISTER], next_best), ([SETUP, IO_SETUP], ["threads"])]
-    ran = python(SECCOMP, str(tmp_path / "data"), *map(repr, cases), DS_AIO_BACKEND="")
+    ran = python(SECCOMP, str(tmp_path / "data"), *map(repr, cases), program=warm.python, DS_AIO_BACKEND="")
     if ran.returncode == 77:
         pytest.skip("this process may not install a seccomp filter")
     assert ran.returncode == 0, ran.stderr

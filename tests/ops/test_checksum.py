@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from deepspeed.accelerator.native import spec as ops
 from deepspeed.accelerator.native.build import try_load
 from deepspeed.checkpoint.format import checksum
 from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
+from tests.harness.warm import Warm
 
 # RFC 3720 B.4, and the check value of the catalogue of parametrised CRC algorithms
 KNOWN = {
@@ -163,19 +163,20 @@ sys.stdout.write(f"{_native() is not None} {crc32c(values)}")
 """
 
 
-def child(**environment: str) -> tuple[str, str]:
+def child(warm: Warm, **environment: str) -> tuple[str, str]:
     own = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | environment
-    done = subprocess.run([sys.executable, "-c", CHILD], env=own, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([warm.python, "-c", CHILD], env=own, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1], done.stdout + done.stderr
 
 
-def test_without_a_compiler_one_line_says_so_and_the_checksum_is_the_same(tmp_path: Path) -> None:
-    result, said = child(CXX=str(tmp_path / "none"), PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
+def test_without_a_compiler_one_line_says_so_and_the_checksum_is_the_same(tmp_path: Path, warm: Warm) -> None:
+    cache = str(tmp_path / "cache")
+    result, said = child(warm, CXX=str(tmp_path / "none"), PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=cache)
     assert result == f"False {crc32c(torch.arange(100_003, dtype=torch.int32))}" and said.count("cpu_checksum") == 1
 
 
-def test_a_processor_without_the_instruction_computes_the_same() -> None:
+def test_a_processor_without_the_instruction_computes_the_same(warm: Warm) -> None:
     if try_load(ops.CPU_CHECKSUM) is None:
         pytest.skip("no C++ compiler")
-    assert child(DS_CPU_ISA="plain")[0] == f"True {crc32c(torch.arange(100_003, dtype=torch.int32))}"
+    assert child(warm, DS_CPU_ISA="plain")[0] == f"True {crc32c(torch.arange(100_003, dtype=torch.int32))}"

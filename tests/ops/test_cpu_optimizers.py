@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.optim import host
 from deepspeed.optim.rules import Lion
+from tests.harness.warm import Warm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -264,13 +264,11 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def test_every_vector_width_gives_the_same_bits() -> None:
+def test_every_vector_width_gives_the_same_bits(warm: Warm) -> None:
     digests = set()
     for isa in ("plain", "avx2", "avx512"):
         environment = os.environ | {"DS_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        done = subprocess.run(
-            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=100
-        )
+        done = subprocess.run([warm.python, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout)
     assert digests == {digest()}
@@ -322,16 +320,14 @@ assert torch.allclose(p, q), (p, q)
 """
 
 
-def test_without_a_compiler_torch_does_the_work_and_one_line_says_so(tmp_path: Path) -> None:
+def test_without_a_compiler_torch_does_the_work_and_one_line_says_so(tmp_path: Path, warm: Warm) -> None:
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         "CXX": str(tmp_path / "no-compiler"),
         "PATH": str(tmp_path),
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", FALLBACK], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([warm.python, "-c", FALLBACK], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("cpu_adam") == 1
 

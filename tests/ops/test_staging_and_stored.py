@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from deepspeed.tier.aio import TransferError
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
+from tests.harness.warm import Warm
 
 LABEL = "zero_optimization.offload_param.nvme_path"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
@@ -511,9 +511,9 @@ assert drive.used_bytes == 0  # what was refused is not counted as in use
 """
 
 
-def test_no_room_shows_when_space_is_reserved(tmp_path: Path) -> None:
+def test_no_room_shows_when_space_is_reserved(tmp_path: Path, warm: Warm) -> None:
     told = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_ROOM, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+        [warm.python, "-c", _WITHOUT_ROOM, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     ).stdout
     assert "TransferError" in told and str(tmp_path) in told and "nvme_path" in told, told
 

@@ -60,7 +60,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
     monkeypatch.setattr(Accelerator, "synchronize", lambda self: made.wait(self))
     warning_once.cache_clear()
     yield made
-    gc.collect()
+    gc.collect(1)  # what a test made is young
     warning_once.cache_clear()
 
 

@@ -91,10 +91,10 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, st
             if Key.of(info).support is Support.NOT_YET:
                 yield path, row, value, info, given
             yield from _walk(value, f"{path}.", f"{row}.")
-        elif isinstance(value, tuple | Mapping) and (suffix := block_inside(info.annotation)[1]):
-            for free, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        elif isinstance(value, tuple | dict) and (suffix := block_inside(info.annotation)[1]):
+            for free, item in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from _walk(item, f"{path}.{free}.", f"{row}{suffix}.")
-        elif row in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):
+        elif row in ("optimizer.params", "scheduler.params") and isinstance(value, dict):
             for free, item in value.items():
                 yield f"{path}.{free}", f"{row}.{free}", item, PARAM_FIELDS.get(f"{row}.{free}"), True
         else:
