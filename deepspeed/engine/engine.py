@@ -187,11 +187,11 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             scale_wrt_gas: Divide the loss by the accumulation steps.
         """
         self._checks.ready("backward()")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             actual = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(
-                f"backward() takes a scalar loss that requires grad; got {actual}. Reduce it, e.g. loss.mean()"
-            )
+            raise UsageError(f"backward() takes a scalar loss; got {actual}. Reduce it, e.g. loss.mean()")
+        if not loss.requires_grad:
+            raise UsageError("backward() got a loss without gradients: compute it outside torch.no_grad(), undetached")
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
         if self._tokens is not None:
             divided = self._tokens.weighed(loss, by_caller=not scale_wrt_gas)

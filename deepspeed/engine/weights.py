@@ -1,6 +1,7 @@
 """The engine's whole weights: for a file, for an inference server, for generation; and states that leave the device."""
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,7 +232,7 @@ class Weights:
         self._checks.alive(alone=False)
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            log_dist(f"save_16bit_model wrote nothing: set {key} to true")
+            log_dist(f"save_16bit_model wrote nothing: set {key} to true", level=logging.WARNING)
             return False
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename

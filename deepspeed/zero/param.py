@@ -8,7 +8,7 @@ refilling it makes all of them valid again. Reading such a view on the CPU would
 users see leaves that storage for a NaN scalar spread over its logical shape, and its ``__class__`` is swapped to a
 subclass whose ``__torch_function__`` answers metadata, fetches the unit on demand while a module of the same runtime
 runs its forward, and otherwise refuses (docs/architecture.md, section 9). Private torch names used here:
-``torch._C.DisableTorchFunctionSubclass`` and ``torch._C._storage_Use_Count`` (does anything hold views of a storage?).
+``torch._C.DisableTorchFunctionSubclass``, ``torch._weight_norm``, ``torch._C._storage_Use_Count`` (views of a storage).
 """
 
 import copy
@@ -16,6 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from math import prod
 from typing import Any, cast
@@ -66,6 +67,8 @@ _DATA = inspect.getattr_static(torch.Tensor, "data")
 _ALIASES = (torch.Tensor.detach, torch.detach, torch.Tensor.view_as, _DATA.__get__)
 _STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _MOVES = tuple(getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "float", "half", "bfloat16"))
+_MOVES += (nn.functional.pad,)
+_COPIES = (*_MOVES, torch.Tensor.numpy, torch._weight_norm)
 
 
 class ZeroParamStatus(Enum):
@@ -113,11 +116,14 @@ class ReleasedFace:
                 made = func(*args, **kwargs)
                 made.__class__ = _alias_class(made.__class__)
                 made._ds_unit, made._ds_name = unit, getattr(hollow[0], "_ds_name", "")
+                made._ds_of = getattr(hollow[0], "_ds_of", hollow[0])
                 return made
             if func in _MOVES and _is_no_move(func, hollow[0], args, kwargs):
                 return args[0]
-            if func == _DATA.__set__ and args[0] is args[1]:
+            if func == _DATA.__set__ and args[0] is getattr(args[1], "_ds_of", args[1]):
                 return None  # the second half of ``module.to(...)`` when the first changed nothing
+            if func in _COPIES and all(_may_copy(func, t) for t in hollow):
+                return _on_whole(func, hollow, args, kwargs)
         for tensor in hollow:
             owner = getattr(tensor, "_ds_unit", None)
             if owner is None or isinstance(tensor, ReleasedTensor) or not owner.fetch_on_demand():
@@ -144,17 +150,15 @@ class ReleasedFace:
         unit = getattr(self, "_ds_unit", None)
         # Before there is an engine all ranks build the model, so all of them copy this part of it: into shards, too.
         if hollow and isinstance(self, nn.Parameter) and unit is not None and getattr(unit.keeper, "building", False):
-            unit.pin()
-            try:
-                made = copy.deepcopy(self, memo)  # of the plain class now, so an ordinary parameter
-            finally:
-                unit.unpin()
+            made = _on_whole(copy.deepcopy, [self], (self, memo), {})  # of the plain class, so an ordinary parameter
             return unit.keeper.cut_copy(made, unit)
         return super().__deepcopy__(memo) if isinstance(self, ReleasedFace) else copy.deepcopy(self, memo)  # type: ignore[misc]
 
 
 class ReleasedTensor(ReleasedFace, torch.Tensor):
     """Result of ``detach()`` or ``.data`` on a released parameter (``state_dict`` entries, for example)."""
+
+    _ds_of: torch.Tensor  # that parameter
 
 
 @functools.cache
@@ -383,10 +387,7 @@ def hide(parameters: Sequence[nn.Parameter], void: torch.Tensor) -> None:
     for parameter in parameters:
         if isinstance(parameter, ReleasedFace):
             continue
-        if hasattr(parameter, "_local_tensor"):
-            parameter._local_tensor = void.expand(parameter._local_tensor.shape)
-        else:
-            parameter.data = void.expand(parameter.shape)
+        point(parameter, void.expand(local_of(parameter).shape))
         parameter.__class__ = released_class(type(parameter))
         if not getattr(parameter, "ds_persist", True):
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
@@ -399,10 +400,7 @@ def expose(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -
             parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
             if not getattr(parameter, "ds_persist", True):
                 parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-        if hasattr(parameter, "_local_tensor"):
-            parameter._local_tensor = shown
-        else:
-            parameter.data = shown
+        point(parameter, shown)
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:
@@ -425,6 +423,8 @@ def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any,
     Without grad mode a mere change of device counts too: that is ``module.cpu()`` or ``module.to(device)``, by which
     trainers take a model down. The shards stay where they are, and reading the result goes on being refused.
     """
+    if func is nn.functional.pad:  # by nothing: so are biases fitted to tied weights
+        return not any(args[1])
     if kwargs.get("copy"):
         return False
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -433,6 +433,23 @@ def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any,
     except (RuntimeError, TypeError, AssertionError):
         return False
     return bool(moved.dtype == probe.dtype and (moved.device == probe.device or not torch.is_grad_enabled()))
+
+
+def _may_copy(func: Callable[..., Any], tensor: Any) -> bool:
+    """Tell whether all ranks build a model and want values, as for a hash of a ``state_dict`` or a weight norm."""
+    wanted = isinstance(tensor, ReleasedTensor) or func is torch._weight_norm  # ``module.to`` wants another parameter
+    building = getattr(getattr(tensor._ds_unit, "keeper", None), "building", False)
+    return wanted and building and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _on_whole(func: Callable[..., Any], hollow: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what ``func``, whose result shares no memory, makes of whole values. Collective."""
+    with ExitStack() as pins, torch._C.DisableTorchFunctionSubclass():
+        for tensor in hollow:
+            tensor._ds_unit.pin()
+            pins.callback(tensor._ds_unit.unpin)
+        whole = (a._ds_of.detach().clone() if isinstance(a, ReleasedTensor) else a for a in args)
+        return func(*whole, **kwargs)
 
 
 def _describe(tensor: torch.Tensor) -> str:

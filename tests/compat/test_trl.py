@@ -157,6 +157,17 @@ def text(count: int, seed: int) -> list[str]:
     return [" ".join(f"w{int(i)}" for i in row) for row in numbers]
 
 
+def on_disk(rows: dict[str, list[str]], folder: str) -> Any:
+    """Return a dataset in a file, beside which the ranks share what they compute."""
+    from datasets import Dataset
+
+    made = str(Path(folder) / "rows")
+    if dist.get_rank() == 0 and not Path(made).exists():
+        Dataset.from_dict(rows).save_to_disk(made)
+    dist.barrier()
+    return Dataset.load_from_disk(made)
+
+
 def trl_trainer(kind: str, folder: str, config: dict[str, Any] | None, model: Any) -> Any:
     import trl
     from datasets import Dataset
@@ -180,11 +191,14 @@ def trl_trainer(kind: str, folder: str, config: dict[str, Any] | None, model: An
         args = trl.SFTConfig(**common, max_length=16)
         data = Dataset.from_dict({"text": text(24, 1)})
         return trl.SFTTrainer(model=model(), args=args, train_dataset=data, processing_class=tokenizer())
-    if kind == "dpo":
-        args = trl.DPOConfig(**common, max_length=16)
-        data = Dataset.from_dict({"prompt": text(24, 1), "chosen": text(24, 2), "rejected": text(24, 3)})
+    if kind.startswith("dpo"):
+        before = kind.endswith("before")  # the reference is asked once, before there is an engine that trains
+        args = trl.DPOConfig(**common, max_length=16, precompute_ref_log_probs=before)
+        rows = {"prompt": text(24, 1), "chosen": text(24, 2), "rejected": text(24, 3)}
+        policy, reference = (str(Path(folder) / "base"), None) if before else (model(), model())
+        data = on_disk(rows, folder)
         return trl.DPOTrainer(
-            model=model(), ref_model=model(), args=args, train_dataset=data, processing_class=tokenizer()
+            model=policy, ref_model=reference, args=args, train_dataset=data, processing_class=tokenizer()
         )
     args = trl.GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.05)
     data = Dataset.from_dict({"prompt": text(24, 1)})
@@ -226,7 +240,7 @@ def trained_by(kind: str, folder: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "dpo asked before"])
 def test_trainers_equal_their_own_plain_run(kind: str, stage: int, tmp_path: Path, pool2: RankPool) -> None:
     for found in pool2.run(trained_by, kind, str(tmp_path), stage, time_limit=150):
         assert found["loss"] < 1e-4 and found["weights"] < 1e-4, found

@@ -20,7 +20,7 @@ QUICK = Effort(
 )  # fmt: skip
 LINKS = ("node_rate", "node_hop_s", "agreement_s")
 DRIVES = ("drive_read_rate", "drive_write_rate")
-ELSEWHERE = ("network_rate", "network_hop_s", "network_crowding", "agreement_hop_s")
+ELSEWHERE = ("network_rate", "network_hop_s", "network_crowding", "agreement_hop_s", "contention")
 
 
 def _calibrated(path: str, folder: str | None, *, ranks: int) -> dict[str, Any] | None:

@@ -92,6 +92,8 @@ def tags(folder: str) -> list[Any]:
     inside += outcome(lambda: engine.load_checkpoint(folder + "/latest"))
     bad = [outcome(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)) for tag in ("a/b", ".hidden", "latest")]
     empty = outcome(lambda: engine.save_checkpoint(""))
+    engine.save_checkpoint(folder, tag=5, save_latest=False)  # epochs make tags that are numbers
+    assert engine.load_checkpoint(folder, tag=5)[0] == str(place / "5")
     not_a_dict = outcome(lambda: engine.save_checkpoint(folder, client_state=[1]))
     engine.destroy()
     return [nothing, (absent, said), latest, path, named, wrong, inside, bad, empty, not_a_dict]

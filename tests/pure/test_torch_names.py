@@ -46,6 +46,7 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.FakeTensorMode": "tools/simulate/install.py tools/simulate/record.py",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "tools/simulate/record.py",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "checkpoint/foreign/unpickle.py",
+    "torch._weight_norm": "zero/param.py",
     "torch._weights_only_unpickler": "checkpoint/foreign/unpickle.py",
     "torch._weights_only_unpickler._get_allowed_globals": "checkpoint/foreign/unpickle.py",
     "torch.autograd.Variable._execution_engine": "zero/hooks.py",

@@ -257,7 +257,7 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
     waiting = unfinished(load_dir)
     if waiting:
         logger.warning("%s: skipping saves that were never finished: %s", load_dir, ", ".join(p.name for p in waiting))
-    named = tag if tag is not None else read_latest(load_dir)
+    named = str(tag) if tag is not None else read_latest(load_dir)
     if named is None:
         newest, lost = next(iter(complete_tags(load_dir)), None), (load_dir / LATEST).exists()
         if newest is None and is_any(load_dir):

@@ -30,8 +30,6 @@ from deepspeed.zero.plan import StateKind
 from deepspeed.zero.regions import Region, Span, runs, spans_of
 from deepspeed.zero.unit import Unit, UnitState
 
-_LOADER = "_load_state_dict_into_zero3_model"  # of transformers.modeling_utils
-
 
 class JoinedParts(NamedTuple):
     """Tensor of ``dtype`` and ``shape``, made of parts of files that follow each other along ``dim``."""
@@ -251,25 +249,43 @@ def _say(nbytes: int, why: str) -> None:
 
 
 def follow_transformers() -> None:
-    """Route the next load of transformers into a model born in shards through ``Incoming``, if its loader is known."""
-    client = sys.modules.get("transformers.modeling_utils")
-    plain = getattr(client, _LOADER, None)
-    if plain is None or hasattr(plain, "__wrapped__"):
-        return
+    """Route the next load of transformers into a model born in shards through ``Incoming``, if its loader is known.
 
-    @functools.wraps(plain)
-    def load(model: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        setattr(client, _LOADER, plain)
-        keepers = {id(k): k for p in model.parameters() for k in (_keeper(p),)}
-        keeper = next(iter(keepers.values())) if len(keepers) == 1 else None
-        if keeper is None or not hasattr(keeper, "incoming"):
-            return plain(model, state, *args, **kwargs)
-        with ExitStack() as after:
-            keeper.incoming = incoming = Incoming(model, keeper.mesh)
-            after.callback(setattr, keeper, "incoming", None)
-            result = plain(model, incoming.wrap(state), *args, **kwargs)
-        text = f"each rank read its own shards ({incoming.read_bytes / 1e6:.1f} MB on rank 0)"
-        log_dist(text + (f"; {incoming.sent_bytes / 1e6:.1f} MB were sent whole" if incoming.sent_bytes else ""))
-        return result
+    Its initialisation of such a model marks modules as initialised on the first rank only; the next one does on all.
+    """
+    known: dict[str, Callable[..., Any]] = {
+        "modeling_utils._load_state_dict_into_zero3_model": _load,
+        "integrations.deepspeed.initialize_weights_zero3": _initialise,
+    }
+    for path, instead in known.items():
+        module, _, name = f"transformers.{path}".rpartition(".")
+        client = sys.modules.get(module)
+        plain = getattr(client, name, None)
+        if plain is not None and not hasattr(plain, "__wrapped__"):
+            once = functools.partial(_once, functools.partial(setattr, client, name), plain, instead)
+            setattr(client, name, functools.update_wrapper(once, plain))
 
-    setattr(client, _LOADER, load)
+
+def _once(put: Callable[[Any], None], plain: Any, instead: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    put(plain)
+    return instead(plain, *args, **kwargs)
+
+
+def _load(plain: Callable[..., Any], model: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    keepers = {id(k): k for p in model.parameters() for k in (_keeper(p),)}
+    keeper = next(iter(keepers.values())) if len(keepers) == 1 else None
+    if keeper is None or not hasattr(keeper, "incoming"):
+        return plain(model, state, *args, **kwargs)
+    with ExitStack() as after:
+        keeper.incoming = incoming = Incoming(model, keeper.mesh)
+        after.callback(setattr, keeper, "incoming", None)
+        result = plain(model, incoming.wrap(state), *args, **kwargs)
+    text = f"each rank read its own shards ({incoming.read_bytes / 1e6:.1f} MB on rank 0)"
+    log_dist(text + (f"; {incoming.sent_bytes / 1e6:.1f} MB were sent whole" if incoming.sent_bytes else ""))
+    return result
+
+
+def _initialise(plain: Callable[..., Any], model: nn.Module) -> None:
+    plain(model)
+    for module in model.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]

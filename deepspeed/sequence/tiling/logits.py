@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspeed.accelerator.device import map_tensors
 from deepspeed.monitor.log import log_dist
-from deepspeed.sequence.tiling.tiles import pieces, tiled
+from deepspeed.sequence.tiling.tiles import Surroundings, pieces, tiled
 from deepspeed.zero.param import metadata_functions
 
 MIB = 2**20
@@ -32,10 +33,82 @@ def tile_bytes(device: torch.device) -> int:
     return TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
 
 
+@dataclass(frozen=True)
+class _Loss:
+    """Cross-entropy of some rows: from what the head returns for them to one loss each."""
+
+    steps: tuple[_Step, ...]
+    smoothing: float
+
+    def __call__(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = _after(self.steps, out)
+        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self.smoothing)
+
+    def gradient(self, out: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of ``out`` [rows, words] from that of the losses; with one more tensor of its size."""
+        with torch.enable_grad():
+            logits = _after(self.steps, out.requires_grad_())
+        of_logits = torch.softmax(logits.detach(), -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self.smoothing:
+            of_logits -= self.smoothing / of_logits.shape[-1]
+        of_logits.scatter_add_(1, labels[:, None], of_logits.new_full((len(labels), 1), self.smoothing - 1))
+        of_logits = of_logits.mul_(grad[:, None]).to(logits.dtype)
+        return of_logits if logits is out else torch.autograd.grad(logits, out, of_logits)[0]
+
+
 def _after(steps: Sequence[_Step], value: torch.Tensor) -> torch.Tensor:
     for run, args, kwargs in steps:
         value = run(value, *args, **kwargs)
     return value
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Losses of the rows ``keep`` of ``hidden`` [N, H] under a linear head without a bias, in tiles.
+
+    The gradient of the weight is added up in place, without one of its size for each tile.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: _Loss,
+        tiles: int,
+        hidden: torch.Tensor,
+        keep: torch.Tensor,
+        labels: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.loss, ctx.tiles, ctx.weight = loss, pieces(len(keep), tiles), weight
+        ctx.surroundings = Surroundings(hidden.device)
+        ctx.save_for_backward(hidden, keep, labels)
+        losses = []
+        for tile in ctx.tiles:
+            rows = hidden.index_select(0, keep.narrow(0, *tile))
+            losses.append(loss(functional.linear(rows, weight), labels.narrow(0, *tile)))
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (hidden, keep, labels), weight = ctx.saved_tensors, ctx.weight
+        needs_hidden, needs_weight = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
+        of_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        with ctx.surroundings.again():
+            for tile in ctx.tiles:
+                places = keep.narrow(0, *tile)
+                rows = hidden.index_select(0, places)
+                out = functional.linear(rows, weight)
+                of_out = ctx.loss.gradient(out, labels.narrow(0, *tile), grad.narrow(0, *tile))
+                del out
+                if of_hidden is not None:
+                    of_hidden.index_copy_(0, places, (of_out @ weight).to(hidden.dtype))
+                if of_weight is not None and of_out.dtype == rows.dtype == wide:
+                    of_weight.addmm_(of_out.t(), rows)
+                elif of_weight is not None:
+                    of_weight += of_out.t() @ rows
+        return None, None, of_hidden, None, None, None if of_weight is None else of_weight.to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -55,6 +128,9 @@ class LazyHead:
     def __init__(self, module: nn.Module, *, always: bool) -> None:
         self.module, self._always = module, always
         self.forward: Callable[..., torch.Tensor] = module.forward
+        weight = module._parameters.get("weight")
+        plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+        self._linear = plain and weight is not None and module._parameters.get("bias") is None
         self._logged = False
 
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +164,15 @@ class LazyHead:
         """Return ``run(self, hidden)``, run inside a call of the module."""
         out: torch.Tensor = self.module(_Request(hidden, run))
         return out
+
+    def losses(self, loss: _Loss, hidden: torch.Tensor, keep: torch.Tensor, labels: torch.Tensor, words: int) -> Any:
+        """Return the losses of the rows ``keep`` of ``hidden``; to be called through ``ask``."""
+        tiles = self.tiles(len(keep), words, hidden.device)
+        if self._linear:
+            return _LinearLoss.apply(loss, tiles, hidden, keep, labels, self.module.weight)
+        cut = [hidden.index_select(0, keep), labels]
+        params = [*self.module.parameters()]
+        return tiled(lambda x, y: loss(self.forward(x), y), cut, dims=[0, 0], tiles=tiles, params=params)
 
 
 class LazyLogits(torch.Tensor):
@@ -224,18 +309,11 @@ def _cross_entropy(
     odd = weight is not None or size_average is not None or reduce is not None or target.is_floating_point()
     if odd or logits.dim() != 2 or target.shape != logits.shape[:1]:
         return NotImplemented
-    steps, words = logits._steps, logits.shape[-1]
+    loss, words = _Loss(logits._steps, label_smoothing), logits.shape[-1]
 
     def run(head: LazyHead, hidden: torch.Tensor) -> torch.Tensor:
         keep = (target != ignore_index).nonzero().squeeze(1)
-        rows = hidden if len(keep) == len(hidden) else hidden.index_select(0, keep)
-
-        def losses_of(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            out = _after(steps, head.forward(rows))
-            return functional.cross_entropy(out, labels, reduction="none", label_smoothing=label_smoothing)
-
-        tiles, params = LazyHead.tiles(len(keep), words, hidden.device), [*head.module.parameters()]
-        losses = tiled(losses_of, [rows, target[keep]], dims=[0, 0], tiles=tiles, params=params)
+        losses: torch.Tensor = head.losses(loss, hidden, keep, target[keep], words)
         if reduction == "none":
             return losses.new_zeros(len(target)).index_copy(0, keep, losses)
         return losses.sum() / len(keep) if reduction == "mean" else losses.sum()
