@@ -81,7 +81,7 @@ def name_of(key: dict[str, Any]) -> str:
 
 
 def config_of(key: dict[str, Any]) -> dict[str, Any]:
-    """The engine's configuration: default keys, bf16 AdamW, clipping."""
+    """The engine's configuration: default keys, bf16 AdamW, clipping; all logits, as the published programs had them."""
     zero: dict[str, Any] = {"stage": key["zero"]}
     if key["optimizer_on_host"]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -95,6 +95,7 @@ def config_of(key: dict[str, Any]) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
+        "sequence": {"loss": "whole"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         **({"tensor_parallel": parts} if key["tensor"] > 1 else {}),
     }

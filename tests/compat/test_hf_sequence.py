@@ -1,5 +1,6 @@
 """Models of Transformers, unmodified, with sequences over ranks, by the configuration alone: equal to one process."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def model_of(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, options = FAMILIES[family]
+    gc.collect()  # of an earlier Trainer, whose configuration of ZeRO-3 would have the model born in shards
     torch.manual_seed(3)
     common = {"vocab_size": 64, "use_cache": False} if kind == "gpt2" else COMMON
     config = AutoConfig.for_model(kind, **{**common, **options, **changes})

@@ -244,7 +244,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
     ),
     "loss without graph": (
         lambda: _with_engine(lambda e: e.backward(torch.ones(()))),
-        ["requires grad"],
+        ["without gradients"],
         AssertionError,
     ),
     "not a loss": (lambda: _with_engine(lambda e: e.backward(3.0)), ["float"], RuntimeError),
