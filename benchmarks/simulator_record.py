@@ -81,7 +81,7 @@ def name_of(key: dict[str, Any]) -> str:
 
 
 def config_of(key: dict[str, Any]) -> dict[str, Any]:
-    """The engine's configuration: default keys, bf16 AdamW, clipping; all logits, as the published programs had them."""
+    """The engine's configuration: default keys, bf16 AdamW, clipping; all logits, as published programs had them."""
     zero: dict[str, Any] = {"stage": key["zero"]}
     if key["optimizer_on_host"]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

@@ -7,6 +7,11 @@ between ranks in host memory, errors, and drives that a save reads in its thread
 """
 
 SEEN: dict[str, str] = {
+    "zero.runtime:_gather: self._stream.run(functools.partial(unit....": "serving",
+    "zero.gradients:_rest: self._land_all()": "stage2-optimizer-on-host-accumulated",
+    "tier.store:settled: place.put(values).wait()": "setting-on-host",
+    "tier.behind:__init__: self._begin.record(self._home)": "single-stage2-on-host-unchecked",
+    "tier.behind:take: worker.stream.wait_event(self._begin)": "single-stage2-on-host-unchecked",
     "comm.collectives:wait: work.wait()": "stage1",
     "comm.collectives:wait: get_accelerator().current_stream().wait_...": "stage1",
     "comm.collectives:broadcast: start_broadcast(tensor, group, source=so...": "stage0",
@@ -99,15 +104,9 @@ UNSEEN: dict[str, str] = {
     "comm.collectives:break_off: work.wait(timedelta(milliseconds=1))": (
         "not reached: ends the waits of programs one of which has failed; tests/dist/test_failures_of_one_rank.py"
     ),
-    "zero.runtime:_gather: self._stream.run(functools.partial(unit....": (
-        "what is gathered for others goes to memory that nobody reads; without it that would be given away too early"
-    ),
     "zero.unit:start_gather: rest.get(piece).wait()": (
         "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
         "behind; test_offload_parity.py::test_four_ranks"
-    ),
-    "tier.store:settled: place.put(values).wait()": (
-        "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
     "tier.behind:forget: self._last.wait()": _DOOR,
     "zero.sync.order:forget_vacant: self._gradients.land_all()": (
@@ -188,14 +187,6 @@ UNSEEN: dict[str, str] = {
     "zero.update.selective.policy:_put_home: view.unit.wait(StateKind.OPTIM, write=Tr...": _DOOR,
     "zero.update.selective.policy:publish: self.wait_together()": _DOOR,
     "tier.behind:_until_ended: self._ended.wait()": "not reached: in its place the program waits for a stream",
-    "tier.behind:__init__: self._begin.record(self._home)": (
-        "ordered already: the update waits for the gradient, which comes behind all kernels that read the weights"
-    ),
-    "tier.behind:take: worker.stream.wait_event(self._begin)": "as tier.behind:__init__",
-    "zero.gradients:_rest: self._land_all()": (
-        "values: the sum that is on its way would be lost, the copies themselves are ordered by their stream; "
-        "test_offload_parity.py::test_models[single]"
-    ),
     "zero.gradients:_rest: store.get(target.memory).wait()": (
         "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
         "behind; test_offload_parity.py::test_every_way_on_one_rank[wide_accumulation-bf16]"
