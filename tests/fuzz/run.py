@@ -78,7 +78,7 @@ class Run:
         self.found: list[str] = []
         self.doing = ""
         self.without_state: set[str] = set()  # names of what was frozen when the optimizer was made
-        self.checkpoints: list[tuple[str, Any]] = []
+        self.checkpoints: list[tuple[str, Any, bool]] = []
         self.step = self.micro = self.unlooked = 0
         self.ahead = False  # masters are, or weights, until the next update
 
@@ -482,13 +482,15 @@ class Run:
     def on_save(self, pick: int) -> None:
         tag = f"at{self.step}_{len(self.checkpoints)}"
         self.engine.save_checkpoint(self.folder, tag=tag)
-        self.checkpoints.append((tag, self.plain.snapshot()))
+        self.checkpoints.append((tag, self.plain.snapshot(), self.ahead))
 
     def on_load(self, pick: int) -> None:
         if self.checkpoints:
-            tag, taken = self.checkpoints[pick % len(self.checkpoints)]
+            tag, taken, ahead = self.checkpoints[pick % len(self.checkpoints)]
             assert self.engine.load_checkpoint(self.folder, tag=tag)[0] is not None
             self.plain.restore(taken)
+            if ahead:  # weights that are loaded are their masters, rounded
+                self.plain.show()
             self.ahead = False
 
     def on_reload(self, pick: int) -> None:
@@ -507,10 +509,7 @@ class Run:
         self.engine = self.start(model)
         for name, param in self.params.items():
             param.requires_grad_(trains[name])
-        ahead = self.ahead
         self.on_load(len(self.checkpoints) - 1)
-        if ahead:  # weights of a new engine are its masters, rounded
-            self.plain.show()
 
     def on_rebirth(self, pick: int) -> None:
         model = self.engine.module
