@@ -315,21 +315,26 @@ class Run:
         from the next update on.
         """
         names = self.chosen(pick)
-        if self.ahead or not names or names[0].endswith("clamped.weight"):  # whose forward writes over it, too
-            return
-        low = self.plain.params[names[0]].dtype is not torch.float32  # a batch norm's parameters stay in fp32
-        alone = self.case.stage == 0 or self.world == 1
-        if not low and "zero_hpz_partition_size" in self.case.zero:  # weights of the other nodes follow at the update
-            return
-        if not low and not alone and not self.params[names[0]]._ds_unit.movable:
-            return
-        part = safe_get_local_fp32_param(self.params[names[0]])
-        safe_set_local_fp32_param(self.params[names[0]], part * 0.5)
-        for name in self.everywhere(names):
+        names = names if names and self.sets_local(names[0]) else []
+        for name in names:
+            safe_set_local_fp32_param(self.params[name], safe_get_local_fp32_param(self.params[name]) * 0.5)
+        for name in self.everywhere(names):  # stages choose each for itself
             self.plain.masters[name].mul_(0.5)
-            if not low:
+            if self.low(name):
+                self.ahead = True
+            else:
                 self.plain.show({name: self.plain.masters[name]})
-        self.ahead |= low
+
+    def low(self, name: str) -> bool:
+        """Whether a parameter is kept in less than fp32; a batch norm's parameters are not."""
+        return self.plain.params[name].dtype is not torch.float32
+
+    def sets_local(self, name: str) -> bool:
+        if self.ahead or name.endswith("clamped.weight"):  # whose forward writes over it, too
+            return False
+        if not self.low(name) and "zero_hpz_partition_size" in self.case.zero:  # weights of other nodes follow later
+            return False
+        return self.low(name) or self.case.stage == 0 or self.world == 1 or self.params[name]._ds_unit.movable
 
     def on_freeze(self, pick: int) -> None:
         names = [n for n in self.chosen(pick) if not n.startswith(("heads.", "lm_head.", "model.embed"))]
