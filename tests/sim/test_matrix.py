@@ -28,7 +28,7 @@ UPDATE = "end of an update: tier/behind.py wait"
 SEQUENCES = {
     "a size that depends on data: sequence/tiling/logits.py run",
     "read of numbers on the device: engine/engine.py forward",
-    "read of numbers on the device: sequence/tiling/memory.py offloaded",
+    "read of numbers on the device: sequence/tiling/offload.py run",
 }
 COUNTS = "read of numbers on the device: moe/exchange.py plan_routes"
 NORM = "read of numbers on the device: zero/update/result.py norm_of"
