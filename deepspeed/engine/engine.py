@@ -191,7 +191,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             actual = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"backward() takes a scalar loss; got {actual}. Reduce it, e.g. loss.mean()")
         if not loss.requires_grad:
-            raise UsageError("backward() got a loss without gradients: compute it outside torch.no_grad(), undetached")
+            raise UsageError("backward() got a loss without gradients: compute it without torch.no_grad() and detach()")
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
         if self._tokens is not None:
             divided = self._tokens.weighed(loss, by_caller=not scale_wrt_gas)

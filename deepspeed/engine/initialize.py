@@ -445,7 +445,7 @@ def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Param
 
 def _facts(cfg: DeepSpeedConfig, mesh: Mesh, losses: int) -> UnitFacts:
     """Return what units share: the mean over ``losses`` is taken once, split between packing and the step by the
-    predivide factor. The sum is that over batches: ranks that cut one have its loss each.
+    predivide factor. With the operation "sum" each batch counts once, however many ranks share it.
     """
     mean = cfg.gradient_allreduce_op == "mean"
     total = early = float(losses if mean else mesh.sp.size if mesh.cuts else 1)
