@@ -49,6 +49,8 @@ PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest $(TESTS
 test: venv
 	$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
 
+# Hours, on two cores: the bound of `make test` would cut it off.
+test-all: TEST_LIMIT = 18000
 test-all: venv
 	$(PYTEST) $(PYTEST_ARGS)
 
