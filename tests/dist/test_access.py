@@ -218,6 +218,7 @@ def consolidated(stage: int, folder: str, save: bool) -> dict[str, Any]:
     model = case.build()
     model.register_buffer("positions", torch.arange(3))
     model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model.norm = model.same_norm = nn.BatchNorm1d(3, affine=False)  # its buffers have two names each
     model.layers[0].norm.weight.requires_grad_(False)
     keys = list(model.state_dict())
     engine = start(model, make_config(stage, zero=zero, bf16={"enabled": True}))

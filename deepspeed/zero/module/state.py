@@ -58,16 +58,20 @@ def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, t
             aliases[name] = first[id(param)]
         else:
             first[id(param)], tensors[name] = name, param
-    return tensors | persistent_buffers(module, pieces=not exclude_frozen), aliases
+    buffers = persistent_buffers(module, pieces=not exclude_frozen)
+    first |= {id(buffer): name for name, buffer in buffers.items()}
+    everywhere = persistent_buffers(module, pieces=False, once=False)
+    aliases |= {name: first[id(buffer)] for name, buffer in everywhere.items() if name not in buffers}
+    return tensors | buffers, aliases
 
 
-def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, torch.Tensor]:
-    """Return buffers of a module's state by name, and, with ``pieces``, those of opaque parameters."""
+def persistent_buffers(module: nn.Module, *, pieces: bool = True, once: bool = True) -> dict[str, torch.Tensor]:
+    """Return buffers of a module's state by name (or by all names), and, with ``pieces``, those of opaque parameters."""
     params = module.named_parameters() if pieces else ()
     of_params = {f"{name}.{path}": piece for name, param in params for path, piece, _ in pieces_of(param)}
     return of_params | {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules()
+        for prefix, child in module.named_modules(remove_duplicate=once)
         for name, buffer in child._buffers.items()
         if buffer is not None and name not in child._non_persistent_buffers_set
     }
