@@ -18,7 +18,7 @@ from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.checks import Checks
-from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
+from deepspeed.errors import CheckpointError, TagsDifferError, UsageError
 from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import together
@@ -83,8 +83,7 @@ class Checkpoints:
         """
         self._checks.alive(alone=False)
         self._checks.states_here()
-        if save_dir is None or not str(save_dir):
-            raise FolderNameError(f"save_checkpoint needs a save_dir, and got {save_dir!r}")
+        folder = folders.of_client(save_dir, "save_checkpoint").absolute()  # a background save must not follow a chdir
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         self._checks.between_passes("save_checkpoint")
@@ -110,7 +109,6 @@ class Checkpoints:
             level, whole = self._config.zero_stage, not self.runtime.plan.regular.param.sharded
             kept, bf16 = copy_for_later(state), self._config.bf16.enabled
             extra = functools.partial(write_client_files, client_state=kept, level=level, whole=whole, bf16=bf16)
-        folder = Path(save_dir).absolute()  # a background save must not follow the process elsewhere
         order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
         self.saver.save(order, content, background=config.in_background)
         if shown:
@@ -196,16 +194,16 @@ class Checkpoints:
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._checks.lives()
+        folder = Path() if load_dir == "" else folders.of_client(load_dir, "load_checkpoint")
         self._checks.must_load = ""
         self.saver.settle(wait=True)
         self._checks.between_passes("load_checkpoint")
         failed = self._engine._end_update()
         for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
             self._checks.torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
-        pickled = self._config.checkpoint.allow_pickle
-        source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
+        source = open_everywhere(self.mesh, folder, tag, allow_pickle=self._config.checkpoint.allow_pickle)
         if source is None:
-            self._say_nothing_loaded(Path(load_dir))
+            self._say_nothing_loaded(folder)
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self._engine.basic_optimizer is not None
         schedule = load_lr_scheduler_states and not load_module_only
@@ -288,8 +286,7 @@ class Checkpoints:
             )
 
     def _say_skipped(self, skipped: str) -> None:
-        if self.mesh.first:
-            logger.warning("load_checkpoint leaves out %s", skipped)
+        log_dist(f"load_checkpoint leaves out {skipped}", level=logging.WARNING)
 
     def _take_counters(self, source: Source, *, window: bool) -> None:
         engine, world = self._engine, source.facts.get("world") or {}

@@ -188,7 +188,7 @@ def shared_projections(stage: int, folder: str) -> tuple[dict[str, Tensor], dict
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_projections_that_layers_share_are_saved_by_all_their_names(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+def test_projections_that_layers_share_are_saved_by_all_names(pool2: RankPool, tmp_path: Path, stage: int) -> None:
     peft = importlib.import_module("peft")
     expected, merged, names = pool2.run(shared_projections, stage, str(tmp_path))[0]
     assert sorted(torch.load(tmp_path / "pytorch_model.bin")) == sorted(names)

@@ -66,7 +66,7 @@ def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, t
 
 
 def persistent_buffers(module: nn.Module, *, pieces: bool = True, once: bool = True) -> dict[str, torch.Tensor]:
-    """Return buffers of a module's state by name (or by all names), and, with ``pieces``, those of opaque parameters."""
+    """Return buffers of a module's state by name (or all names), and, with ``pieces``, those of opaque parameters."""
     params = module.named_parameters() if pieces else ()
     of_params = {f"{name}.{path}": piece for name, param in params for path, piece, _ in pieces_of(param)}
     return of_params | {
