@@ -231,9 +231,8 @@ class Checkpoints:
             source.close()
 
     def _say_nothing_loaded(self, folder: Path) -> None:
-        text = f"{folder} has no file 'latest' and no checkpoint"
-        if not folder.is_dir():
-            text = f"there is no folder {folder.absolute()}"
+        absent = f"there is no folder {folder.absolute()}"
+        text = f"{folder} has no file 'latest' and no checkpoint" if folder.is_dir() else absent
         log_dist(f"{text}; nothing was loaded", level=logging.INFO if self.may_begin else logging.WARNING)
 
     def _begin_load(self, path: Path, *, optimizer: bool) -> None:
@@ -251,7 +250,7 @@ class Checkpoints:
             schedule.load_state_dict(state)
         elif scheduler and (schedule is not None or state is not None):
             why = "this engine has none" if schedule is None else "the checkpoint has no state of it; it begins anew"
-            self._say_skipped(f"the learning-rate schedule; {why}")
+            log_dist(f"load_checkpoint leaves out the learning-rate schedule; {why}", level=logging.WARNING)
         if not optimizer:
             return
         if facts.get("loss_scaler"):
@@ -267,7 +266,7 @@ class Checkpoints:
             if data is not None and hasattr(self._engine.training_dataloader, "load_state_dict"):
                 self._engine.training_dataloader.load_state_dict(data)
             elif data is not None:
-                self._say_skipped("the data position; this engine has no loader that takes one")
+                log_dist("load_checkpoint leaves out the data position; no loader here takes it", level=logging.WARNING)
         except CheckpointError as error:
             advice = "With checkpoint.restore_data false the rest is loaded without it."
             raise CheckpointError(f"{error} {advice}") from error
@@ -284,9 +283,6 @@ class Checkpoints:
                 f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {ours}, and nothing "
                 "was loaded; use the same schedule, or load_lr_scheduler_states=False"
             )
-
-    def _say_skipped(self, skipped: str) -> None:
-        log_dist(f"load_checkpoint leaves out {skipped}", level=logging.WARNING)
 
     def _take_counters(self, source: Source, *, window: bool) -> None:
         engine, world = self._engine, source.facts.get("world") or {}

@@ -89,14 +89,9 @@ class Checks:
                 "engine.load_checkpoint(folder), before the first step"
             )
         if self.generating:
-            raise UsageError(
-                f"{training} was called inside unsharded(), where nothing is trained; leave the context first"
-            )
+            raise UsageError(f"{training} was called inside unsharded(); leave the context first")
         if self._engine.basic_optimizer is None:
-            raise UsageError(
-                f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "
-                "config"
-            )
+            raise UsageError(f"{training} needs an optimizer: pass one to deepspeed.initialize, or configure one")
 
     def begin_collective(self) -> None:
         """Begin a collective call of the client: all ranks raise if an update on any of them has failed."""
