@@ -83,7 +83,7 @@ class Checkpoints:
         """
         self._checks.alive(alone=False)
         self._checks.states_here()
-        folder = folders.of_client(save_dir, "save_checkpoint").absolute()  # a background save must not follow a chdir
+        folder = self._checks.folder(save_dir, "save_checkpoint").absolute()  # a background save outlives a chdir
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         self._checks.between_passes("save_checkpoint")
@@ -194,7 +194,7 @@ class Checkpoints:
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._checks.lives()
-        folder = Path() if load_dir == "" else folders.of_client(load_dir, "load_checkpoint")
+        folder = Path() if load_dir == "" else self._checks.folder(load_dir, "load_checkpoint")
         self._checks.must_load = ""
         self.saver.settle(wait=True)
         self._checks.between_passes("load_checkpoint")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from deepspeed.comm import interrupts
@@ -9,7 +10,7 @@ from deepspeed.comm.collectives import AxisGroup, check_alike, is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.blocks import MonitorConfig
 from deepspeed.config.model.settings import settings
-from deepspeed.errors import UsageError
+from deepspeed.errors import FolderNameError, UsageError
 from deepspeed.reallocate.flow import WeightFlow
 from deepspeed.zero.hooks import inside_backward
 
@@ -64,6 +65,12 @@ class Checks:
         """Raise UsageError where states are away."""
         if self.lent:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
+
+    def folder(self, given: object, call: str) -> Path:
+        """Return ``given``, a client's argument of ``call``, as a path. Raises FolderNameError unless it is one."""
+        if not isinstance(given, str | os.PathLike) or not str(given):
+            raise FolderNameError(f"{call} needs a folder, as a str or a pathlib.Path, and got {given!r}")
+        return Path(given)
 
     def between_passes(self, call: str) -> None:
         """Raise UsageError, which names ``call``, inside a forward or backward; take in the outcome of updates."""

@@ -12,7 +12,6 @@ from torch import nn
 
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.checkpoint.foreign.weights import original_parcels, torch_file, with_aliases, write_pretrained
-from deepspeed.checkpoint.format.folders import of_client
 from deepspeed.client.zero.gathered import GatheredParameters
 from deepspeed.comm.collectives import failures
 from deepspeed.comm.mesh.groups import Mesh
@@ -206,7 +205,7 @@ class Weights:
         self._checks.alive(alone=False)
         self._checks.between_passes("save_pretrained")
         tensors, aliases = state_names(self.module, exclude_frozen=False)
-        folder = of_client(save_directory, "save_pretrained")
+        folder = self._checks.folder(save_directory, "save_pretrained")
         with together(self.mesh, f"writing {folder}"):
             if hasattr(self.module, "peft_config"):
                 wanted = {n: t for n, t in tensors.items() if t.requires_grad or is_adapter(n, self.module)}
@@ -236,7 +235,7 @@ class Weights:
             log_dist(f"save_16bit_model wrote nothing: set {key} to true", level=logging.WARNING)
             return False
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
-        path = of_client(save_dir, "save_16bit_model") / save_filename
+        path = self._checks.folder(save_dir, "save_16bit_model") / save_filename
         with together(self.mesh, f"writing {path}"), self._to_first(tensors) as flow:
             if self.mesh.first:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deepspeed.errors import CheckpointError, FolderNameError
+from deepspeed.errors import CheckpointError
 from deepspeed.monitor.log import logger
 
 MANIFEST = "manifest.json"
@@ -25,13 +25,6 @@ _EXCHANGE, _AT_FDCWD = 2, -100  # RENAME_EXCHANGE of renameat2; paths are relati
 _HIDDEN = re.compile(
     r"\.(?P<tag>.+)\.(?P<what>saving|replaced|removed)-((?P<host>[^-]*)-(?P<pid>\d+)-((?P<born>\d+)-)?)?[0-9a-f]+"
 )
-
-
-def of_client(given: object, call: str) -> Path:
-    """Return ``given``, a client's argument of ``call``, as a path. Raises FolderNameError unless it is one."""
-    if not isinstance(given, str | os.PathLike) or not str(given):
-        raise FolderNameError(f"{call} needs a folder, as a str or a pathlib.Path, and got {given!r}")
-    return Path(given)
 
 
 def check_tag(tag: str) -> str:
