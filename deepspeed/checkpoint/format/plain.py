@@ -94,13 +94,13 @@ class Collected:
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
     """Invert ``encode``: ``tensor`` reads a tensor by name, ``pickled`` is the ``rest``. Raises CheckpointError."""
+    if _is_deep(json):
+        raise CheckpointError("stored state is nested too deeply; the file is damaged or another program's")
     decoder = _Decoder(tensor, pickled or {})
     try:
         value = decoder.value(json)
     except CheckpointError:
         raise
-    except RecursionError:
-        raise CheckpointError("stored state is nested too deeply; the file is damaged or another program's") from None
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"stored state is malformed: {type(error).__name__}: {error}") from error
     if decoder.missing:
@@ -110,6 +110,15 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
             f'"{OPT_IN}" in the configuration.'
         )
     return value
+
+
+def _is_deep(json: Any) -> bool:
+    """Tell whether ``json`` has more levels than ``encode`` writes: four for a Namespace with odd names, and a leaf."""
+    level = [json]
+    for _ in range(4 * DEEPEST + 4):
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, list | dict)]
+        level = [*itertools.chain.from_iterable(parts)]
+    return bool(level)
 
 
 def _key_name(key: Any, position: int) -> str:
