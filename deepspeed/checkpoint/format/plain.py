@@ -94,7 +94,11 @@ class Collected:
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
     """Invert ``encode``: ``tensor`` reads a tensor by name, ``pickled`` is the ``rest``. Raises CheckpointError."""
-    if _is_deep(json):
+    level = [json]
+    for _ in range(4 * DEEPEST + 4):  # as ``encode`` writes at most: four for a Namespace with odd names, and a leaf
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, list | dict)]
+        level = [*itertools.chain.from_iterable(parts)]
+    if level:
         raise CheckpointError("stored state is nested too deeply; the file is damaged or another program's")
     decoder = _Decoder(tensor, pickled or {})
     try:
@@ -110,15 +114,6 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
             f'"{OPT_IN}" in the configuration.'
         )
     return value
-
-
-def _is_deep(json: Any) -> bool:
-    """Tell whether ``json`` has more levels than ``encode`` writes: four for a Namespace with odd names, and a leaf."""
-    level = [json]
-    for _ in range(4 * DEEPEST + 4):
-        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, list | dict)]
-        level = [*itertools.chain.from_iterable(parts)]
-    return bool(level)
 
 
 def _key_name(key: Any, position: int) -> str:

@@ -28,7 +28,6 @@ from deepspeed.tools.simulate.events import (
 
 _PAGE = 4096
 _FIRST_ADDRESS = 1 << 56  # no process has memory there
-_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")  # frames of their own before Python 3.12
 _TORCH = ("/torch/", "/deepspeed/tools/", "/contextlib.py", "/functools.py", "/weakref.py", "<frozen", "<string>")
 
 # (file, function) of this package that allocates -> what for; of a site the first row that fits decides.
@@ -51,8 +50,8 @@ CATEGORIES = {
 
 @functools.cache
 def _place(code: CodeType) -> tuple[str, str] | None:
-    """Return the names of the file and the function; None for code of torch, the simulator and a comprehension."""
-    inside = code.co_name in _COMPREHENSIONS or any(part in code.co_filename for part in _TORCH)
+    """Return the names of file and function; None for torch, the simulator, comprehensions (frames before 3.12)."""
+    inside = code.co_name.endswith("comp>") or any(part in code.co_filename for part in _TORCH)
     return None if inside else (code.co_filename.rpartition("/deepspeed/")[2], code.co_name)
 
 
