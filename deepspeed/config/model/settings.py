@@ -52,6 +52,7 @@ def keys_of(block: type[BaseModel]) -> tuple[tuple[str, str, FieldInfo], ...]:
     return tuple(sorted(fields, key=lambda item: (ranks.index(Key.of(item[2]).support), item[2].annotation in unread)))
 
 
+@functools.cache
 def default_of(info: FieldInfo) -> Any:
     """Return the value of an absent key; None where a key is required, or where the optimizer has its own default."""
     default = info.get_default(call_default_factory=True)
@@ -103,15 +104,16 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, st
         yield f"{prefix}{name}", f"{pattern}<any>", value, None, True
 
 
-def settings(config: Configuration, source: ConfigSource | None = None) -> list[Setting]:
-    """Return every key of ``config`` with its final value. ``source`` adds line numbers; the values need no file."""
+def settings(config: Configuration, source: ConfigSource | None = None, *, given: bool = False) -> list[Setting]:
+    """Return keys of ``config`` with their final values, all or those ``given``; ``source`` adds line numbers."""
     lines = {} if source is None else source.lines
     items = sorted(written_paths(config.source), key=lambda item: canonical_path(item[0]) == item[0])
     written = {canonical_path(path): (path, value) for path, value in items}  # the canonical spelling wins
     out = []
-    for path, pattern, value, info, given in _walk(config, "", ""):
+    rows = (row for row in _walk(config, "", "") if row[4] or not given)
+    for path, pattern, value, info, is_given in rows:
         spelling, as_written = written.get(path, ("", None))
-        origin: Origin = "file" if given else "default"
+        origin: Origin = "file" if is_given else "default"
         if is_auto(as_written) and value != as_written:
             origin = "auto"
         elif path in BATCH_KEYS:
@@ -141,17 +143,15 @@ def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
 
 def support_faults(config: Configuration) -> list[tuple[str, str]]:
     """Return (path, sentence) of each feature asked for (written, no default, not off) that this release lacks."""
-    values, out = {item.path: item for item in settings(config)}, []
-    for item in values.values():
-        key = item.key
-        if key is None or key.support is not Support.NOT_YET or item.origin != "file":
-            continue
+    given = [item for item in settings(config, given=True) if item.origin == "file"]
+    asked = [(item, item.key) for item in given if item.key is not None and item.key.support is Support.NOT_YET]
+    values, out = {item.path: item for item in settings(config)} if asked else {}, []
+    for item, key in asked:
         gate = values.get(key.gate)
         asked_by_gate = gate is not None and gate.key is not None and gate.key.support is Support.NOT_YET
         if not asked_by_gate and _differs(item, key) and gate_open(key, values):
-            block = (
-                item.value.model_dump(exclude_unset=True) if isinstance(item.value, BaseModel) else plain(item.value)
-            )
+            value = plain(item.value)
+            block = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
             reason, shown = f": {key.note}" if key.note else "", json.dumps(block, default=str)
             text = f"{item.path} {shown} is not in this release yet{reason}. Remove it from the configuration."
             out.append((item.path, text))
@@ -160,7 +160,7 @@ def support_faults(config: Configuration) -> list[tuple[str, str]]:
 
 def inert_notes(config: Configuration) -> list[str]:
     """Return one clause for the log per written key that is accepted without effect."""
-    written = [item for item in settings(config) if item.origin == "file"]
+    written = [item for item in settings(config, given=True) if item.origin == "file"]
     notes = [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]
     stage = config.zero.stage
     idle = config.zero.offload_param is not None and stage != 3
