@@ -43,15 +43,19 @@ train-long: venv
 train-nvme: venv
 	$(BIN)/python benchmarks/nvme.py train $(if $(NVME),--folder $(NVME))
 
+# Hundreds of processes start in a run. Where nothing may write byte code (PYTHONDONTWRITEBYTECODE), each compiled the package again.
+COMPILE = $(BIN)/python -m compileall -q deepspeed op_builder tests
 PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest $(TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Every guarantee, on the settings that differ most; all corners of the matrices are in test-all.
 test: venv
+	$(COMPILE)
 	$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
 
 # Hours, on two cores: the bound of `make test` would cut it off.
 test-all: TEST_LIMIT = 18000
 test-all: venv
+	$(COMPILE)
 	$(PYTEST) $(PYTEST_ARGS)
 
 OTHER = $(patsubst torch==%,%,$(TORCH))

@@ -123,9 +123,10 @@ def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path, wa
 def test_a_rank_that_is_told_of_anothers_error_shows_the_users_lines_alone(tmp_path: Path, warm: Warm) -> None:
     err = _ended(tmp_path, warm.python, "told")
     told = [line for line in err.splitlines() if line.startswith("[rank0]:")]
-    assert "RankFailedError: rank 1 failed (step 0, forward): RuntimeError: mat1" in told[-1], err
+    said = r"RuntimeError: (addmm: )?mat1"  # the prefix since torch 2.15
+    assert re.search(r"RankFailedError: rank 1 failed \(step 0, forward\): " + said, told[-1]), err
     assert not any("deepspeed/" in line for line in told[:-1]), err
-    assert "deepspeed: rank 1 " in err and err.rstrip().splitlines()[-1].startswith("RuntimeError: mat1"), err
+    assert "deepspeed: rank 1 " in err and re.match(said, err.rstrip().splitlines()[-1]), err
 
 
 @pytest.mark.exhaustive  # test_interrupts.py has it without a job

@@ -101,11 +101,11 @@ def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) ->
 
 
 # In the first three steps parameters are compared with those at rest, for what a forward has written through ``data``.
-LOOKED_FOR = {"blocking copy: zero/module/tree.py <listcomp>"}
+LOOKED_FOR = {"blocking copy: zero/module/tree.py _written"}
 # Where other columns are chosen, their states change places, and the next update needs them.
 CHOOSING = {
     f"blocking copy: zero/update/selective/{where}"
-    for where in ("columns.py compact", "columns.py <listcomp>", "policy.py _put_home")
+    for where in ("columns.py compact", "columns.py __init__", "policy.py _put_home")
 }
 # Where the client itself reads and moves states, it waits too.
 ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending", "asking"))]

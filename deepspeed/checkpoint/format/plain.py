@@ -94,13 +94,17 @@ class Collected:
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
     """Invert ``encode``: ``tensor`` reads a tensor by name, ``pickled`` is the ``rest``. Raises CheckpointError."""
+    level = [json]
+    for _ in range(4 * DEEPEST + 4):  # as ``encode`` writes at most: four for a Namespace with odd names, and a leaf
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, list | dict)]
+        level = [*itertools.chain.from_iterable(parts)]
+    if level:
+        raise CheckpointError("stored state is nested too deeply; the file is damaged or another program's")
     decoder = _Decoder(tensor, pickled or {})
     try:
         value = decoder.value(json)
     except CheckpointError:
         raise
-    except RecursionError:
-        raise CheckpointError("stored state is nested too deeply; the file is damaged or another program's") from None
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"stored state is malformed: {type(error).__name__}: {error}") from error
     if decoder.missing:

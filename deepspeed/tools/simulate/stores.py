@@ -50,8 +50,8 @@ CATEGORIES = {
 
 @functools.cache
 def _place(code: CodeType) -> tuple[str, str] | None:
-    """Return the names of the file and the function; None for code of torch and the simulator."""
-    inside = any(part in code.co_filename for part in _TORCH)
+    """Return the names of file and function; None for torch, the simulator, comprehensions (frames before 3.12)."""
+    inside = code.co_name.endswith("comp>") or any(part in code.co_filename for part in _TORCH)
     return None if inside else (code.co_filename.rpartition("/deepspeed/")[2], code.co_name)
 
 
