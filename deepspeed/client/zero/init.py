@@ -265,9 +265,10 @@ class Init:
 
 
 def _void(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill ``tensor`` with NaN: values that nobody writes shall not pass for weights."""
-    with torch.no_grad():
-        return tensor.fill_(torch.nan) if castable(tensor.dtype) else tensor
+    """Put NaN at both ends of ``tensor``: values that nobody writes shall not pass for weights, nor cost memory."""
+    for end in (slice(1), slice(-1, None)) if castable(tensor.dtype) else ():
+        tensor.detach().flatten()[end] = torch.nan
+    return tensor
 
 
 def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
@@ -287,8 +288,7 @@ def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_siz
 
 def shutdown_init_context() -> Init | None:
     """Suspend the active context (initialize does this); return it for ``restore_init_context``."""
-    active = Init._active
-    if active is not None:
+    if (active := Init._active) is not None:
         active._stop()
         Init._active = None
     return active
