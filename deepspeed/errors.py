@@ -126,7 +126,7 @@ class TagsDifferError(CheckpointError, AssertionError):
 
 
 class FolderNameError(UsageError, ValueError):
-    """Raised when a folder is asked for by an empty name, or by None."""
+    """Raised for a folder's name that is empty, or no path."""
 
 
 class PlainStateError(CheckpointError, TypeError):

@@ -18,7 +18,7 @@ from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.checks import Checks
-from deepspeed.errors import CheckpointError, FolderNameError, TagsDifferError, UsageError
+from deepspeed.errors import CheckpointError, TagsDifferError, UsageError
 from deepspeed.monitor.log import log_dist, logger
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import together
@@ -83,8 +83,7 @@ class Checkpoints:
         """
         self._checks.alive(alone=False)
         self._checks.states_here()
-        if save_dir is None or not str(save_dir):
-            raise FolderNameError(f"save_checkpoint needs a save_dir, and got {save_dir!r}")
+        folder = self._checks.folder(save_dir, "save_checkpoint").absolute()  # a background save outlives a chdir
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         self._checks.between_passes("save_checkpoint")
@@ -110,7 +109,6 @@ class Checkpoints:
             level, whole = self._config.zero_stage, not self.runtime.plan.regular.param.sharded
             kept, bf16 = copy_for_later(state), self._config.bf16.enabled
             extra = functools.partial(write_client_files, client_state=kept, level=level, whole=whole, bf16=bf16)
-        folder = Path(save_dir).absolute()  # a background save must not follow the process elsewhere
         order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
         self.saver.save(order, content, background=config.in_background)
         if shown:
@@ -196,16 +194,16 @@ class Checkpoints:
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._checks.lives()
+        folder = Path() if load_dir == "" else self._checks.folder(load_dir, "load_checkpoint")
         self._checks.must_load = ""
         self.saver.settle(wait=True)
         self._checks.between_passes("load_checkpoint")
         failed = self._engine._end_update()
         for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
             self._checks.torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
-        pickled = self._config.checkpoint.allow_pickle
-        source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=pickled)
+        source = open_everywhere(self.mesh, folder, tag, allow_pickle=self._config.checkpoint.allow_pickle)
         if source is None:
-            self._say_nothing_loaded(Path(load_dir))
+            self._say_nothing_loaded(folder)
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self._engine.basic_optimizer is not None
         schedule = load_lr_scheduler_states and not load_module_only
@@ -233,9 +231,8 @@ class Checkpoints:
             source.close()
 
     def _say_nothing_loaded(self, folder: Path) -> None:
-        text = f"{folder} has no file 'latest' and no checkpoint"
-        if not folder.is_dir():
-            text = f"there is no folder {folder.absolute()}"
+        absent = f"there is no folder {folder.absolute()}"
+        text = f"{folder} has no file 'latest' and no checkpoint" if folder.is_dir() else absent
         log_dist(f"{text}; nothing was loaded", level=logging.INFO if self.may_begin else logging.WARNING)
 
     def _begin_load(self, path: Path, *, optimizer: bool) -> None:
@@ -253,7 +250,7 @@ class Checkpoints:
             schedule.load_state_dict(state)
         elif scheduler and (schedule is not None or state is not None):
             why = "this engine has none" if schedule is None else "the checkpoint has no state of it; it begins anew"
-            self._say_skipped(f"the learning-rate schedule; {why}")
+            log_dist(f"load_checkpoint leaves out the learning-rate schedule; {why}", level=logging.WARNING)
         if not optimizer:
             return
         if facts.get("loss_scaler"):
@@ -269,7 +266,7 @@ class Checkpoints:
             if data is not None and hasattr(self._engine.training_dataloader, "load_state_dict"):
                 self._engine.training_dataloader.load_state_dict(data)
             elif data is not None:
-                self._say_skipped("the data position; this engine has no loader that takes one")
+                log_dist("load_checkpoint leaves out the data position; no loader here takes it", level=logging.WARNING)
         except CheckpointError as error:
             advice = "With checkpoint.restore_data false the rest is loaded without it."
             raise CheckpointError(f"{error} {advice}") from error
@@ -286,10 +283,6 @@ class Checkpoints:
                 f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {ours}, and nothing "
                 "was loaded; use the same schedule, or load_lr_scheduler_states=False"
             )
-
-    def _say_skipped(self, skipped: str) -> None:
-        if self.mesh.first:
-            logger.warning("load_checkpoint leaves out %s", skipped)
 
     def _take_counters(self, source: Source, *, window: bool) -> None:
         engine, world = self._engine, source.facts.get("world") or {}

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from deepspeed.comm import interrupts
@@ -9,7 +10,7 @@ from deepspeed.comm.collectives import AxisGroup, check_alike, is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.blocks import MonitorConfig
 from deepspeed.config.model.settings import settings
-from deepspeed.errors import UsageError
+from deepspeed.errors import FolderNameError, UsageError
 from deepspeed.reallocate.flow import WeightFlow
 from deepspeed.zero.hooks import inside_backward
 
@@ -65,6 +66,12 @@ class Checks:
         if self.lent:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
 
+    def folder(self, given: object, call: str) -> Path:
+        """Return ``given``, a client's argument of ``call``, as a path. Raises FolderNameError unless it is one."""
+        if not isinstance(given, str | os.PathLike) or not str(given):
+            raise FolderNameError(f"{call} needs a folder, as a str or a pathlib.Path, and got {given!r}")
+        return Path(given)
+
     def between_passes(self, call: str) -> None:
         """Raise UsageError, which names ``call``, inside a forward or backward; take in the outcome of updates."""
         if self._runtime.depth or self._runtime.in_backward or inside_backward():
@@ -89,14 +96,9 @@ class Checks:
                 "engine.load_checkpoint(folder), before the first step"
             )
         if self.generating:
-            raise UsageError(
-                f"{training} was called inside unsharded(), where nothing is trained; leave the context first"
-            )
+            raise UsageError(f"{training} was called inside unsharded(); leave the context first")
         if self._engine.basic_optimizer is None:
-            raise UsageError(
-                f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "
-                "config"
-            )
+            raise UsageError(f"{training} needs an optimizer: pass one to deepspeed.initialize, or configure one")
 
     def begin_collective(self) -> None:
         """Begin a collective call of the client: all ranks raise if an update on any of them has failed."""

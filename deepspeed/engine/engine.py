@@ -393,6 +393,16 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.module.train(mode)
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module" and isinstance(value, nn.Module) and "_weights" in self.__dict__:
+            trained, sharded = self._weights.module, self.runtime.plan.regular.param.sharded
+            if value is not trained and (sharded or trained not in value.modules()):
+                raise UsageError(
+                    f"engine.module cannot become this {type(value).__name__}, which the engine would not train: "
+                    "engine.compile() compiles its module; another module needs a deepspeed.initialize of its own"
+                )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)

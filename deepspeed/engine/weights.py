@@ -205,7 +205,7 @@ class Weights:
         self._checks.alive(alone=False)
         self._checks.between_passes("save_pretrained")
         tensors, aliases = state_names(self.module, exclude_frozen=False)
-        folder = Path(save_directory)
+        folder = self._checks.folder(save_directory, "save_pretrained")
         with together(self.mesh, f"writing {folder}"):
             if hasattr(self.module, "peft_config"):
                 wanted = {n: t for n, t in tensors.items() if t.requires_grad or is_adapter(n, self.module)}
@@ -235,7 +235,7 @@ class Weights:
             log_dist(f"save_16bit_model wrote nothing: set {key} to true", level=logging.WARNING)
             return False
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
-        path = Path(save_dir) / save_filename
+        path = self._checks.folder(save_dir, "save_16bit_model") / save_filename
         with together(self.mesh, f"writing {path}"), self._to_first(tensors) as flow:
             if self.mesh.first:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """Report an engine at its start: one line, and what ``dump_state`` and ``memory_breakdown`` ask for."""
 
+import logging
 from math import prod
 
 from deepspeed.client.engine_facts import EngineFacts
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.errors import counted
@@ -10,16 +12,13 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.monitor.log import log_dist
 from deepspeed.monitor.timers import see_memory_usage
 from deepspeed.version import __version__
+from deepspeed.zero.param import castable, local_of
 from deepspeed.zero.plan import StatePlan
 from deepspeed.zero.unit import Unit
 
 
 def _rest(state: StatePlan | None) -> str:
     return "-" if state is None else f"{''.join(way.value for way in state.spread)} {state.tier.value}"
-
-
-def _numel(units: list[Unit]) -> int:
-    return sum(segment.numel for unit in units for segment in unit.layout.segments)
 
 
 def _of_all_ranks(unit: Unit) -> int:
@@ -35,15 +34,15 @@ def state_dump(engine: EngineFacts) -> str:
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {_numel([unit]):,} elements in {counted(len(unit.params), 'parameter')}, {unit.dtype}, "
+        f"  {unit.name}: {sum(segment.numel for segment in unit.layout.segments):,} elements in "
+        f"{counted(len(unit.params), 'parameter')}, {unit.dtype}, "
         f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]
     options = [", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for g in engine._groups()]
     optimizer = [f"  group {i}: {text}" for i, text in enumerate(options)]
     name = type(engine.basic_optimizer).__name__ if options else "none"
-    lines = ["configuration:", *config, f"units ({len(units)}):", *units, f"optimizer {name}:", *optimizer]
-    return "\n".join(lines)
+    return "\n".join(["configuration:", *config, f"units ({len(units)}):", *units, f"optimizer {name}:", *optimizer])
 
 
 def report_start(engine: EngineFacts) -> None:
@@ -64,4 +63,13 @@ def report_start(engine: EngineFacts) -> None:
         log_dist(f"{'; '.join(engine.places())}\n{engine.memory_plan().table()}")
     if engine.dump_state():
         log_dist(f"dump_state\n{state_dump(engine)}")
+    if engine._parts.born_sharded:
+        pairs = [p for u in units if castable(u.dtype) for p in zip(u.layout.segments, u.params, strict=True)]
+        mine = [s.name for s, p in pairs if local_of(getattr(p, "ds_tensor", p)).flatten()[-1:].isnan().any()]
+        if names := [*dict.fromkeys(name for part in gather_objects(mine, engine.mesh.zero) for name in part)]:
+            log_dist(
+                f"nobody has written {counted(len(names), 'parameter')} ({', '.join(names[:8])}), which have NaN. "
+                "Transformers' from_config can leave a model so: make it by its class in deepspeed.zero.Init",
+                level=logging.WARNING,
+            )
     see_memory_usage("memory after initialize", force=engine.memory_breakdown())

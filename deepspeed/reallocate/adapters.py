@@ -68,7 +68,7 @@ def merged_parcels(module: nn.Module, names: Mapping[str, torch.Tensor], aliases
         )
     layer_of = {name: next((p for p in _paths(name) if p in layers), "") for name in (*names, *aliases)}
     for alias, name in aliases.items():
-        if layer_of[alias] and layer_of.get(name) != layer_of[alias]:
+        if isinstance(names[name], nn.Parameter) and layer_of[alias] not in ("", layer_of[name]):
             raise UsageError(
                 f"stream_weights(merge_adapters=True): {alias} is tied to {name}, so an adapter on one of them makes "
                 "them differ; untie them before deepspeed.initialize, or leave the adapter away from tied layers"

@@ -1,5 +1,6 @@
 """Transformers models under zero.Init: from_config, from_pretrained, resized embeddings, and training what came out."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.compat.common import (
     whole,
     zero_block,
 )
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -341,6 +343,36 @@ def family(kind: str) -> tuple[type[nn.Module], Any, Any]:
         return {"input_values": waves, "labels": batch["labels"][:, :4]}
 
     return t.Wav2Vec2ForCTC, made, sound
+
+
+def from_config_of_openai() -> tuple[list[str], float, list[str], float]:
+    """What is said, and the loss, of a model by ``from_config`` and of one by its class."""
+    import transformers
+
+    import deepspeed
+
+    made = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0)
+    keep = alive(config())
+    found: list[Any] = []
+    for by_class in (False, True):
+        with logged(logging.WARNING) as said:
+            if by_class:
+                with deepspeed.zero.Init(config_dict_or_path=config()):
+                    model = transformers.OpenAIGPTLMHeadModel(made)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(made)
+            engine, losses = train(model.train(), config(), data_of())
+        engine.destroy()
+        found += [[text for text in said if "nobody has written" in text], losses[-1]]
+    forget_clients()
+    del keep
+    return tuple(found)
+
+
+def test_weights_that_from_config_leaves_out_are_named(pool2: RankPool) -> None:
+    for rank, (said, _, again, loss) in enumerate(pool2.run(from_config_of_openai, time_limit=90)):
+        assert rank or (len(said) == 1 and "8 parameters" in said[0] and "h.0.attn.c_attn.weight" in said[0])
+        assert not again and 0 < loss < 5
 
 
 def family_trained(kind: str, folder: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tests.compat.common import (
     zero_block,
 )
 from tests.harness.pool import RankPool
+from tests.harness.training import outcome
 
 need("accelerate", "peft", "transformers")
 pytestmark = pytest.mark.timeout(180)
@@ -133,6 +134,44 @@ def test_lora_through_the_trainer_saves_adapters_that_reload(pool2: RankPool, tm
     for found in pool2.run(through_trainer, str(tmp_path), time_limit=120):
         assert found["eval"] < found["losses"][0]
         assert found["again"] == pytest.approx(found["eval"], abs=1e-4)
+
+
+def gathered_adapters(folder: str) -> dict[str, Any]:
+    """Adapters that are written by one engine, loaded into another and merged there, where weights are gathered."""
+    import deepspeed
+
+    forget_clients()
+    expected = lora(llama())
+    if dist.get_rank() == 0:
+        expected.save_pretrained(folder)
+    dist.barrier()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero_block(3)}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2}}
+    engine = deepspeed.initialize(model=lora(llama()), config=config)[0]
+    model, batch = engine.module, batches(sentences(2))[0]
+    adapters = [p for n, p in model.named_parameters() if "lora_" in n]
+    with deepspeed.zero.GatheredParameters(adapters, modifier_rank=0):
+        for param in adapters:
+            nn.init.zeros_(param)
+    without = float(engine(**batch).loss.detach())
+    refused = outcome(model.merge_and_unload)
+    with deepspeed.zero.GatheredParameters(adapters, modifier_rank=0):
+        model.load_adapter(folder, "default", is_trainable=True)
+    loaded = float(engine(**batch).loss.detach())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        merged = model.merge_and_unload()
+    plain = float(expected(**batch).loss.detach())
+    result = {"refused": refused, "loaded": abs(loaded - plain), "moved": abs(loaded - without)}
+    result["merged"] = weights_apart(merged, whole(expected.merge_and_unload()))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_load_and_merge_where_weights_are_gathered(pool2: RankPool, tmp_path: Path) -> None:
+    for found in pool2.run(gathered_adapters, str(tmp_path), time_limit=120):
+        assert "ReleasedParameterError" in found["refused"] and "GatheredParameters" in found["refused"]
+        assert found["moved"] > 1e-3 and found["loaded"] < 1e-5 and found["merged"] < 1e-6, found
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:fan_in_fan_out")  # of peft and transformers

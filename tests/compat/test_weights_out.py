@@ -104,6 +104,7 @@ def test_a_saved_folder_is_what_transformers_writes_and_reads(
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in again.named_parameters())
 
 
+WRITES_16_BIT = {"stage3_gather_16bit_weights_on_model_save": True}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
     "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
@@ -166,6 +167,36 @@ def test_of_a_peft_model_its_adapters_are_saved(pool2: RankPool, tmp_path: Path)
     expected = pool2.run(adapters_saved, str(tmp_path))[0]
     again = dict(peft.PeftModel.from_pretrained(llama(), tmp_path).named_parameters())
     assert set(again) == set(expected) and all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+def vera_model() -> nn.Module:
+    peft = importlib.import_module("peft")
+    return peft.get_peft_model(llama(), peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def shared_projections(stage: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    engine = engine_of(vera_model(), stage, zero_optimization={**zero_block(stage), **WRITES_16_BIT})
+    trained(engine)
+    expected = whole_state(engine) | {n: b.clone() for n, b in engine.module.named_buffers() if "vera" in n}
+    engine.save_pretrained(folder)
+    engine.save_16bit_model(folder)
+    merged = dict(pair for bucket in engine.stream_weights(merge_adapters=True) for pair in bucket)
+    names = list(engine.module.state_dict())
+    engine.destroy()
+    return expected, merged, names
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_projections_that_layers_share_are_saved_by_all_names(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+    peft = importlib.import_module("peft")
+    expected, merged, names = pool2.run(shared_projections, stage, str(tmp_path))[0]
+    assert sorted(torch.load(tmp_path / "pytorch_model.bin")) == sorted(names)
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    found = dict(again.named_parameters()) | dict(again.named_buffers())
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    whole = dict(again.merge_and_unload(safe_merge=True).named_parameters())
+    assert set(whole) == set(merged) and all(torch.equal(whole[n], merged[n]) for n in whole)
 
 
 def tokens_of_unsharded(stage: int) -> tuple[list[int], list[int]]:

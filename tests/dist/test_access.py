@@ -23,7 +23,9 @@ from deepspeed.utils import (
     safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
@@ -31,7 +33,7 @@ from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.reference16 import rounded
-from tests.harness.training import STAGES, here, make_config, start, train_step
+from tests.harness.training import STAGES, here, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
 ZERO = {"param_persistence_threshold": 20}
@@ -218,6 +220,7 @@ def consolidated(stage: int, folder: str, save: bool) -> dict[str, Any]:
     model = case.build()
     model.register_buffer("positions", torch.arange(3))
     model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model.norm = model.same_norm = nn.BatchNorm1d(3, affine=False)  # its buffers have two names each
     model.layers[0].norm.weight.requires_grad_(False)
     keys = list(model.state_dict())
     engine = start(model, make_config(stage, zero=zero, bf16={"enabled": True}))
@@ -290,6 +293,24 @@ def _updated_gradients(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_updated_by_a_function_of_value_and_parameter(pool2: RankPool, stage: int) -> None:
     assert pool2.run(_updated_gradients, stage) == [True, True]
+
+
+def _gradient_that_is_not_there(stage: int) -> list[str]:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage, zero=ZERO))
+    param, said = engine.module.layers[1].up.weight, []
+    for setter, shape in ((safe_set_full_grad, tuple(param.shape)), (safe_set_local_grad, (1,))):
+        setter(param, torch.zeros(shape))  # as of scripts that clear every gradient
+        said.append(outcome(lambda s=setter, n=shape: s(param, torch.ones(n))))
+    train_step(engine, case, 0)
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_setting_a_gradient_that_is_not_there_is_said_on_every_rank(pool2: RankPool, stage: int) -> None:
+    for said in pool2.run(_gradient_that_is_not_there, stage):
+        assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
 
 
 def _before_the_first_step(stage: int) -> list[str]:

@@ -422,6 +422,25 @@ def test_another_model_is_refused_by_name(pool2: RankPool, what: str, stage: int
         assert "UsageError" in said and REFUSED[what][1] in said and "initialize again" in said, said
 
 
+def other_modules(stage: int) -> tuple[list[str], float]:
+    """What ``engine.module`` may become, after which training goes on."""
+    engine, plain = engine_of(stage), Plain()
+    both(engine, plain, 0)
+    trained = engine.module
+    compiled = torch.compile(trained, backend="eager")
+    said = [outcome(lambda m=m: setattr(engine, "module", m)) for m in (nn.Linear(2, 2), compiled, trained)]
+    both(engine, plain, 1)
+    return said, error_at_end(engine, plain)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_keeps_its_module_and_says_how_to_compile_it(pool2: RankPool, stage: int) -> None:
+    for (another, compiled, same), error in pool2.run(other_modules, stage):
+        assert "UsageError" in another and "this Linear" in another and "deepspeed.initialize" in another
+        assert ("engine.compile()" in compiled) == (stage == 3), compiled
+        assert not same and error <= 1e-6
+
+
 def kept_going(stage: int) -> tuple[float, list[str]]:
     """Modules that are wrapped, dropped or added frozen leave the training as it is."""
     engine, plain = engine_of(stage), Plain()

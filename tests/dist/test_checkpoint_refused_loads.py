@@ -3,9 +3,9 @@ length.
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.monitor.log import logger
 from deepspeed.tools.checkpoint.cli import main
 from deepspeed.tools.verify.models import IN_FEATURES, Stack
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
@@ -91,12 +91,11 @@ def test_a_refused_data_position_leaves_no_half_loaded_engine(pool2: RankPool, t
 
 
 def left_out(folder: str, there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
-    said: list[str] = []
     engine = start(Stack(depth=1).train(), make_config(1, scheduler=there))
     train(engine, 1)
     engine.save_checkpoint(folder)
     other = start(Stack(depth=1).train(), make_config(1, scheduler=here))
-    with patch.object(logger, "warning", lambda text, *values: said.append(text % values)):
+    with logged(logging.WARNING) as said:
         other.load_checkpoint(folder)
     return [text for text in said if "leaves out" in text]
 

@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from deepspeed.tools.verify.models import (
 from deepspeed.zero import ZeroParamStatus
 from tests.harness.devices import two_devices
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
+from tests.harness.logs import logged
 from tests.harness.pool import PatientPool, RankPool
 from tests.harness.training import here, make_config, start, train_step
 
@@ -292,6 +295,42 @@ def built_on_meta() -> tuple[bool, list[str], float]:
     pair = Lockstep(case_named("plain"), make_config(3, zero=ZERO), model=model, plain=plain)
     pair.step(0)
     return sane, meta, pair.finish()[0]
+
+
+class Drawn(nn.Module):
+    """Two layers whose values init functions give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def never_written(written: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Init functions are off around the constructor, as Transformers has them; then some parameters are written."""
+
+    def off(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    with mock.patch.multiple(nn.init, uniform_=off, kaiming_uniform_=off), deepspeed.zero.Init():
+        model = Drawn()
+    for name, param in model.named_parameters():
+        if name.startswith(written):
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                nn.init.normal_(param)
+    with logged(logging.WARNING) as said:
+        engine = start(model, make_config(3, zero=ZERO))
+    finite = bool(engine(torch.ones(1, 8)).isfinite().all())
+    engine.destroy()
+    return [text for text in said if "nobody has written" in text], finite
+
+
+def test_values_that_nobody_wrote_are_named_and_pass_for_no_weights(pool2: RankPool) -> None:
+    (said, finite), (elsewhere, _) = pool2.run(never_written, ("first", "second.bias"))
+    assert len(said) == 1 and "written 1 parameter (second.weight)" in said[0] and not finite and not elsewhere
+    assert pool2.run(never_written, ("first", "second")) == [([], True), ([], True)]
 
 
 def test_meta_device_construction(pool2: RankPool) -> None:

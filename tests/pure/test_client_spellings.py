@@ -11,7 +11,6 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.settings import inert_notes
-from deepspeed.errors import DeepSpeedError
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.monitor.csv_monitor import csvMonitor
@@ -266,13 +265,14 @@ def test_the_dtype_between_ranks_can_be_asked_and_is_settled() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("folder", ["", None])
+@pytest.mark.parametrize("folder", ["", None, 7, b"x", ["x"]])
 def test_a_folder_without_a_name_is_refused_as_clients_expect(folder: Any) -> None:
     engine = _engine()
-    with pytest.raises(AssertionError, match="needs a save_dir"):
-        engine.save_checkpoint(folder)
-    with pytest.raises((ValueError, DeepSpeedError), match="needs a save_dir"):
-        engine.save_checkpoint(folder)
+    calls = ["save_checkpoint", "save_16bit_model", "save_pretrained", *(["load_checkpoint"] if folder != "" else [])]
+    for call in calls:
+        with pytest.raises(AssertionError, match=f"{call} needs a folder") as error:
+            getattr(engine, call)(folder)
+        assert isinstance(error.value, ValueError) and repr(folder) in str(error.value)
     engine.destroy()
 
 

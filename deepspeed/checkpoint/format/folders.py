@@ -254,8 +254,7 @@ def _saved_at(folder: Path) -> int:
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
     """Find the checkpoint of ``tag``, else of ``latest``, or raise CheckpointError; without both the newest or None."""
     repair(load_dir)
-    waiting = unfinished(load_dir)
-    if waiting:
+    if waiting := unfinished(load_dir):
         logger.warning("%s: skipping saves that were never finished: %s", load_dir, ", ".join(p.name for p in waiting))
     named = str(tag) if tag is not None else read_latest(load_dir)
     if named is None:

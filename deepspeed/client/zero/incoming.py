@@ -99,13 +99,14 @@ class TensorOfFile(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self._version == self._ds_before
 
-    def fill(self) -> None:
-        """Compute the values, if that was put off."""
+    def fill(self) -> "TensorOfFile":
+        """Compute the values, if that was put off; return the tensor."""
         compute, self._ds_values = self._ds_values, None
         if compute is not None:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self.copy_(compute())
                 self._ds_before = self._version
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +121,7 @@ class TensorOfFile(torch.Tensor):
             if (part := _joined(func, args[0], dim)) is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     room = torch.empty(part.shape, dtype=part.dtype, device="cpu")  # costs nothing until it is touched
-                    return cls.of(room, part, lambda: func([_filled(t) for t in args[0]], dim=dim))
+                    return cls.of(room, part, lambda: func([t.fill() for t in args[0]], dim=dim))
         name = getattr(func, "__name__", "")
         if name not in _ASKS and not (name == "__get__" and func.__self__.__name__ in _ASKS_OF):  # type: ignore[attr-defined]
             for value in (*args, *options.values()):
@@ -129,11 +130,6 @@ class TensorOfFile(torch.Tensor):
                         tensor.fill()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **options)
-
-
-def _filled(tensor: TensorOfFile) -> torch.Tensor:
-    tensor.fill()
-    return tensor
 
 
 def incoming_of(params: Iterable[torch.Tensor]) -> "Incoming | None":

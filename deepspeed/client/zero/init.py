@@ -28,7 +28,6 @@ from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.monitor import hostmem
-from deepspeed.monitor.log import logger
 from deepspeed.zero.build import memory_of_ranks
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present
@@ -132,10 +131,8 @@ class Init:
         self._open: dict[int, nn.Module] = {}
         self._dirty: list[Unit] = []
         self._undo: list[Callable[[], None]] = []  # what the context in force has changed outside
-        self._without_values: list[str] = []
         if module is not None:
             self._cut_tree(module)
-            self._say_missing()
 
     def __enter__(self) -> "Init":
         if self._enabled and Init._active is None:
@@ -153,7 +150,6 @@ class Init:
                 for module in list(self._open.values()):
                     self._cut_tree(module)
                 self._cut_dirty()
-                self._say_missing()
         finally:
             self._open.clear()
             self._stop()
@@ -174,6 +170,9 @@ class Init:
             self._undo.append(functools.partial(setattr, torch, name, original))
             # No dtype: what becomes a parameter is rounded when it is cut, and what becomes a buffer never.
             setattr(torch, name, wrapper(original, None, target_device=self.device))
+        if nn.init.uniform_.__module__ != nn.init.__name__:  # off, as Transformers has them around its constructors
+            empty: Any = torch.empty
+            torch.empty = lambda *args, **kwargs: _void(empty(*args, **kwargs))
 
     def _stop(self) -> None:
         while self._undo:
@@ -190,35 +189,22 @@ class Init:
 
     def _cut_tree(self, module: nn.Module) -> None:
         beside = statistics_dtypes(module)
-        for name, part in module.named_modules():
+        for part in module.modules():
             self._open.pop(id(part), None)
             if any(p.is_meta and not hasattr(p, "_ds_unit") for p in part.parameters(recurse=False)):
-                self._materialise(part, name)
+                self._materialise(part)
             for leaf, param in part.named_parameters(recurse=False):
                 if not hasattr(param, "_ds_unit") and not is_composed(param):
                     dtype = beside.get(param, self.dtype) if castable(param.dtype) else param.dtype
                     self._cut(param, f"{type(part).__name__}.{leaf}", dtype)
 
-    def _materialise(self, module: nn.Module, name: str) -> None:
-        """Give a meta module memory and its own initial values."""
+    def _materialise(self, module: nn.Module) -> None:
+        """Give a meta module memory and its own initial values, if it has any."""
         with torch.device(self.device):
             module.to_empty(device=self.device, recurse=False)
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-                return
-        for leaf, param in module.named_parameters(recurse=False):
-            nn.init.zeros_(param)
-            self._without_values.append(f"{type(module).__name__}.{leaf}" if not name else f"{name}.{leaf}")
-
-    def _say_missing(self) -> None:
-        names, self._without_values = self._without_values, []
-        if names:
-            logger.warning(
-                "zero.Init met %d meta parameters whose modules have no reset_parameters(); they are zero "
-                "until weights are loaded: %s",
-                *(len(names), ", ".join(names[:8])),
-            )
+            for param in module.parameters(recurse=False):
+                _void(param)
+            getattr(module, "reset_parameters", lambda: None)()
 
     def cut_copy(self, param: nn.Parameter, unit: Unit) -> nn.Parameter:
         """Shard ``param``, a whole copy of the parameter of ``unit``; it becomes this rank's shard."""
@@ -278,6 +264,13 @@ class Init:
         """Do nothing: no save copies the shards of this context."""
 
 
+def _void(tensor: torch.Tensor) -> torch.Tensor:
+    """Put NaN at both ends of ``tensor``: values that nobody writes shall not pass for weights, nor cost memory."""
+    for end in (slice(1), slice(-1, None)) if castable(tensor.dtype) else ():
+        tensor.detach().flatten()[end] = torch.nan
+    return tensor
+
+
 def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
     """Return the tier where shards wait for ``initialize``, and the offload plan. UsageError for other tiers."""
     offload = make_plan(cfg, world_size).offload if cfg is not None else OffloadPlan()
@@ -295,8 +288,7 @@ def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_siz
 
 def shutdown_init_context() -> Init | None:
     """Suspend the active context (initialize does this); return it for ``restore_init_context``."""
-    active = Init._active
-    if active is not None:
+    if (active := Init._active) is not None:
         active._stop()
         Init._active = None
     return active

@@ -2,8 +2,8 @@
 
 ``safe_get_full_*`` and ``safe_set_full_*`` are collective: every data-parallel rank calls them with the same parameter,
 and a setter's ``value`` is the same everywhere; what has become of an update behind the program on one rank is a
-UsageError on all. The local ones are not; this rank's part is flat and possibly empty. A getter answers None, and a
-setter does nothing, where there is no such state.
+UsageError on all. The local ones are not; this rank's part is flat and possibly empty. Where there is no such state a
+getter answers None and a setter does nothing; to set a gradient that is not there, unless to zero, is a UsageError.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -116,6 +116,11 @@ def _full(param: nn.Parameter, key: object) -> torch.Tensor | None:
 def _set(param: nn.Parameter, key: object, value: torch.Tensor, *, whole: bool) -> _Opened | None:
     """Write ``value``, the whole tensor or this rank's part, to a state of ``param``; return that state."""
     with _opened(param, key, write=True, together=whole) as state:
+        if state is None and key is _GRAD and bool(value.any()):
+            raise UsageError(
+                f"parameter {getattr(param, '_ds_name', '')!r} has no gradient that can be set: there is one between a "
+                "backward of the engine that trains it, in which its layer takes part, and step()"
+            )
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
         if whole and state.present is None and tuple(value.shape) != state.segment.whole_shape:
@@ -173,8 +178,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replace the full gradient of each parameter by ``fn(gradient, parameter)``. Collective."""
     for param in params:
-        grad = safe_get_full_grad(param)
-        if grad is not None:
+        if (grad := safe_get_full_grad(param)) is not None:
             safe_set_full_grad(param, fn(grad, param))
 
 

@@ -48,26 +48,22 @@ def bit_sums(flat: torch.Tensor) -> torch.Tensor:
 
 def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return parameters and persistent buffers by name, each once, and the further names of tied ones."""
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if is_composed(param) or (exclude_frozen and not param.requires_grad):
-            continue
-        if id(param) in first:
-            aliases[name] = first[id(param)]
-        else:
-            first[id(param)], tensors[name] = name, param
-    return tensors | persistent_buffers(module, pieces=not exclude_frozen), aliases
+    named = module.named_parameters(remove_duplicate=False)
+    params = {n: p for n, p in named if not (is_composed(p) or (exclude_frozen and not p.requires_grad))}
+    buffers = persistent_buffers(module, pieces=not exclude_frozen)
+    everywhere = params | persistent_buffers(module, pieces=False, once=False)
+    first = {id(tensor): name for name, tensor in reversed((params | buffers).items())}
+    aliases = {n: first[id(t)] for n, t in everywhere.items() if n not in buffers and n != first[id(t)]}
+    return {n: p for n, p in params.items() if n not in aliases} | buffers, aliases
 
 
-def persistent_buffers(module: nn.Module, *, pieces: bool = True) -> dict[str, torch.Tensor]:
-    """Return buffers of a module's state by name, and, with ``pieces``, those of opaque parameters."""
+def persistent_buffers(module: nn.Module, *, pieces: bool = True, once: bool = True) -> dict[str, torch.Tensor]:
+    """Return buffers of a module's state by name (or all names), and, with ``pieces``, those of opaque parameters."""
     params = module.named_parameters() if pieces else ()
     of_params = {f"{name}.{path}": piece for name, param in params for path, piece, _ in pieces_of(param)}
     return of_params | {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules()
+        for prefix, child in module.named_modules(remove_duplicate=once)
         for name, buffer in child._buffers.items()
         if buffer is not None and name not in child._non_persistent_buffers_set
     }
