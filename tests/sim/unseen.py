@@ -49,7 +49,7 @@ SEEN: dict[str, str] = {
     "tier.drive:hold: self.settle()": "drive",
     "tier.drive:drop: self.settle()": "drive",
     "tier.drive:_wait_for_writes: entry[0].wait()": "drive",
-    "tier.staging:_retire: transfer.wait()": "optimizer-on-drive",
+    "tier.staging:_retire: transfer.wait()": "torn-on-drive",
     "tier.store:__init__: self._event.record(get_accelerator().cur...": "drive",
     "tier.store:wait: event.synchronize()": "drive",
     "tier.transfer:wait: transfer.wait()": "drive",
