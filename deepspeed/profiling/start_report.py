@@ -68,8 +68,8 @@ def report_start(engine: EngineFacts) -> None:
         mine = [s.name for s, p in pairs if local_of(getattr(p, "ds_tensor", p)).flatten()[-1:].isnan().any()]
         if names := [*dict.fromkeys(name for part in gather_objects(mine, engine.mesh.zero) for name in part)]:
             log_dist(
-                f"nobody has written {counted(len(names), 'parameter')} ({', '.join(names[:8])}), which have NaN. "
-                "Transformers' from_config can leave a model so: make it by its class in deepspeed.zero.Init",
+                f"never initialised, NaN: {counted(len(names), 'parameter')} ({', '.join(names[:8])}). "
+                "Transformers' from_config can leave a model so: build it by its class inside deepspeed.zero.Init",
                 level=logging.WARNING,
             )
     see_memory_usage("memory after initialize", force=engine.memory_breakdown())

@@ -363,7 +363,7 @@ def from_config_of_openai() -> tuple[list[str], float, list[str], float]:
                 model = transformers.AutoModelForCausalLM.from_config(made)
             engine, losses = train(model.train(), config(), data_of())
         engine.destroy()
-        found += [[text for text in said if "nobody has written" in text], losses[-1]]
+        found += [[text for text in said if "never initialised" in text], losses[-1]]
     forget_clients()
     del keep
     return tuple(found)

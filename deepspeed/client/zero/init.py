@@ -266,7 +266,7 @@ class Init:
 
 def _void(tensor: torch.Tensor) -> torch.Tensor:
     """Put NaN at both ends of ``tensor``: values that nobody writes shall not pass for weights, nor cost memory."""
-    for end in (slice(1), slice(-1, None)) if castable(tensor.dtype) else ():
+    for end in (slice(1), slice(-1, None)) if castable(tensor.dtype) and tensor.layout is torch.strided else ():
         tensor.detach().flatten()[end] = torch.nan
     return tensor
 
