@@ -4,6 +4,8 @@ import ast
 import functools
 import re
 
+from deepspeed.accelerator.native import compiler
+from deepspeed.tools.report import probes
 from tests.budget.source import PACKAGE, imports, modules, nodes, tree
 
 REEXPORTS = ("deepspeed.runtime", "deepspeed.compile", "deepspeed.utils", "deepspeed.ops", "deepspeed.elasticity")
@@ -216,6 +218,13 @@ def test_the_table_is_the_only_reader_of_the_word() -> None:
         if "stage" in name.lower() and name not in STAGE_NAMES
     }
     assert not found
+
+
+def test_every_requirement_is_used_by_the_package() -> None:
+    imported = {name.partition(".")[0] for module in modules() for name in imports(module)}
+    programs = {"ninja"} if callable(compiler.find_ninja) else set()
+    imports_of = {"py-cpuinfo": "cpuinfo"}
+    assert not {name for name in probes.REQUIRED if imports_of.get(name, name) not in imported | programs}
 
 
 def test_nothing_prints() -> None:
