@@ -38,7 +38,7 @@ def test_no_torch_comes_with_what_answers_quickly_and_the_version_stays_text() -
 
 
 PATHS = """
-zero.Init comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage moe pipe.PipelineModule
+comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage moe pipe.PipelineModule
 checkpointing.configure checkpoint.utils.clone_tensors_for_torch_save launcher
 """
 # An optimizer brings no compiler.

@@ -163,8 +163,8 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def limits(memlock: int, files: int, shm: int) -> list[Row]:
-        limits = {resource.RLIMIT_MEMLOCK: memlock}
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, files), 0))
+        others = {resource.RLIMIT_MEMLOCK: memlock}
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (others.get(kind, files), 0))
         stat = SimpleNamespace(f_frsize=1, f_blocks=shm, f_bavail=shm)
         monkeypatch.setattr(os, "statvfs", lambda path: stat)
         return [*probes.limit_rows(), probes.shm_row(str(tmp_path))]

@@ -272,9 +272,8 @@ def test_a_run_that_is_followed_is_left_with_ctrl_c(tmp_path: Path) -> None:
     file = RunFile(tmp_path, FACTS)  # goes on
     file.step({"total_ms": 5.0}, {"step": 1, "loss": 1.0})
     terminal, behind = pty.openpty()
-    words = ["run", str(tmp_path), "--follow"]
-    code = f"import sys; from deepspeed.tools.report.cli import main; sys.exit(main({words!r}))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=behind, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "deepspeed.tools.report.cli", "run", str(tmp_path), "--follow"]
+    process = subprocess.Popen(command, stdout=behind, stderr=subprocess.PIPE)
     os.close(behind)
     shown = b""
     while b"goes on" not in shown:
@@ -358,16 +357,15 @@ def test_the_page_stands_alone_and_shows_what_the_record_holds(
     assert text.count("<title>checkpoint: 0.50 s</title>") == 1, "the word of a mark"
 
 
-def test_a_page_without_the_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_updates_says_so_and_one_without_the_library_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunFile(tmp_path / "empty", FACTS).close()
+    assert "No update has ended yet" in page(read_run(tmp_path / "empty"))
     run = read_run(_run(tmp_path))
     monkeypatch.setattr("deepspeed.tools.report.run.page.find_spec", lambda name: None)
     text = page(run)
     assert "pip install matplotlib" in text and "<svg" not in text and "30.5 ms (median)" in text
-
-
-def test_a_page_without_updates_says_so(tmp_path: Path) -> None:
-    RunFile(tmp_path, FACTS).close()
-    assert "No update has ended yet" in page(read_run(tmp_path))
 
 
 def test_a_page_that_cannot_be_written_says_what_to_name(
