@@ -308,16 +308,24 @@ def test_file_text(tmp_path: Path) -> None:
     assert read_environment_files("f", [str(tmp_path)]) == wanted
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [("NOTHING", "has no '='"), ("A-B=1", "not a variable name"), ("=1", "not a variable name"), ("A=\0", "zero byte")],
-)
-def test_bad_lines_name_file_and_line(tmp_path: Path, line: str, why: str) -> None:
-    (tmp_path / ".deepspeed_env").write_text(f"# first\n{line}")
-    with pytest.raises(ValueError, match=f"/.deepspeed_env, line 2.*{why}") as caught:
-        read_environment_files(".deepspeed_env", [str(tmp_path)])
-    assert isinstance(caught.value, DeepSpeedConfigError)
-    assert "NOTHING" not in str(caught.value)  # it may be a secret that lost its name
+def test_bad_files_and_lines_are_named(tmp_path: Path) -> None:
+    refused = {
+        "NOTHING": "has no '='",
+        "A-B=1": "not a variable name",
+        "=1": "not a variable name",
+        "A=\0": "zero byte",
+    }
+    for line, why in refused.items():
+        (tmp_path / ".deepspeed_env").write_text(f"# first\n{line}")
+        with pytest.raises(ValueError, match=f"/.deepspeed_env, line 2.*{why}") as caught:
+            read_environment_files(".deepspeed_env", [str(tmp_path)])
+        assert isinstance(caught.value, DeepSpeedConfigError)
+        assert "NOTHING" not in str(caught.value)  # it may be a secret that lost its name
+    (tmp_path / ".folder").mkdir()
+    (tmp_path / ".bin").write_bytes(b"A=\xff\xfe\n")
+    for name, why in ((".folder", "cannot be read .Is a directory"), (".bin", "not a text file")):
+        with pytest.raises(DeepSpeedConfigError, match=why):
+            read_environment_files(name, [str(tmp_path)])
 
 
 def test_files_home_first(tmp_path: Path) -> None:
@@ -328,15 +336,6 @@ def test_files_home_first(tmp_path: Path) -> None:
     assert read_environment_files(".env", [str(home), str(here)]) == {"A": "home", "B": "here"}
     assert read_environment_files(str(home / ".env"), [str(home), str(here)]) == {"A": "home", "B": "home"}
     assert read_environment_files(".other", [str(home), str(here)]) == {}
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    (tmp_path / ".env").mkdir()
-    with pytest.raises(DeepSpeedConfigError, match="cannot be read .Is a directory"):
-        read_environment_files(".env", [str(tmp_path)])
-    (tmp_path / ".bin").write_bytes(b"A=\xff\xfe\n")
-    with pytest.raises(DeepSpeedConfigError, match="not a text file"):
-        read_environment_files(".bin", [str(tmp_path)])
 
 
 def test_names_and_masks() -> None:

@@ -347,6 +347,12 @@ GROUP = "control group /job (memory.max 3 MiB)"
 BIG = (100_000,) * 30
 
 
+def big(**zero: Any) -> tuple[ZeroPlan, list[UnitSize]]:
+    """The plan of stage 3 with small tiles, and units that need tens of MB."""
+    plan = plan_of({"stage": 3, "sub_group_size": 10_000, **zero})
+    return plan, sizes(plan, *BIG)
+
+
 def present(nbytes: int) -> Limits:
     return Limits(host=nbytes, source=GROUP)
 
@@ -358,8 +364,7 @@ def elements(found: Fitted, what: str) -> tuple[int, int]:
 
 
 def test_gradients_go_first_and_the_log_says_so() -> None:
-    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
-    units = sizes(plan, *BIG)
+    plan, units = big(offload_optimizer=DRIVE, offload_param=DRIVE)
     whole = fitted(plan, units, Limits())
     assert whole.moved == "" and whole.offload is plan.offload
     found = fitted(plan, units, present(whole.memory.host - 1))
@@ -375,8 +380,7 @@ def test_then_as_many_parameters_as_have_to() -> None:
     """Every limit between the smallest plan and the one of gradients alone is kept, with no more on the drive than that
     takes.
     """
-    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
-    units = sizes(plan, *BIG)
+    plan, units = big(offload_optimizer=DRIVE, offload_param=DRIVE)
     before = elements(fitted(plan, units, present(8_000_000)), "parameters")[0]
     for limit in range(7_900_000, 3_400_000, -100_000):
         found = fitted(plan, units, present(limit))
@@ -390,8 +394,7 @@ def test_then_as_many_parameters_as_have_to() -> None:
 
 @pytest.mark.parametrize("param", [{}, {"offload_param": {"device": "cpu"}}], ids=["nothing", "cpu"])
 def test_parameters_use_the_folder_of_the_optimizer_state(param: dict[str, Any]) -> None:
-    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, **param})
-    units = sizes(plan, *BIG)
+    plan, units = big(offload_optimizer=DRIVE, **param)
     found = fitted(plan, units, present(5_000_000))
     assert {row.param.tier for row in found.rows} == {Tier.NVME} and found.offload.param_folder == "/drive"
     assert found.memory.host <= 5_000_000 and elements(found, "parameters")[0] > 0
@@ -404,22 +407,20 @@ def test_parameters_use_the_folder_of_the_optimizer_state(param: dict[str, Any])
 
 def test_parameters_that_every_rank_holds_whole_stay() -> None:
     """Small ones under stage 3, all under stage 2."""
-    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
-    units = [*sizes(plan, *BIG), UnitSize(50, 2, plan.row(trainable=True, persistent=True))]
+    plan, units = big(offload_optimizer=DRIVE)
+    units.append(UnitSize(50, 2, plan.row(trainable=True, persistent=True)))
     assert fitted(plan, units, present(5_000_000)).rows[-1].param.tier is Tier.DEVICE
-    plan = plan_of({"stage": 2, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
-    said = refusal(plan, sizes(plan, *BIG), present(5_000_000))
+    said = refusal(*big(stage=2, offload_optimizer=DRIVE), present(5_000_000))
     assert said.startswith(f"{GROUP} leaves a rank 5 MiB, but") and "offload_param" not in said
 
 
 def test_a_refusal_names_the_group_and_settings_that_fit() -> None:
-    plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10_000})
-    said = refusal(plan, sizes(plan, *BIG), present(20_000_000))
+    plan, units = big(offload_optimizer={"device": "cpu"})
+    said = refusal(plan, units, present(20_000_000))
     assert GROUP in said and "It fits with" in said and "memory.host_limit" in said
     assert 'offload_optimizer.device "nvme"' in said
-    better = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
-    assert fitted(better, sizes(better, *BIG), present(20_000_000)).memory.host <= 20_000_000
-    said = refusal(plan, sizes(plan, *BIG), present(100_000))
+    assert fitted(*big(offload_optimizer=DRIVE), present(20_000_000)).memory.host <= 20_000_000
+    said = refusal(plan, units, present(100_000))
     assert "raise the limit or use more ranks" in said and "A memory.host_limit of yours counts" in said
 
 
