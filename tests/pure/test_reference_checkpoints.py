@@ -4,7 +4,6 @@ import functools
 import json
 import shutil
 import subprocess
-import sys
 import tarfile
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +18,7 @@ from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.unpickle import load_restricted, materialize
 from deepspeed.checkpoint.load.source import Key, whole
 from deepspeed.errors import CheckpointError
+from tests.harness.warm import Warm
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "reference_checkpoints.tar.xz"
 with tarfile.open(ARCHIVE) as _archive:
@@ -409,9 +409,9 @@ sys.stdout.write(str(peak() - before))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak of a process")
-def test_reading_needs_memory_for_what_is_asked_only(tmp_path: Path) -> None:
+def test_reading_needs_memory_for_what_is_asked_only(tmp_path: Path, warm: Warm) -> None:
     unsharded(tmp_path, {f"layer{i}.weight": torch.ones(1 << 22) for i in range(8)}, None)
-    call = [sys.executable, "-c", READ_ENDS, str(tmp_path)]
+    call = [warm.python, "-c", READ_ENDS, str(tmp_path)]
     done = subprocess.run(call, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40 << 20  # of 128 MB

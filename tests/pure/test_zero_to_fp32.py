@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,12 +127,12 @@ def test_sharded_parameters_become_plain_ones_and_tied_ones_stay_tied(tmp_path: 
     assert model.elsewhere is rest, "nothing is known of it"
 
 
-def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
+def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path, warm: Warm) -> None:
     folder = own(tmp_path / "a")
     script = folder / "zero_to_fp32.py"
     assert script.read_text() == SCRIPT_TEXT and os.access(script, os.X_OK)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    (tmp_path / "python3").symlink_to(warm.python)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([script, folder, tmp_path / "out"], capture_output=True, text=True, timeout=90, env=env)
     assert done.returncode == 0, done.stderr
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), wanted())
