@@ -27,7 +27,7 @@ def tree(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a source, walked once for every test."""
+    """Return all nodes of a source, which is walked once for every test."""
     return tuple(ast.walk(tree(path)))
 
 

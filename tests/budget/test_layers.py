@@ -10,7 +10,7 @@ from tests.budget.source import PACKAGE, imports, modules, nodes, tree
 
 
 def _layers() -> dict[str, int]:
-    """The table in CONTRIBUTING.md; the package itself may import all."""
+    """Read the table in CONTRIBUTING.md; the package itself may import all."""
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (\d) \| (.+?) \|", text, re.MULTILINE)
     names = {name: int(number) for number, names in rows for name in re.findall(r"`([\w.]+)`", names)}

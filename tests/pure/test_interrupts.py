@@ -70,7 +70,7 @@ def _engine(stage: int = 3, *, changes: dict[str, Any] | None = None, **words: A
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    """An engine that has been called, so that it has its handlers."""
+    """Make an engine that has been called, so that it has its handlers."""
     engine = _engine(0)
     engine(torch.randn(2, 4))
     yield engine

@@ -176,7 +176,12 @@ UNEQUAL = {"h1": (0, 1), "h2": (0,)}
 @for_each(
     ("launchers", "fields", "flags", "sentence"),
     [
-        ("mpich impi mvapich slurm", {"world": UNEQUAL}, "", "slots on every host, but h1 has 2, h2 has 1"),
+        (
+            "mpich impi mvapich slurm",
+            {"world": UNEQUAL},
+            "",
+            "same number of slots on every host, but h1 has 2, h2 has 1",
+        ),
         ("openmpi mpich impi mvapich", {}, "-i h1", "--include does not work with --launcher"),
         ("openmpi mpich impi mvapich", {}, "--num_gpus 1", "--num_gpus does not work with --launcher"),
         ("openmpi mpich impi mvapich", {"arguments": ("a", ":", "b")}, "", "the argument ':'"),

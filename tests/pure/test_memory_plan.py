@@ -348,7 +348,7 @@ BIG = (100_000,) * 30
 
 
 def big(**zero: Any) -> tuple[ZeroPlan, list[UnitSize]]:
-    """The plan of stage 3 with small tiles, and units that need tens of MB."""
+    """Plan stage 3 with small tiles, for units that need tens of MB."""
     plan = plan_of({"stage": 3, "sub_group_size": 10_000, **zero})
     return plan, sizes(plan, *BIG)
 

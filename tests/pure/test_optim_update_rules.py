@@ -42,7 +42,7 @@ def run(optimizer, param, grads):
 
 
 def trained(cls, start, grads, **settings):
-    """The parameter that an optimizer of this class makes of ``start``."""
+    """Return the parameter that an optimizer of this class makes of ``start``."""
     param = torch.nn.Parameter(start.clone())
     return run(cls([param], **settings), param, grads)
 

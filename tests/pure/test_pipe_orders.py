@@ -123,7 +123,7 @@ class _Beside(nn.Module):
 def _same_in_two_halves(
     outputs: Callable[[], list[torch.Tensor]], grads: list[torch.Tensor], x: torch.Tensor, weights: list[nn.Parameter]
 ) -> None:
-    """Two micro-batches, of which the second adds."""
+    """Compare a backward in two halves with a whole one, over two micro-batches of which the second adds."""
     for _ in range(2):
         torch.autograd.backward(outputs(), grads)
     expected, wanted = [p.grad.clone() for p in weights], x.grad.clone()

@@ -77,7 +77,7 @@ def test_tensors_and_facts_are_those_of_the_training(root: Path, case: str) -> N
 
 
 def counters_agree(facts: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Counters, schedule and client state come along."""
+    """Compare counters, schedule and client state."""
     assert facts["engine"] == {k: wanted[k] for k in ("global_steps", "global_samples", "skipped_steps", "micro_steps")}
     assert facts["lr_scheduler"] == wanted["lr_scheduler"]
     assert facts["shared"] == {"head.weight": "embed.weight"}
@@ -92,7 +92,7 @@ def counters_agree(facts: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def optimizer_agrees(facts: dict[str, Any], wanted: dict[str, Any], case: str) -> None:
-    """It is known by the names of parameters."""
+    """Compare the optimizer, which is known by the names of parameters."""
     groups, trained = facts["optimizer"]["groups"], wanted["case"]
     names = [group["names"] for group in groups]
     assert [sorted(group) for group in names] == [sorted(group) for group in groups_of(case)]
@@ -179,7 +179,7 @@ def test_state_without_names_is_not_imported(root: Path, tmp_path: Path) -> None
 
 
 def unsharded(folder: Path, module: dict[str, torch.Tensor], optimizer: dict[str, Any] | None) -> Path:
-    """A checkpoint whose one file holds this model and optimizer."""
+    """Write a checkpoint whose one file holds this model and optimizer."""
     state = {"module": module, "buffer_names": [], "optimizer": optimizer, "global_steps": 1, "param_shapes": None}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
     return folder

@@ -50,7 +50,7 @@ def refused(path: Path, content: bytes, words: str, **records: bytes) -> None:
 
 
 def stored(path: Path, value: Any) -> Any:
-    """What is read of ``value``, which torch saves; its tensors are still in the file."""
+    """Save ``value`` as torch does and read it; its tensors are still in the file."""
     torch.save(value, path / "file.pt")
     return load_restricted(path / "file.pt")
 
