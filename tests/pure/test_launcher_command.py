@@ -230,7 +230,7 @@ def test_backend_gets_its_variables(folder: Path) -> None:
 
 
 def _start(folder: Path, mpirun: str) -> subprocess.Popen[str]:
-    """Start the command with a backend of this text, and wait until it hears signals: the backend starts before that."""
+    """Start the command with a backend of this text, and wait until it hears signals, which is after that starts."""
     install(folder, "ompi_info", "")
     install(folder, "mpirun", mpirun)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI.split(), "--launcher", "openmpi", "t.py"]
