@@ -25,6 +25,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a source, which is walked once for every test."""
+    return tuple(ast.walk(tree(path)))
+
+
 def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
@@ -37,7 +43,8 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
             yield from _running(child)
 
 
-def imports(module: str) -> set[str]:
+@functools.cache
+def imports(module: str) -> frozenset[str]:
     """Modules that ``module`` imports anywhere, functions included; for ``from a import b`` that is ``a.b`` where that
     is a module.
     """
@@ -57,7 +64,7 @@ def imports(module: str) -> set[str]:
             found |= submodules
             if len(submodules) < len(names) or not node.names:
                 found.add(base)
-    return found
+    return frozenset(found)
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

@@ -3,12 +3,10 @@
 import ast
 from collections import defaultdict
 
-from tests.budget.source import PACKAGE, modules, tree
+from tests.budget.source import PACKAGE, modules, nodes
 
 # Words that say nothing of what a thing is.
 DIALECT = {"found", "own", "said", "told", "here", "there", "held"}
-# Clients see the same name in two places.
-TWICE: set[str] = set()
 
 
 def _bound(node: ast.AST) -> str | None:
@@ -26,7 +24,7 @@ def test_no_house_dialect() -> None:
     named = [
         f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)} {name}"
         for path in modules().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if (name := _bound(node)) is not None and name.lstrip("_") in DIALECT
     ]
     assert not named, "\n".join(named)
@@ -35,7 +33,7 @@ def test_no_house_dialect() -> None:
 def test_a_class_name_means_one_thing() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in modules().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(str(path.relative_to(PACKAGE)))
-    assert not {name: where for name, where in homes.items() if len(where) > 1 and name not in TWICE}
+    assert not {name: where for name, where in homes.items() if len(where) > 1}

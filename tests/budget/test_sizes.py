@@ -1,6 +1,8 @@
-"""Small on purpose. Raising a number, or an exception below, needs a reason in the same line."""
+"""Small on purpose. Raising a number needs a reason in the same line."""
 
-from tests.budget.source import PACKAGE, ROOT, functions, modules
+from pathlib import Path
+
+from tests.budget.source import PACKAGE, functions, modules
 
 FILE_LINES = 600
 FUNCTION_LINES = 60
@@ -65,36 +67,18 @@ SURFACE = (
 # Files a folder, sub-folders not counted.
 FOLDER_FILES = 15
 
-# "path": (lines allowed, reason)
-LONG_FILES: dict[str, tuple[int, str]] = {}
-# "path::function": (lines allowed, reason)
-LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
-# "path": (files allowed, reason)
-LARGE_FOLDERS: dict[str, tuple[int, str]] = {}
 
-
-def _lines(path: object) -> int:
+def _lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
 def test_files() -> None:
-    found = {str(path.relative_to(ROOT)): _lines(path) for path in modules().values()}
-    too_long = {name: lines for name, lines in found.items() if lines > LONG_FILES.get(name, (FILE_LINES, ""))[0]}
-    assert not too_long
-    needless = {name for name in LONG_FILES if found.get(name, 0) <= FILE_LINES}
-    assert not needless, "these exceptions are no longer needed"
+    assert not {str(path): _lines(path) for path in modules().values() if _lines(path) > FILE_LINES}
 
 
 def test_functions() -> None:
-    found = {
-        f"{path.relative_to(ROOT)}::{name}": lines for path in modules().values() for name, lines in functions(path)
-    }
-    too_long = {
-        name: lines for name, lines in found.items() if lines > LONG_FUNCTIONS.get(name, (FUNCTION_LINES, ""))[0]
-    }
-    assert not too_long
-    needless = {name for name in LONG_FUNCTIONS if found.get(name, 0) <= FUNCTION_LINES}
-    assert not needless, "these exceptions are no longer needed"
+    found = {f"{path}::{name}": lines for path in modules().values() for name, lines in functions(path)}
+    assert not {name: lines for name, lines in found.items() if lines > FUNCTION_LINES}
 
 
 def _ring(module: str) -> str:
@@ -119,15 +103,8 @@ def test_rings_name_what_exists() -> None:
 
 def test_folders_can_be_read_from_their_listing() -> None:
     folders = {path.parent for path in modules().values()}
-    files = {str(f.relative_to(ROOT)): len([p for p in f.glob("*.py") if p.name != "__init__.py"]) for f in folders}
-    too_many = {name: n for name, n in files.items() if n > LARGE_FOLDERS.get(name, (FOLDER_FILES, ""))[0]}
-    assert not too_many
-
-
-def test_exceptions_have_reasons() -> None:
-    assert all(
-        len(reason) > 10 for _, reason in [*LONG_FILES.values(), *LONG_FUNCTIONS.values(), *LARGE_FOLDERS.values()]
-    )
+    files = {str(f): len([p for p in f.glob("*.py") if p.name != "__init__.py"]) for f in folders}
+    assert not {name: n for name, n in files.items() if n > FOLDER_FILES}
 
 
 def test_sources_are_ascii() -> None:

@@ -68,6 +68,15 @@ def _engine(stage: int = 3, *, changes: dict[str, Any] | None = None, **words: A
     return deepspeed.initialize(model=model, config=config | (changes or {}), **words)[0]
 
 
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    """Make an engine that has been called, so that it has its handlers."""
+    engine = _engine(0)
+    engine(torch.randn(2, 4))
+    yield engine
+    engine.destroy()
+
+
 def _patiently(call: Callable[[], Any], interrupted: list[int]) -> Any:
     try:
         return call()
@@ -151,31 +160,23 @@ def test_ctrl_c_in_what_an_update_calls_of_the_programs_comes_behind_the_update(
     engine.destroy()
 
 
-def test_ctrl_c_inside_the_engine_ends_a_sleep_of_the_programs() -> None:
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
+def test_ctrl_c_inside_the_engine_ends_a_sleep_of_the_programs(engine: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         _within()["wait"](0.0)
         time.sleep(30)
     assert time.monotonic() - begun < 20
-    engine.destroy()
 
 
-def test_ctrl_c_in_the_programs_own_lines_comes_at_once() -> None:
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
+def test_ctrl_c_in_the_programs_own_lines_comes_at_once(engine: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0)
         pytest.fail("it came later")
-    engine.destroy()
 
 
-def test_a_second_ctrl_c_comes_through_inside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_comes_through_inside_the_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
     over = threading.Event()
 
     def press() -> None:
@@ -191,12 +192,9 @@ def test_a_second_ctrl_c_comes_through_inside_the_engine(monkeypatch: pytest.Mon
             over.set()
             presses.join()
     assert time.monotonic() - begun < 20
-    engine.destroy()
 
 
-def test_ctrl_c_while_the_engine_is_destroyed_comes_behind_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
+def test_ctrl_c_while_the_engine_is_destroyed_comes_behind_that(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     press, dismantle = _within()["wait"], engines.dismantle
     monkeypatch.setattr(engines, "dismantle", lambda *args, **words: (press(0.01), dismantle(*args, **words)))
     monkeypatch.setattr(interrupts.Postponed, "_ask_again", lambda self: None)
@@ -235,9 +233,7 @@ def test_a_handler_of_the_programs_own_stays_as_it_is() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_handler_of_the_programs_own_that_calls_the_engines_hears_ctrl_c_once() -> None:
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
+def test_a_handler_of_the_programs_own_that_calls_the_engines_hears_ctrl_c_once(engine: Any) -> None:
     heard, placed = list[int](), signal.getsignal(signal.SIGINT)
 
     def handler(number: int, frame: Any) -> None:
@@ -249,7 +245,6 @@ def test_a_handler_of_the_programs_own_that_calls_the_engines_hears_ctrl_c_once(
         _within()["wait"](0.2)
     time.sleep(0.2)
     assert heard == [signal.SIGINT]
-    engine.destroy()
 
 
 def test_ctrl_c_is_heard_once_where_the_program_replaces_the_handler_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,18 +286,15 @@ def test_a_handler_that_is_put_back_after_the_engines_end_loses_no_ctrl_c() -> N
 
 
 def test_without_room_for_a_thread_ctrl_c_comes_with_the_next_call_of_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     _within()["wait"](0.01)
     with pytest.raises(KeyboardInterrupt):
         engine(torch.randn(2, 4))
-    engine.destroy()
 
 
 class _Pressed:
@@ -310,15 +302,12 @@ class _Pressed:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_in_a_finalizer_which_python_would_drop_comes_behind_it() -> None:
-    engine = _engine(0)
-    engine(torch.randn(2, 4))
+def test_ctrl_c_in_a_finalizer_which_python_would_drop_comes_behind_it(engine: Any) -> None:
     begun, thing = time.monotonic(), _Pressed()
     with pytest.raises(KeyboardInterrupt):
         del thing
         time.sleep(30)
     assert time.monotonic() - begun < 20
-    engine.destroy()
 
 
 def test_every_call_of_the_engine_postpones_what_handlers_raise() -> None:

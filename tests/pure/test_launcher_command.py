@@ -1,5 +1,6 @@
 """The ``deepspeed`` command: its flags, what it refuses and shows, and that no backend outlives it."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -46,7 +47,7 @@ def test_flags() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Current directory with ``t.py`` and ``hosts`` (h1, h2 with two slots), its ``bin`` in front of PATH, and no
-    accelerator.
+    accelerator. Programs that a test starts find the package.
     """
     (tmp_path / "bin").mkdir()
     (tmp_path / "t.py").write_text("")
@@ -54,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "bin"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.delenv("DS_SSH", raising=False)
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
@@ -66,34 +68,27 @@ def install(folder: Path, name: str, text: str) -> None:
     (folder / "bin" / name).chmod(0o755)
 
 
-def status(*args: str) -> int:
+def status(words: str) -> int:
     try:
-        runner.main(list(args))
+        runner.main(shlex.split(words))
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
 
 
-MULTI = ("--hostfile", "hosts", "--no_ssh_check")
+MULTI = "--hostfile hosts --no_ssh_check"
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         ("-H nowhere t.py", "hostfile nowhere cannot be read (No such file or directory)"),
-        ("-H bin t.py", "hostfile bin cannot be read (Is a directory)"),
-        ("-H t.py t.py", "hostfile t.py names no host"),
-        ("-H hosts --num_nodes 3 t.py", "--num_nodes 3, but the hostfile lists 2 host(s)"),
         ("-H hosts --num_gpus 3 t.py", "--num_gpus 3, but the hostfile gives host h1 2 slot(s)"),
-        ("-H hosts -i h3:0 t.py", "the filter names host 'h3'"),
         ("-H hosts -i h1:7 t.py", "slot 7 of host 'h1'"),
         ("-H hosts -i h1 -e h2 t.py", "--exclude cannot be given too"),
-        ("-H hosts --node_rank 2 t.py", "--node_rank 2 is not one of the 2 node(s)"),
         ("-H hosts --no_ssh t.py", "--node_rank"),
-        ("-H hosts --launcher pdhs t.py", "did you mean 'pdsh'"),
         ("-H hosts --launcher pdsh t.py", "needs the program 'pdsh', which is not on PATH; install pdsh"),
         ("-H hosts --launcher slurm t.py", "needs the program 'srun'"),
-        ('-H hosts --launcher_args "\'" t.py', "cannot be split"),
         ("--autotuning run t.py", "--autotuning is not in this release"),
         ("--max_elastic_nodes 3 t.py", "--max_elastic_nodes needs --elastic_training"),
         ("--elastic_training --num_gpus 4 --min_ranks 5 t.py", "--min_ranks 5 is above the 4 rank(s)"),
@@ -110,8 +105,6 @@ MULTI = ("--hostfile", "hosts", "--no_ssh_check")
         ("--module no_such_module_here.train", "was not found"),
         ("--no_python no_such_program", "does not exist or is not executable"),
         ("--no_python --module x", "exclude each other"),
-        ("--num_nodes 2 t.py", "--num_nodes 2, but no hostfile says which"),
-        ("--num_gpus 0 t.py", "starts no rank"),
         ("", "required"),
     ],
 )
@@ -119,7 +112,7 @@ def test_refusals(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: str, sentence: str
 ) -> None:
     monkeypatch.setenv("PATH", str(folder / "bin"))  # no backend is installed
-    assert status(*shlex.split(args)) == 2
+    assert status(args) == 2
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
 
@@ -137,14 +130,13 @@ def test_a_module_that_only_a_finder_of_its_own_knows_is_there(monkeypatch: pyte
 def test_default_hostfile_may_be_absent(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "DEFAULT_HOSTFILE", str(folder / "job"))
-    assert status("-H", str(folder / "job"), "--num_gpus", "3", "--dry_run", "t.py") == 0
+    monkeypatch.setattr(runner, "DEFAULT_HOSTFILE", "job")
+    assert status("-H job --num_gpus 3 --dry_run t.py") == 0
     out, err = capsys.readouterr()
-    assert (
-        out.startswith("world: 3 rank(s) on 1 host(s)\n  localhost: the CPU, slots 0,1,2; ranks 0,1,2\n") and err == ""
-    )
+    assert out.startswith("world: 3 rank(s) on 1 host(s)\n  localhost: the CPU, slots 0,1,2; ranks 0,1,2\n")
+    assert err == ""
     (folder / "job").write_text("h1\n")
-    assert status("-H", str(folder / "job"), "--dry_run", "t.py") == 2  # it is there, and wrong
+    assert status("-H job --dry_run t.py") == 2  # it is there, and wrong
 
 
 def test_dry_run_shows_all_and_starts_nothing(
@@ -154,63 +146,42 @@ def test_dry_run_shows_all_and_starts_nothing(
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("DS_ACCELERATOR")
     for launcher in ("", *RUNNERS):
-        assert status("-H", "hosts", "--dry-run", *(("--launcher", launcher) if launcher else ()), "t.py", "it's") == 0
+        flag = f"--launcher {launcher}" if launcher else ""
+        assert status(f"-H hosts --dry-run {flag} t.py it\\'s") == 0
         out = capsys.readouterr().out
-        assert out.startswith(
-            "world: 4 rank(s) on 2 host(s)\n  h1: devices 0,1; ranks 0,1\n  h2: devices 0,1; ranks 2,3\nmeeting point: "
-        )
-        assert (
-            "  HF_TOKEN=***\n" in out
-            and "hidden" not in out
-            and "  PLAIN=a b\n" in out
-            and "  NCCL_DEBUG=INFO\n" in out
-        )
-        assert f"  PYTHONPATH={folder}" in out
+        ranks = "  h1: devices 0,1; ranks 0,1\n  h2: devices 0,1; ranks 2,3\n"
+        assert out.startswith(f"world: 4 rank(s) on 2 host(s)\n{ranks}meeting point: ")
+        assert "  HF_TOKEN=***\n" in out and "hidden" not in out
+        assert "  PLAIN=a b\n" in out and "  NCCL_DEBUG=INFO\n" in out and f"  PYTHONPATH={folder}" in out
         start = {"": "ssh", "ssh": "ssh", "slurm": "", "pdsh": "PDSH_RCMD_TYPE=ssh pdsh"}.get(launcher, "mpirun")
         assert f":\n  {start}" in out
     (folder / ".deepspeed_env").write_text("broken\n")
-    assert status("-H", "hosts", "--dry_run", "t.py") == 2
+    assert status("-H hosts --dry_run t.py") == 2
     assert ".deepspeed_env, line 1" in capsys.readouterr().err
 
 
 def test_ranks_that_a_configuration_cannot_cut_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "c.json").write_text('{"train_batch_size": 4, "tensor_parallel": {"autotp_size": 4}}')
-    for words in (("--deepspeed_config", "c.json"), ("--deepspeed_config=c.json",)):
-        assert status("--num_gpus", "6", "--dry_run", "t.py", *words) == 2
+    for words in ("--deepspeed_config c.json", "--deepspeed_config=c.json"):
+        assert status(f"--num_gpus 6 --dry_run t.py {words}") == 2
         assert "c.json: tensor_parallel.autotp_size 4 does not divide the 6 ranks" in capsys.readouterr().err
-    assert status("--num_gpus", "8", "--dry_run", "t.py", "--deepspeed_config", "c.json") == 0
+    assert status("--num_gpus 8 --dry_run t.py --deepspeed_config c.json") == 0
 
 
 def test_dry_run_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("-H", "hosts", "--node_rank", "1", "--no_ssh", "--dry_run", "t.py") == 0
+    assert status("-H hosts --node_rank 1 --no_ssh --dry_run t.py") == 0
     assert "meeting point: h1, port 29500\nnode 1 runs in this process" in capsys.readouterr().out
-    assert (
-        status(
-            "--node_rank",
-            "0",
-            "--num_nodes",
-            "2",
-            "--num_gpus",
-            "1",
-            "--master_addr",
-            "m",
-            "--master_port",
-            "7",
-            "--dry_run",
-            "t.py",
-        )
-        == 0
-    )
+    assert status("--node_rank 0 --num_nodes 2 --num_gpus 1 --master_addr m --master_port 7 --dry_run t.py") == 0
     assert "node1: the CPU, slots 0; ranks 1\nmeeting point: m, port 7\nnode 0" in capsys.readouterr().out
 
 
 def test_unreachable_hosts_are_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(folder, "ssh", 'for word; do case "$word" in h2) echo "ssh: no route" >&2; exit 255;; esac; done; exit 0')
-    assert status("-H", "hosts", "t.py") == 2
+    assert status("-H hosts t.py") == 2
     assert 'host h2 cannot be reached: "ssh: no route"' in capsys.readouterr().err
     install(folder, "pdsh", 'echo "$PDSH_RCMD_TYPE $1" >pdsh_words; exit 4')
     install(folder, "ssh", 'echo "$*" >>ssh_words')
-    assert status("-H", "hosts", "--launcher", "pdsh", "--launcher_args=-x h9", "t.py") == 4
+    assert status("-H hosts --launcher pdsh --launcher_args='-x h9' t.py") == 4
     assert (folder / "pdsh_words").read_text() == "ssh -S\n"
     tests = sorted((folder / "ssh_words").read_text().splitlines())
     assert tests == [f"-o BatchMode=yes -o ConnectTimeout=5 {host} true" for host in ("h1", "h2")]
@@ -218,9 +189,8 @@ def test_unreachable_hosts_are_named_at_once(folder: Path, capsys: pytest.Captur
 
 def test_hosts_are_reached_with_standard_output_closed(folder: Path) -> None:
     install(folder, "ssh", "echo words; echo refused >&2; exit 7")
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI, "--no_ssh_check", "t.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["/bin/sh", "-c", '"$@" >&-', "sh", *command], env=env, capture_output=True, text=True)
+    command = f"{sys.executable} -m deepspeed.launcher.runner {MULTI} t.py >&-"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 1 and "could not start its launcher: its command ended with status 7" in done.stderr
 
 
@@ -228,13 +198,13 @@ def test_ssh_program_can_be_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_SSH", "mine -F 'a b'")
-    assert status("-H", "hosts", "--dry_run", "--ssh_port", "9", "t.py") == 0
+    assert status("-H hosts --dry_run --ssh_port 9 t.py") == 0
     alive = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
     assert f"\n  mine -F 'a b' -o BatchMode=yes -o ConnectTimeout=10 -p 9 {alive} h1 'exec" in capsys.readouterr().out
-    assert status("-H", "hosts", "t.py") == 2
+    assert status("-H hosts t.py") == 2
     assert "needs the program 'mine'" in capsys.readouterr().err
     monkeypatch.setenv("DS_SSH", "'mine")
-    assert status("-H", "hosts", "t.py") == 2
+    assert status("-H hosts t.py") == 2
     assert "DS_SSH" in capsys.readouterr().err
 
 
@@ -242,7 +212,7 @@ def test_ssh_program_can_be_named(
 def test_backend_status_is_true(folder: Path, end: str, wanted: int) -> None:
     install(folder, "ompi_info", "")
     install(folder, "mpirun", f'printf "%s\\n" "$*" >words; {end}')
-    assert status(*MULTI, "--launcher", "OpenMPI", "--master_port", "5", "t.py", "a") == wanted
+    assert status(f"{MULTI} --launcher OpenMPI --master_port 5 t.py a") == wanted
     assert (folder / "words").read_text().endswith(f"-x MASTER_ADDR=h1 -x MASTER_PORT=5 {sys.executable} -u t.py a\n")
 
 
@@ -250,20 +220,28 @@ def test_backend_gets_its_variables(folder: Path) -> None:
     install(folder, "mpirun", 'echo "$*" >words')
     for name, status_ in (("MVAPICH2-GDR 2.3", 0), ("other", 2)):
         install(folder, "mpiname", f"echo {name}")
-        assert status(*MULTI, "--launcher", "mvapich", "t.py") == status_
+        assert status(f"{MULTI} --launcher mvapich t.py") == status_
     assert "-hosts h1,h2" in (folder / "words").read_text()
     install(folder, "srun", "env >variables")
     install(folder, "sinfo", "")
     (folder / ".deepspeed_env").write_text("COMMAS=a,b c\n")
-    assert status(*MULTI, "--launcher", "slurm", "t.py") == 0
+    assert status(f"{MULTI} --launcher slurm t.py") == 0
     assert "COMMAS=a,b c\n" in (folder / "variables").read_text()
 
 
-def _start(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI, *args]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+def _start(folder: Path, mpirun: str) -> subprocess.Popen[str]:
+    """Start the command with a backend of this text, and wait until it hears signals, which is after that starts."""
+    install(folder, "ompi_info", "")
+    install(folder, "mpirun", mpirun)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI.split(), "--launcher", "openmpi", "t.py"]
+    env = {**os.environ, "TMPDIR": str(folder)}
     reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **reset)
+    job_ = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **reset)
+    begun, status = time.monotonic(), Path(f"/proc/{job_.pid}/status")
+    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1:
+        assert not too_long(begun, 20)
+        time.sleep(0.01)
+    return job_
 
 
 def _await(path: Path) -> str:
@@ -274,51 +252,35 @@ def _await(path: Path) -> str:
     return path.read_text().strip()
 
 
-def _listening(pid: int) -> None:
-    """Wait until the command has its handlers: the backend starts a moment before them."""
-    begun, status = time.monotonic(), Path(f"/proc/{pid}/status")
-    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1:
-        assert not too_long(begun, 20)
-        time.sleep(0.01)
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
-    except FileNotFoundError:
-        return True
+def _ends(pid: int) -> None:
+    begun, stat = time.monotonic(), Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(FileNotFoundError):
+        while "Z" not in stat.read_text().rpartition(")")[2][:3]:
+            assert not too_long(begun, 5)
+            time.sleep(0.02)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_the_backend_once(folder: Path, number: signal.Signals) -> None:
-    install(folder, "ompi_info", "")
-    install(
-        folder, "mpirun", f"trap 'echo got >>got; exit 3' {number.name[3:]}\necho $$ >pid\nwhile :; do sleep 0.05; done"
-    )
-    job_ = _start(folder, "--launcher", "openmpi", "t.py")
-    _await(folder / "pid")
-    _listening(job_.pid)
+def test_signals_reach_the_backend_once_and_what_it_has_started(folder: Path, number: signal.Signals) -> None:
+    """An mpirun may be a script that passes no signal on. What a shell runs beside itself ignores Ctrl-C."""
+    begins = "sleep 60 &\necho $! >pid" if number == signal.SIGTERM else "echo $$ >pid"
+    script = f"trap 'echo got >>got; exit 3' {number.name[3:]}\n{begins}\nwhile :; do sleep 0.05; done"
+    job_ = _start(folder, script)
+    pid = int(_await(folder / "pid"))
     job_.send_signal(number)
     assert job_.wait(timeout=60) == 128 + number
     job_.communicate()
     assert (folder / "got").read_text() == "got\n"
+    _ends(pid)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_the_backend_started_does_not_survive_the_command(folder: Path, number: signal.Signals) -> None:
-    """An mpirun may be a script that passes no signal on."""
-    install(folder, "ompi_info", "")
-    install(folder, "mpirun", "sleep 60 &\necho $! >pid\nwait")
-    job_ = _start(folder, "--launcher", "openmpi", "t.py")
+def test_what_the_backend_started_does_not_survive_the_command(folder: Path) -> None:
+    job_ = _start(folder, "sleep 60 &\necho $! >pid\nwait")
     pid = int(_await(folder / "pid"))
-    _listening(job_.pid)
-    job_.send_signal(number)
-    begun = time.monotonic()
-    while not _gone(pid):
-        assert not too_long(begun, 5)
-        time.sleep(0.02)
+    job_.kill()
+    _ends(pid)
     job_.communicate()
 
 
@@ -342,12 +304,9 @@ class Late(subprocess.Popen):
 subprocess.Popen = Late
 fanout.run_backend(RunnerCommand(("sh", "-c", "echo $$ >{tmp_path}/pid; sleep 60; exit"), {{}}))
 """
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    pid, begun = int(_await(tmp_path / "pid")), time.monotonic()
-    while not _gone(pid):
-        assert not too_long(begun, 5)
-        time.sleep(0.02)
+    _ends(int(_await(tmp_path / "pid")))
 
 
 def test_quick_answers_need_no_torch(folder: Path) -> None:
@@ -361,13 +320,8 @@ for args in ("--help", "-H nowhere t.py", "-H hosts --dry_run t.py", "--dry_run 
         pass
 assert "torch" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
 
 

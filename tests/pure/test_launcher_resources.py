@@ -49,9 +49,8 @@ def Selection(**flags: object) -> Namespace:
 def place(
     request: Namespace, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost"
 ) -> Location:
-    return find_place(
-        request, hosts, cpu_only=devices.count == 0, devices=lambda: devices, is_here=lambda host: host == here
-    )
+    words = {"cpu_only": devices.count == 0, "devices": lambda: devices, "is_here": lambda host: host == here}
+    return find_place(request, hosts, **words)
 
 
 # this machine, without a hostfile
@@ -69,11 +68,8 @@ def place(
         (Selection(num_gpus=2), SOME, (4, 5)),
         (Selection(include="localhost:6"), SOME, (6,)),
         (Selection(exclude="localhost:5"), SOME, (4, 6)),
-        (
-            Selection(),
-            LocalDevices(2, "CUDA_VISIBLE_DEVICES", "7,2,9"),
-            (7, 2),
-        ),  # a device that does not exist ends the list
+        # a device that does not exist ends the list
+        (Selection(), LocalDevices(2, "CUDA_VISIBLE_DEVICES", "7,2,9"), (7, 2)),
         (Selection(), UUIDS, (0, 1)),
         (Selection(num_gpus=1), UUIDS, (0,)),
         (Selection(), CPU, (0,)),
@@ -132,7 +128,7 @@ def test_devices_are_not_counted_for_a_refusal_or_for_other_hosts() -> None:
 # hostfiles
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "world"),
     [
         (Selection(), {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1)}),
@@ -148,7 +144,7 @@ def test_hostfile_selection(request_: Namespace, world: dict[str, tuple[int, ...
     assert found == Location(world, None, on_devices=True, uses_devices=True)  # not even one host is this machine
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "sentence"),
     [
         (Selection(num_nodes=3), "--num_nodes 3, but the hostfile lists 2 host"),
@@ -177,9 +173,8 @@ def test_hostfile_worlds_have_what_was_asked_for(num_nodes: int, num_gpus: int) 
 
 
 def test_a_single_host_is_local_only_if_it_is_this_machine() -> None:
-    assert place(Selection(include="worker-1"), TWO, here="worker-1") == Location(
-        {"worker-1": (0, 1)}, 0, on_devices=True, uses_devices=True
-    )
+    local = Location({"worker-1": (0, 1)}, 0, on_devices=True, uses_devices=True)
+    assert place(Selection(include="worker-1"), TWO, here="worker-1") == local
     assert place(Selection(include="worker-1"), TWO).node_rank is None
     assert place(Selection(include="worker-1", force_multi=True), TWO, here="worker-1").node_rank is None
     assert place(Selection(force_multi=True)).node_rank is None
@@ -188,9 +183,8 @@ def test_a_single_host_is_local_only_if_it_is_this_machine() -> None:
     with pytest.raises(DeepSpeedError, match="has no device 4, 5: this process sees 4 accelerator"):
         place(Selection(), {"localhost": 6})
     assert place(Selection(), {"localhost": 6}, devices=CPU).world == {"localhost": (0, 1, 2, 3, 4, 5)}
-    assert place(Selection(), {"localhost": 2}, devices=UUIDS) == Location(
-        {"localhost": (0, 1)}, 0, on_devices=False, uses_devices=True
-    )
+    inherited = Location({"localhost": (0, 1)}, 0, on_devices=False, uses_devices=True)
+    assert place(Selection(), {"localhost": 2}, devices=UUIDS) == inherited
 
 
 def test_nodes_by_hand() -> None:
@@ -198,19 +192,14 @@ def test_nodes_by_hand() -> None:
     alone = Selection(node_rank=1, num_nodes=2, num_gpus=3, master_addr="10.0.0.1")
     world = {"node0": (0, 1, 2), "node1": (0, 1, 2)}
     assert place(alone) == Location(world, 1, on_devices=True, uses_devices=True)
-    assert place(alone, devices=SOME) == Location(
-        world, 1, on_devices=False, uses_devices=True
-    )  # the variable holds as it is
+    # the variable holds as it is
+    assert place(alone, devices=SOME) == Location(world, 1, on_devices=False, uses_devices=True)
     assert place(alone, devices=CPU) == Location(world, 1, on_devices=False, uses_devices=False)
     with pytest.raises(DeepSpeedError, match="2 accelerator"):
         place(alone, devices=UUIDS)
-    for incomplete in (
-        Selection(node_rank=0),
-        Selection(node_rank=0, num_nodes=2, num_gpus=2),
-        Selection(node_rank=0, num_nodes=1),
-    ):
+    for incomplete in ({}, {"num_nodes": 2, "num_gpus": 2}, {"num_nodes": 1}):
         with pytest.raises(DeepSpeedError, match="needs --num_nodes, --num_gpus and --master_addr.*missing"):
-            place(incomplete)
+            place(Selection(node_rank=0, **incomplete))
     with pytest.raises(DeepSpeedError, match="--node_rank 2 is not one of the 2"):
         place(Selection(node_rank=2, num_nodes=2, num_gpus=1, master_addr="a"))
 
@@ -281,17 +270,9 @@ def export(env: dict[str, str], from_files: dict[str, str] | None = None) -> dic
 
 
 def test_prefixes_of_clients_count() -> None:
-    env = {
-        "NCCL_DEBUG": "INFO",
-        "UCX_TLS": "tcp",
-        "MV2_X": "1",
-        "MLFLOW_RUN_ID": "r",
-        "PYTHONHASHSEED": "0",
-        "HOME": "/h",
-        "MY_VAR": "1",
-    }
-    env |= {"DS_ACCELERATOR": "cpu", "DS_SSH": "x", "PYTHON%%": "no name"}
-    wanted = {"NCCL_DEBUG", "UCX_TLS", "MV2_X", "MLFLOW_RUN_ID", "PYTHONHASHSEED", "DS_ACCELERATOR", "PYTHONPATH"}
+    sent = {"NCCL_DEBUG", "UCX_TLS", "MV2_X", "MLFLOW_RUN_ID", "PYTHONHASHSEED", "DS_ACCELERATOR"}
+    env = dict.fromkeys((*sent, "HOME", "MY_VAR", "DS_SSH", "PYTHON%%"), "1")  # the last is no name
+    wanted = {*sent, "PYTHONPATH"}
     assert export(env).keys() == wanted
     assert runner.EXPORT_ENVS is EXPORT_ENVS
     runner.EXPORT_ENVS.append("MY_")
@@ -302,25 +283,17 @@ def test_prefixes_of_clients_count() -> None:
 
 
 def test_what_users_set_for_torch_and_its_backends_reaches_other_hosts_and_what_machines_differ_in_does_not() -> None:
-    wanted = {
-        name: "1"
-        for name in ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    }
-    wanted |= {
-        name: "1"
-        for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")
-    }
-    here = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/usr", "TORCHELASTIC_RUN_ID": "x"}
-    assert export({**wanted, **here}).keys() == {*wanted, "PYTHONPATH"}
+    wanted = ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    wanted += ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")
+    here = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TORCHELASTIC_RUN_ID")
+    assert export(dict.fromkeys(wanted + here, "1")).keys() == {*wanted, "PYTHONPATH"}
 
 
 def test_current_directory_leads_and_files_win() -> None:
     assert export({})["PYTHONPATH"] == "/cwd"
     assert export({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == "/cwd:/a:/b"
-    assert export({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/c"}) == {
-        "NCCL_DEBUG": "WARN",
-        "PYTHONPATH": "/c",
-    }
+    of_files = {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/c"}
+    assert export({"NCCL_DEBUG": "INFO"}, of_files) == of_files
 
 
 def test_aisc_sets_two_by_itself() -> None:
@@ -335,16 +308,24 @@ def test_file_text(tmp_path: Path) -> None:
     assert read_environment_files("f", [str(tmp_path)]) == wanted
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [("NOTHING", "has no '='"), ("A-B=1", "not a variable name"), ("=1", "not a variable name"), ("A=\0", "zero byte")],
-)
-def test_bad_lines_name_file_and_line(tmp_path: Path, line: str, why: str) -> None:
-    (tmp_path / ".deepspeed_env").write_text(f"# first\n{line}")
-    with pytest.raises(ValueError, match=f"/.deepspeed_env, line 2.*{why}") as caught:
-        read_environment_files(".deepspeed_env", [str(tmp_path)])
-    assert isinstance(caught.value, DeepSpeedConfigError)
-    assert "NOTHING" not in str(caught.value)  # it may be a secret that lost its name
+def test_bad_files_and_lines_are_named(tmp_path: Path) -> None:
+    refused = {
+        "NOTHING": "has no '='",
+        "A-B=1": "not a variable name",
+        "=1": "not a variable name",
+        "A=\0": "zero byte",
+    }
+    for line, why in refused.items():
+        (tmp_path / ".deepspeed_env").write_text(f"# first\n{line}")
+        with pytest.raises(ValueError, match=f"/.deepspeed_env, line 2.*{why}") as caught:
+            read_environment_files(".deepspeed_env", [str(tmp_path)])
+        assert isinstance(caught.value, DeepSpeedConfigError)
+        assert "NOTHING" not in str(caught.value)  # it may be a secret that lost its name
+    (tmp_path / ".folder").mkdir()
+    (tmp_path / ".bin").write_bytes(b"A=\xff\xfe\n")
+    for name, why in ((".folder", "cannot be read .Is a directory"), (".bin", "not a text file")):
+        with pytest.raises(DeepSpeedConfigError, match=why):
+            read_environment_files(name, [str(tmp_path)])
 
 
 def test_files_home_first(tmp_path: Path) -> None:
@@ -355,15 +336,6 @@ def test_files_home_first(tmp_path: Path) -> None:
     assert read_environment_files(".env", [str(home), str(here)]) == {"A": "home", "B": "here"}
     assert read_environment_files(str(home / ".env"), [str(home), str(here)]) == {"A": "home", "B": "home"}
     assert read_environment_files(".other", [str(home), str(here)]) == {}
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    (tmp_path / ".env").mkdir()
-    with pytest.raises(DeepSpeedConfigError, match="cannot be read .Is a directory"):
-        read_environment_files(".env", [str(tmp_path)])
-    (tmp_path / ".bin").write_bytes(b"A=\xff\xfe\n")
-    with pytest.raises(DeepSpeedConfigError, match="not a text file"):
-        read_environment_files(".bin", [str(tmp_path)])
 
 
 def test_names_and_masks() -> None:
@@ -392,14 +364,10 @@ def two_sockets(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_core_list() -> None:
-    assert parse_core_list("0-3,8,10-11") == [0, 1, 2, 3, 8, 10, 11]
-    assert parse_core_list("7") == [7]
+BAD_LISTS = ["", " 1", "1, 2", "1,", "a", "3-1", "2,1", "0-3,3", "1-", "-1", "0x1", "1--2", "0-99999999", "\u0661"]
 
 
-@for_each(
-    "text", ["", " 1", "1, 2", "1,", "a", "3-1", "2,1", "0-3,3", "1-", "-1", "0x1", "1--2", "0-99999999", "\u0661"]
-)
+@for_each("text", BAD_LISTS)
 def test_malformed_core_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected ascending") as caught:
         parse_core_list(text)
@@ -408,6 +376,7 @@ def test_malformed_core_lists_are_refused(text: str) -> None:
 
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_every_ascending_list_reads_back(cores: set[int]) -> None:
+    assert parse_core_list("0-3,8,10-11") == [0, 1, 2, 3, 8, 10, 11]
     assert parse_core_list(",".join(map(str, sorted(cores)))) == sorted(cores)
 
 

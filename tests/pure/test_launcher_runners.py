@@ -23,16 +23,8 @@ RANK = ("py", "-u", "t.py", "--x", "a b")
 
 
 def job(**fields: object) -> Job:
-    plain: dict = dict(
-        world=WORLD,
-        script="t.py",
-        arguments=("--x", "a b"),
-        master_addr="h1",
-        master_port=1234,
-        python="py",
-        cwd="/c d",
-    )
-    return Job(**{**plain, "exports": EXPORTS, **fields})
+    plain = {"script": "t.py", "arguments": ("--x", "a b"), "master_addr": "h1", "master_port": 1234, "python": "py"}
+    return Job(**{**plain, "world": WORLD, "exports": EXPORTS, "cwd": "/c d", **fields})
 
 
 def options(*flags: str) -> Namespace:
@@ -89,39 +81,16 @@ def test_what_ssh_sends_survives_two_shells(tmp_path: Path, venv: str | None) ->
 
 
 def test_node_command_is_what_the_node_launcher_reads() -> None:
-    given = job(
-        module=True,
-        local_rank_argument=False,
-        on_devices=True,
-        log_dir="l d",
-        bind_cores=True,
-        core_list="0-1",
-        log_level="debug",
-        master_port=0,
-        save_pid=77,
-    )
+    fields = {"module": True, "local_rank_argument": False, "on_devices": True, "log_dir": "l d", "bind_cores": True}
+    fields |= {"core_list": "0-1", "log_level": "debug", "master_port": 0}
+    given = job(**fields, save_pid=77)
     command = node_command(given, 1, runner="pdsh")
     parsed = parse_line(node_parser(), command[4:])
     assert parsed.from_runner == "pdsh" and parsed.node_rank == 1
     read = node_make_job(parsed)
-    for field in (
-        "world",
-        "script",
-        "arguments",
-        "module",
-        "local_rank_argument",
-        "master_addr",
-        "master_port",
-        "on_devices",
-        "log_dir",
-    ):
+    for field in (*fields, "world", "script", "arguments", "master_addr"):
         assert getattr(read, field) == getattr(given, field), field
-    assert (read.bind_cores, read.core_list, read.log_level, read.pid_file) == (
-        True,
-        "0-1",
-        "debug",
-        "/tmp/77.deepspeed",
-    )
+    assert read.pid_file == "/tmp/77.deepspeed"
     assert parse_line(node_parser(), node_command(job(no_python=True), 0)[4:]).no_python
 
 
@@ -132,10 +101,8 @@ def test_pdsh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.argv[:-1] == ("pdsh", "-S", "-b", "-f", "1024", "-w", "h1,h2", "-u", "9")
     text = found.argv[-1]
     assert text.count("--node_rank=%n ") == 1 and "50%%" in text
-    assert (
-        text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "").replace("=pdsh", "=ssh")
-        == ssh_command(job(), 1, options())[-1]
-    )
+    as_ssh = text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "").replace("=pdsh", "=ssh")
+    assert as_ssh == ssh_command(job(), 1, options())[-1]
 
 
 # MPI and Slurm
@@ -144,61 +111,35 @@ def test_pdsh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_openmpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf").write_text("h1 slots=2\n")
-    exports = [
-        "-x",
-        "UCX_TLS=tcp",
-        "-x",
-        "NCCL_DEBUG=INFO",
-        "-x",
-        f"ODD={EXPORTS['ODD']}",
-        "-x",
-        "MASTER_ADDR=h1",
-        "-x",
-        "MASTER_PORT=1234",
-    ]
+    pairs = {"UCX_TLS": "tcp", **VARIABLES}
+    exports = [word for name, value in pairs.items() for word in ("-x", f"{name}={value}")]
     head = ["mpirun", "-n", "4", "-hostfile", "hf", "--mca", "btl", "^openib"]
-    assert words("openmpi", "-H", "hf") == [
-        *head,
-        *exports,
-        *RANK,
-    ]  # no interface is named: few machines have an eth0
+    # no interface is named: few machines have an eth0
+    assert words("openmpi", "-H", "hf") == [*head, *exports, *RANK]
     own = ("--mca", "btl_tcp_if_include", "ib0")
     assert words("openmpi", "-H", "hf", f"--launcher_args={shlex.join(own)}") == [*head, *own, *exports, *RANK]
     assert "-hostfile" not in words("openmpi")
     users = words("openmpi", job_=job(exports={"UCX_TLS": "rc"}))
     assert "UCX_TLS=rc" in users and "UCX_TLS=tcp" not in users
-    assert (
-        words("openmpi", job_=job(world={"h1": (0, 1, 2), "h2": (0,)}))[2] == "4"
-    )  # it reads unequal slots from the hostfile
+    # it reads unequal slots from the hostfile
+    assert words("openmpi", job_=job(world={"h1": (0, 1, 2), "h2": (0,)}))[2] == "4"
     assert words("openmpi", job_=job(module=True))[-6:] == ["py", "-u", "-m", "t.py", "--x", "a b"]
     assert words("openmpi", job_=job(no_python=True))[-4:] == ["MASTER_PORT=1234", "t.py", "--x", "a b"]
 
 
-GENV = [
-    "-genv",
-    "NCCL_DEBUG",
-    "INFO",
-    "-genv",
-    "ODD",
-    EXPORTS["ODD"],
-    "-genv",
-    "MASTER_ADDR",
-    "h1",
-    "-genv",
-    "MASTER_PORT",
-    "1234",
-]
-SIZES = ["-genv", "WORLD_SIZE", "4", "-genv", "LOCAL_SIZE", "2"]
+VARIABLES = {**EXPORTS, "MASTER_ADDR": "h1", "MASTER_PORT": "1234"}
+SIZES = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
+GENV = [word for name, value in (VARIABLES | SIZES).items() for word in ("-genv", name, value)]
 
 
 def test_mpich() -> None:
-    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-hosts", "h1,h2", *RANK_FROM_MPI]
+    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, "-hosts", "h1,h2", *RANK_FROM_MPI]
     assert words("mpich", "--launcher_args=-v") == [*head, *RANK]
     assert words("mpich", job_=job(module=True))[-4:] == ["-m", "t.py", "--x", "a b"]
 
 
 def test_impi() -> None:
-    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2"]
+    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2"]
     assert words("impi", "--launcher_args=-v") == [*head, *RANK_FROM_MPI, *RANK]
 
 
@@ -214,9 +155,7 @@ def test_mvapich() -> None:
         "MV2_INTER_ALLGATHER_TUNING": "5",
         "MV2_CUDA_USE_NAIVE": "0",
         "MV2_USE_CUDA": "1",
-        **EXPORTS,
-        "MASTER_ADDR": "h1",
-        "MASTER_PORT": "1234",
+        **VARIABLES,
     }
     assert "MV2_USE_CUDA" not in words("mvapich")
 
@@ -228,7 +167,7 @@ def test_slurm() -> None:
     assert found.env == EXPORTS  # values may have commas, at which --export would split them
     found = build(job(), "slurm", "--num_gpus", "2")
     assert list(found.argv[9:12]) == ["--gpus-per-node", "2", "--export=ALL"]
-    assert found.env == {**EXPORTS, "MASTER_ADDR": "h1", "MASTER_PORT": "1234"}
+    assert found.env == VARIABLES
 
 
 UNEQUAL = {"h1": (0, 1), "h2": (0,)}
@@ -244,12 +183,7 @@ UNEQUAL = {"h1": (0, 1), "h2": (0,)}
             "same number of slots on every host, but h1 has 2, h2 has 1",
         ),
         ("openmpi mpich impi mvapich", {}, "-i h1", "--include does not work with --launcher"),
-        (
-            "openmpi mpich impi mvapich",
-            {},
-            "--num_gpus 1",
-            "--num_gpus does not work with --launcher",
-        ),
+        ("openmpi mpich impi mvapich", {}, "--num_gpus 1", "--num_gpus does not work with --launcher"),
         ("openmpi mpich impi mvapich", {"arguments": ("a", ":", "b")}, "", "the argument ':'"),
         ("slurm", {"world": {"h1": (1, 2)}}, "", "first devices of every host, but h1 is to use 1,2"),
         ("openmpi mpich impi mvapich slurm", {"log_dir": "l"}, "", "--enable_each_rank_log has no effect"),
@@ -267,10 +201,8 @@ def test_restrictions_are_sentences(launchers: str, fields: dict, flags: str, se
 
 
 def test_names_and_words() -> None:
-    assert (
-        options("--launcher", "OpenMPI").launcher == "openmpi"
-        and " ".join(RUNNERS) == "ssh pdsh openmpi mpich impi mvapich slurm"
-    )
+    assert options("--launcher", "OpenMPI").launcher == "openmpi"
+    assert " ".join(RUNNERS) == "ssh pdsh openmpi mpich impi mvapich slurm"
     with pytest.raises(UsageError, match="--launcher 'slrum' is unknown, did you mean 'slurm'"):
         options("--launcher", "slrum")
     assert options("--launcher_args=-x 'a b'").launcher_args == ("-x", "a b")

@@ -12,20 +12,13 @@ from deepspeed.errors import UsageError
 from deepspeed.tools.simulate.models import Decoder, shape_of
 from deepspeed.tools.simulate.plan import cli
 from deepspeed.tools.simulate.plan.adapters import AdaptedLinear, Lora, adapt, chosen_layers
+from tests.harness.decoders import Conv1D
+from tests.harness.rows import for_each
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 8,
 }  # fmt: skip
-
-
-class Conv1D(nn.Module):
-    """As transformers has it: the weight is (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.ones(nx, nf))
 
 
 class Mixed(nn.Module):
@@ -42,7 +35,7 @@ def decoder(**changes: Any) -> Decoder:
     return Decoder(shape_of(TINY | changes, "tiny"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("targets", "chosen"),
     [
         ("q_proj", ["q_proj", "inner.q_proj"]),  # and not what only ends alike
@@ -78,7 +71,7 @@ def test_adapters_have_the_shapes_of_the_paper_and_all_else_is_frozen() -> None:
     assert all("base_layer" in n or "embed" in n for n, p in model.named_parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("base", "asked", "made"),
     [
         (torch.bfloat16, None, torch.float32),
@@ -92,7 +85,7 @@ def test_adapters_are_as_wide_as_pefts(base: torch.dtype, asked: torch.dtype | N
     assert {p.dtype for n, p in layer.named_parameters() if "lora" in n} == {made}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("targets", "words"),
     [
         ("q_prj", ["no module is called 'q_prj'", "c_attn, extra_q_proj, q_proj"]),

@@ -1,9 +1,8 @@
 """Loss scaling: traces of the state machine, written out by hand."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from deepspeed.config import load_config
 from deepspeed.engine.loss_scale import DynamicLossScaler, LossScaler, build_loss_scaler
 from deepspeed.errors import UsageError
 
@@ -17,34 +16,23 @@ def trace(scaler, events):
     return out
 
 
-def test_first_overflows_are_let_pass():
-    assert trace(DynamicLossScaler(64, scale_window=100, hysteresis=3), "xxxx") == [64, 64, 32, 16]
-
-
-def test_hysteresis_one_halves_at_once():
-    assert trace(DynamicLossScaler(64, hysteresis=1), "xx.x") == [32, 16, 16, 8]
-
-
-def test_used_up_hysteresis_stays_used_up_until_a_doubling():
-    assert trace(DynamicLossScaler(64, scale_window=2, hysteresis=2), "x.x...x") == [64, 64, 32, 32, 32, 64, 64]
-
-
-def test_consecutive_hysteresis_is_given_back_by_every_good_step():
-    assert trace(DynamicLossScaler(64, scale_window=100, hysteresis=2, consecutive_hysteresis=True), "x.x.xx") == [
-        64,
-        64,
-        64,
-        64,
-        64,
-        32,
-    ]
-
-
-def test_doubles_after_each_quiet_window():
-    # iteration i doubles when i - last_overflow - 1 is a positive multiple of the window
-    assert trace(DynamicLossScaler(4, scale_window=3, hysteresis=1), ".......") == [4, 4, 4, 8, 8, 8, 16]
-    assert trace(DynamicLossScaler(4, scale_window=3, hysteresis=1), "x....x...") == [2, 2, 2, 2, 4, 2, 2, 2, 2]
-    assert trace(DynamicLossScaler(4, scale_window=1, hysteresis=1), "....") == [4, 8, 16, 32]
+@pytest.mark.parametrize(
+    ("settings", "events", "scales"),
+    [
+        ({"hysteresis": 3}, "xxxx", [64, 64, 32, 16]),  # the first overflows are let pass
+        ({"hysteresis": 1}, "xx.x", [32, 16, 16, 8]),
+        # what is used up stays so until a doubling
+        ({"hysteresis": 2, "scale_window": 2}, "x.x...x", [64, 64, 32, 32, 32, 64, 64]),
+        # unless every good step gives it back
+        ({"hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [64, 64, 64, 64, 64, 32]),
+        # iteration i doubles when i - last_overflow - 1 is a positive multiple of the window
+        ({"hysteresis": 1, "scale_window": 3}, ".......", [64, 64, 64, 128, 128, 128, 256]),
+        ({"hysteresis": 1, "scale_window": 3}, "x....x...", [32, 32, 32, 32, 64, 32, 32, 32, 32]),
+        ({"hysteresis": 1, "scale_window": 1}, "....", [64, 128, 256, 512]),
+    ],
+)
+def test_overflows_halve_and_quiet_windows_double(settings, events, scales):
+    assert trace(DynamicLossScaler(64, **{"scale_window": 100, **settings}), events) == scales
 
 
 def test_floor_raises_with_advice_and_changes_nothing():
@@ -54,10 +42,7 @@ def test_floor_raises_with_advice_and_changes_nothing():
     with pytest.raises(UsageError, match="minimum 3.*learning rate"):
         scaler.update(True)
     assert scaler.state_dict() == before
-
-
-def test_an_initial_scale_under_the_floor_is_not_raised_by_an_overflow():
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError):  # an initial scale under the floor is not raised
         DynamicLossScaler(1, min_scale=2, hysteresis=1).update(True)
 
 
@@ -89,42 +74,27 @@ def test_a_state_of_the_other_kind_is_no_obstacle():
     assert dynamic.loss_scale == 2**16 and static.loss_scale == 8
 
 
-@pytest.mark.parametrize("bad", [{"init_scale": 0}, {"scale_window": 0}, {"hysteresis": 0}, {"min_scale": 0}])
-def test_settings_out_of_range(bad):
-    with pytest.raises(ValueError, match="loss"):
-        DynamicLossScaler(**bad)
-
-
-def test_static_scale_must_be_positive():
+def test_settings_out_of_range():
+    for bad in ("init_scale", "scale_window", "hysteresis", "min_scale"):
+        with pytest.raises(ValueError, match="loss"):
+            DynamicLossScaler(**{bad: 0})
     with pytest.raises(ValueError, match="positive"):
         LossScaler(-1)
 
 
-def config(dtype="fp16", **changes):
-    fp16 = {
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-    }
-    return SimpleNamespace(compute_dtype=dtype, fp16=SimpleNamespace(**(fp16 | changes)))
+def build(dtype="fp16", **fp16):
+    blocks = {"fp16": {"enabled": dtype == "fp16", **fp16}, "bf16": {"enabled": dtype == "bf16"}}
+    return build_loss_scaler(load_config({"train_micro_batch_size_per_gpu": 1, **blocks}, world_size=1))
 
 
 def test_build_from_config():
-    dynamic = build_loss_scaler(
-        config(initial_scale_power=5, loss_scale_window=7, hysteresis=3, consecutive_hysteresis=True, min_loss_scale=2)
-    )
+    words = {"initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 2}
+    dynamic = build(**words, consecutive_hysteresis=True)
     assert isinstance(dynamic, DynamicLossScaler) and dynamic.loss_scale == 32
-    assert (dynamic.scale_window, dynamic.delayed_shift, dynamic.consecutive_hysteresis, dynamic.min_scale) == (
-        7,
-        3,
-        True,
-        2,
-    )
-    assert build_loss_scaler(config(loss_scale=512)).loss_scale == 512
-    assert not build_loss_scaler(config(loss_scale=512)).dynamic
+    assert (dynamic.scale_window, dynamic.delayed_shift, dynamic.min_scale) == (7, 3, 2)
+    assert dynamic.consecutive_hysteresis
+    static = build(loss_scale=512)
+    assert static.loss_scale == 512 and not static.dynamic
     for dtype in ("bf16", "fp32"):
-        scaler = build_loss_scaler(config(dtype, loss_scale=512))
+        scaler = build(dtype, loss_scale=512)
         assert isinstance(scaler, LossScaler) and scaler.loss_scale == 1

@@ -53,7 +53,7 @@ def test_range_test(staircase):
     assert trace(schedule, 12) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5])
+@for_each("size", [0, -1, 1.5])
 def test_range_test_step_size(size):
     with pytest.raises(ValueError, match="lr_range_test_step_size"):
         LRRangeTest(adam(), lr_range_test_step_size=size)
@@ -61,16 +61,8 @@ def test_range_test_step_size(size):
 
 def test_one_cycle_climbs_falls_and_decays():
     opt = adam()
-    schedule = OneCycle(
-        opt,
-        0.1,
-        0.5,
-        decay_lr_rate=0.5,
-        cycle_first_step_size=4,
-        cycle_second_step_size=8,
-        decay_step_size=2,
-        decay_mom_rate=0.25,
-    )
+    sizes = {"cycle_first_step_size": 4, "cycle_second_step_size": 8, "decay_step_size": 2}
+    schedule = OneCycle(opt, 0.1, 0.5, decay_lr_rate=0.5, decay_mom_rate=0.25, **sizes)
     assert opt.param_groups[0]["betas"] == (0.8, 0.999) and schedule.get_mom() == [(0.9, 0.999)]
     rates, momenta = [], []
     for _ in range(16):
@@ -145,10 +137,10 @@ def test_one_cycle_without_betas(log):
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("sizes", [(0, None), (-1, 3), (2, -1)])
-def test_one_cycle_sizes(sizes):
+@for_each(("first", "second"), [(0, None), (-1, 3), (2, -1)])
+def test_one_cycle_sizes(first, second):
     with pytest.raises(ValueError, match="cycle_first_step_size"):
-        OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=sizes[0], cycle_second_step_size=sizes[1])
+        OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=first, cycle_second_step_size=second)
 
 
 def gamma(i, steps, kind):
@@ -162,9 +154,8 @@ def gamma(i, steps, kind):
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_warmup(kind, steps):
     expected = [0.1] + [0.1 + 0.4 * gamma(i, steps, kind) for i in range(9)]
-    assert trace(WarmupLR(adam(), 0.1, 0.5, steps, kind), 3)[:2] == pytest.approx([0.1, 0.1])
-    schedule = WarmupLR(adam(), 0.1, 0.5, steps, kind)
-    assert trace(schedule, 10) == pytest.approx(expected)
+    assert expected[:2] == [0.1, 0.1]
+    assert trace(WarmupLR(adam(), 0.1, 0.5, steps, kind), 10) == pytest.approx(expected)
 
 
 def test_warmup_reaches_the_groups_own_rates():
@@ -201,9 +192,8 @@ def test_warmup_cosine(kind):
     opt = adam(0.5, 2.0)
     schedule = WarmupCosineLR(opt, 10, 0.2, 4, 0.05, kind)
     assert trace(schedule, 14) == pytest.approx([0.5 * ratio(i) for i in range(-1, 13)])
-    assert opt.param_groups[1]["lr"] == pytest.approx(2.0 * ratio(12)) and schedule.get_lr_ratio() == pytest.approx(
-        ratio(12)
-    )
+    assert opt.param_groups[1]["lr"] == pytest.approx(2.0 * ratio(12))
+    assert schedule.get_lr_ratio() == pytest.approx(ratio(12))
 
 
 def test_zero_warmup_is_clamped_with_a_warning(log):
@@ -211,14 +201,11 @@ def test_zero_warmup_is_clamped_with_a_warning(log):
     assert "warmup_num_steps is 0" in log.text
 
 
-@pytest.mark.parametrize("steps", [-1, 2.5, "10", True, None])
+@for_each("steps", [-1, 2.5, "10", True, None])
 def test_warmup_steps_must_be_a_whole_number(steps):
-    for build in (
-        lambda: WarmupLR(adam(), warmup_num_steps=steps),
-        lambda: WarmupCosineLR(adam(), 10, warmup_num_steps=steps),
-    ):
+    for kind, words in ((WarmupLR, ()), (WarmupCosineLR, (10,))):
         with pytest.raises(ValueError, match="warmup_num_steps"):
-            build()
+            kind(adam(), *words, warmup_num_steps=steps)
 
 
 def test_whole_floats_and_unknown_warmup_type(log):
@@ -296,7 +283,7 @@ def test_torch_schedulers_by_name_act_on_the_base_optimizer():
     assert type(build_scheduler("ReduceLROnPlateau", None, opt)).__name__ == "ReduceLROnPlateau"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "near"),
     [("warmuplr", "WarmupLR"), ("StepLr", "StepLR"), ("OneCicle", "OneCycle"), ("LRScheduler", ""), ("Optimizer", "")],
 )
@@ -306,7 +293,7 @@ def test_unknown_scheduler(name, near):
     assert f"did you mean '{near}'" in str(info.value) or not near
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "params", "words"),
     [
         ("WarmupLR", {"warmup_steps": 3}, "warmup_num_steps"),
@@ -327,32 +314,14 @@ def parse(*argv):
 
 
 def test_tuning_arguments_defaults():
-    expected = {
-        "lr_schedule": None,
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_step_size": 1000,
-        "lr_range_test_staircase": False,
-        "cycle_first_step_size": 1000,
-        "cycle_first_stair_count": -1,
-        "cycle_second_step_size": -1,
-        "cycle_second_stair_count": -1,
-        "decay_step_size": 1000,
-        "cycle_min_lr": 0.01,
-        "cycle_max_lr": 0.1,
-        "decay_lr_rate": 0.0,
-        "cycle_momentum": False,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-        "warmup_min_lr": 0,
-        "warmup_max_lr": 0.001,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-        "warmup_min_ratio": 0.01,
-        "cos_min_ratio": 0.01,
-    }
-    assert vars(parse()) == expected
+    ranged = {"min_lr": 0.001, "step_rate": 1.0, "step_size": 1000, "staircase": False}
+    cycle = {"min_lr": 0.01, "max_lr": 0.1, "first_step_size": 1000, "second_step_size": -1}
+    cycle |= {"first_stair_count": -1, "second_stair_count": -1, "momentum": False, "min_mom": 0.8, "max_mom": 0.9}
+    decay = {"step_size": 1000, "lr_rate": 0.0, "mom_rate": 0.0}
+    warmup = {"min_lr": 0, "max_lr": 0.001, "num_steps": 1000, "type": "log", "min_ratio": 0.01}
+    blocks = {"lr_range_test": ranged, "cycle": cycle, "decay": decay, "warmup": warmup, "cos": {"min_ratio": 0.01}}
+    expected = {f"{prefix}_{name}": value for prefix, block in blocks.items() for name, value in block.items()}
+    assert vars(parse()) == {"lr_schedule": None, **expected}
     args = parse("--cycle_momentum", "--lr_range_test_staircase", "true", "--warmup_num_steps", "7")
     assert args.cycle_momentum and args.lr_range_test_staircase and args.warmup_num_steps == 7
 
@@ -369,9 +338,8 @@ def test_config_from_args_builds():
 
 def test_override_params():
     params = {"warmup_num_steps": 3, "warmup_min_lr": 0.5}
-    lr_schedules.override_params(
-        argparse.Namespace(warmup_num_steps=9, warmup_min_lr=0, warmup_type="linear", other=1), params
-    )
+    given = argparse.Namespace(warmup_num_steps=9, warmup_min_lr=0, warmup_type="linear", other=1)
+    lr_schedules.override_params(given, params)
     assert params == {"warmup_num_steps": 9, "warmup_min_lr": 0.5, "warmup_type": "linear"}
 
 

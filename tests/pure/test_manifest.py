@@ -1,6 +1,7 @@
 """The manifest round-trips exactly, and no byte of it can change unnoticed; boxes cover tensors as rectangles do."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from deepspeed.checkpoint.format.folders import MANIFEST
 from deepspeed.checkpoint.format.manifest import Box, Entry, Manifest
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.regions import Region
+from tests.harness.rows import for_each
 
 
 def example() -> Manifest:
@@ -60,16 +62,15 @@ def test_another_version_is_refused_by_its_number() -> None:
         parse(b'{"format":"deepspeed-checkpoint","version":2,"crc32c":"00000000",\n}')
 
 
-@pytest.mark.parametrize("file", ["../x", "/etc/passwd", ".hidden", "a/b"])
-def test_a_box_outside_the_folder_is_refused(file: str) -> None:
-    bad = Manifest({("master", "w"): Entry("master", "w", torch.float32, (1,), (Box(file, 0, 64, 0, 1, (0,)),))})
-    with pytest.raises(CheckpointError, match="not a manifest"):
-        parse(bad.to_bytes(crc32c))
-
-
-@pytest.mark.parametrize("box", [(64, 0, 1, ()), (64, 0, 1, (0, 0)), (-64, 0, 1, ()), (64, -1, 1, (0,))])
-def test_a_place_that_cannot_be_is_refused(box: tuple[int, int, int, tuple[int, ...]]) -> None:
-    bad = Manifest({("master", "w"): Entry("master", "w", torch.float32, (1,), (Box("a", 0, *box),))})
+@for_each(
+    ("file", "box"),
+    [
+        *((file, (64, 0, 1, (0,))) for file in ("../x", "/etc/passwd", ".hidden", "a/b")),
+        *(("a", box) for box in ((64, 0, 1, ()), (64, 0, 1, (0, 0)), (-64, 0, 1, ()), (64, -1, 1, (0,)))),
+    ],
+)
+def test_a_box_outside_the_folder_or_its_file_is_refused(file: str, box: tuple[Any, ...]) -> None:
+    bad = Manifest({("master", "w"): Entry("master", "w", torch.float32, (1,), (Box(file, 0, *box),))})
     with pytest.raises(CheckpointError, match="not a manifest"):
         parse(bad.to_bytes(crc32c))
 

@@ -123,9 +123,8 @@ def test_by_hand(
     frozen = tuple(i for i, n in enumerate(numels) if n < 0)
     found = lines(plan, sizes(plan, *map(abs, numels), frozen=frozen), ways, **widths)
     place = "host" if zero is ON_HOST else "device"
-    assert [found.get(name, Line(name)) for name in RESTS] == [
-        Line(name, **{place: n}) for name, n in zip(RESTS, rests, strict=True)
-    ]
+    for name, wanted in zip(RESTS, rests, strict=True):
+        assert found.get(name, Line(name)) == Line(name, **{place: wanted})
     for name, wanted in (("units gathered at once", whole), ("gradients on their way", travel)):
         assert wanted is None or found.get(name, Line(name)).device == wanted
     assert "staging buffers" not in found
@@ -135,13 +134,8 @@ def test_offloaded_to_the_drive() -> None:
     """A tile holds master and slots of 400 elements, three of them; parameters pass in pieces of 100 elements, two at
     once.
     """
-    zero = {
-        "stage": 3,
-        "sub_group_size": 400,
-        "offload_optimizer": {**DRIVE, "buffer_count": 3},
-        "offload_param": {**PARAMS, "buffer_count": 2},
-    }
-    plan = plan_of(zero, 2)
+    blocks = {"offload_optimizer": {**DRIVE, "buffer_count": 3}, "offload_param": {**PARAMS, "buffer_count": 2}}
+    plan = plan_of({"stage": 3, "sub_group_size": 400, **blocks}, 2)
     plan = replace(plan, offload=replace(plan.offload, param_piece_numel=100))
     found = lines(plan, sizes(plan, N, 4 * N), (2,))
     assert found["parameters"] == Line("parameters", drive=5 * N)
@@ -153,9 +147,8 @@ def test_offloaded_to_the_drive() -> None:
 def test_buffers_are_no_larger_than_what_passes_through_them() -> None:
     plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "offload_param": PARAMS})
     found = lines(plan, sizes(plan, N, 10))
-    assert (
-        found["staging buffers"].host == 4 * N * 12 + 4 * N * 2
-    )  # four of five buffers: three shards ahead and the one in use
+    # four of five buffers: three shards ahead and the one in use
+    assert found["staging buffers"].host == 4 * N * 12 + 4 * N * 2
 
 
 def test_gradients_on_the_drive_need_buffers_of_a_whole_shard() -> None:
@@ -182,16 +175,14 @@ def test_max_in_cpu_fills_up_with_the_first_shards() -> None:
 
 def test_copies_for_asynchronous_saves_are_what_each_rank_writes() -> None:
     """Equal replicas share the writing; what rests on a drive is not copied; a frozen weight is copied as it is."""
-    background = {"checkpoint": {"async": True}}
+    background, copies = {"checkpoint": {"async": True}}, "copies for asynchronous saves"
     for stage in (0, 1, 3):
         plan = plan_of({"stage": stage}, 4, **background)
         found = lines(plan, sizes(plan, N, N, frozen=(1,)), (4,))
-        assert found["copies for asynchronous saves"] == Line(
-            "copies for asynchronous saves", host=N // 4 * 12 + N // 4 * 2
-        )
+        assert found[copies] == Line(copies, host=N // 4 * 12 + N // 4 * 2)
     plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "offload_param": PARAMS}, 1, **background)
-    assert "copies for asynchronous saves" not in lines(plan, sizes(plan, N, N, frozen=(1,)))
-    assert "copies for asynchronous saves" not in lines(plan_of({"stage": 3}), sizes(plan_of({"stage": 3}), N))
+    assert copies not in lines(plan, sizes(plan, N, N, frozen=(1,)))
+    assert copies not in lines(plan_of({"stage": 3}), sizes(plan_of({"stage": 3}), N))
 
 
 def test_on_a_machine_without_accelerator_everything_is_host_memory() -> None:
@@ -329,25 +320,18 @@ def test_every_advice_fits(stage: int, width: int, start: str) -> None:
 def test_impossible_limits_say_the_least_that_is_possible() -> None:
     plan = plan_of({"stage": 3})
     said = refusal(plan, sizes(plan, 10**9), Limits(host=1 << 20))
-    assert (
-        "It fits with" not in said
-        and "raise the limit or use more ranks" in said
-        and "memory.host_limit is 1 MiB" in said
-    )
+    assert "raise the limit or use more ranks" in said and "memory.host_limit is 1 MiB" in said
+    assert "It fits with" not in said
 
 
 def test_the_device_has_its_own_limit() -> None:
     plan = plan_of({"stage": 3})
     units = sizes(plan, *[N] * 1000)
-    said = refusal(plan, units, Limits(device=4_000_000, device_used=100), shared=False)
+    limits = Limits(device=4_000_000, device_used=100)
+    said = refusal(plan, units, limits, shared=False)
     assert "memory.device_limit" in said and 'offload_optimizer.device "cpu"' in said and "of the device" in said, said
     better = plan_of({"stage": 3, **settings_in(said, {})})
-    assert (
-        fitted(
-            better, sizes(better, *[N] * 1000), Limits(device=4_000_000, device_used=100), shared=False
-        ).memory.device
-        <= 4_000_000
-    )
+    assert fitted(better, sizes(better, *[N] * 1000), limits, shared=False).memory.device <= 4_000_000
 
 
 def test_parameters_that_stay_whole_are_not_sent_away() -> None:
@@ -363,6 +347,12 @@ GROUP = "control group /job (memory.max 3 MiB)"
 BIG = (100_000,) * 30
 
 
+def big(**zero: Any) -> tuple[ZeroPlan, list[UnitSize]]:
+    """Plan stage 3 with small tiles, for units that need tens of MB."""
+    plan = plan_of({"stage": 3, "sub_group_size": 10_000, **zero})
+    return plan, sizes(plan, *BIG)
+
+
 def present(nbytes: int) -> Limits:
     return Limits(host=nbytes, source=GROUP)
 
@@ -374,18 +364,15 @@ def elements(found: Fitted, what: str) -> tuple[int, int]:
 
 
 def test_gradients_go_first_and_the_log_says_so() -> None:
-    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
-    units = sizes(plan, *BIG)
+    plan, units = big(offload_optimizer=DRIVE, offload_param=DRIVE)
     whole = fitted(plan, units, Limits())
     assert whole.moved == "" and whole.offload is plan.offload
     found = fitted(plan, units, present(whole.memory.host - 1))
     assert elements(found, "gradients") == (0, 12_000_000) and elements(found, "parameters") == (6_000_000, 0)
     assert found.offload is plan.offload, "parameters stay"
     assert fitted(plan, units, Limits(host=whole.memory.host)).rows == whole.rows, "what fits exactly fits"
-    assert (
-        found.moved.startswith(f"{GROUP} leaves a rank") and "11 MiB of gradients rest on the drive" in found.moved
-    ), found.moved
-    assert "memory.host_limit" in found.moved
+    assert found.moved.startswith(f"{GROUP} leaves a rank") and "memory.host_limit" in found.moved
+    assert "11 MiB of gradients rest on the drive" in found.moved
     assert fitted(plan, units, Limits(host=whole.memory.host - 1)).moved == "", "the user knows a limit of their own"
 
 
@@ -393,17 +380,13 @@ def test_then_as_many_parameters_as_have_to() -> None:
     """Every limit between the smallest plan and the one of gradients alone is kept, with no more on the drive than that
     takes.
     """
-    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
-    units = sizes(plan, *BIG)
+    plan, units = big(offload_optimizer=DRIVE, offload_param=DRIVE)
     before = elements(fitted(plan, units, present(8_000_000)), "parameters")[0]
     for limit in range(7_900_000, 3_400_000, -100_000):
         found = fitted(plan, units, present(limit))
         here, drive = elements(found, "parameters")
-        assert (
-            found.memory.host <= limit < found.memory.host + 2 * 200_000
-            and here + drive == 6_000_000
-            and here <= before
-        )
+        assert found.memory.host <= limit < found.memory.host + 2 * 200_000
+        assert here + drive == 6_000_000 and here <= before
         assert "MiB of parameters and 11 MiB of gradients rest on the drive" in found.moved
         before = here
     assert before < 1_500_000
@@ -411,41 +394,33 @@ def test_then_as_many_parameters_as_have_to() -> None:
 
 @pytest.mark.parametrize("param", [{}, {"offload_param": {"device": "cpu"}}], ids=["nothing", "cpu"])
 def test_parameters_use_the_folder_of_the_optimizer_state(param: dict[str, Any]) -> None:
-    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, **param})
-    units = sizes(plan, *BIG)
+    plan, units = big(offload_optimizer=DRIVE, **param)
     found = fitted(plan, units, present(5_000_000))
     assert {row.param.tier for row in found.rows} == {Tier.NVME} and found.offload.param_folder == "/drive"
     assert found.memory.host <= 5_000_000 and elements(found, "parameters")[0] > 0
     # Parameters of an accelerator are not in host memory.
     apart = 5_000_000 if param else 2_000_000
     found = fitted(plan, units, present(apart), shared=False)
-    assert {row.param.tier for row in found.rows} == (
-        {Tier.NVME} if param else {Tier.DEVICE}
-    ) and found.memory.host <= apart
+    assert {row.param.tier for row in found.rows} == {Tier.NVME if param else Tier.DEVICE}
+    assert found.memory.host <= apart
 
 
 def test_parameters_that_every_rank_holds_whole_stay() -> None:
     """Small ones under stage 3, all under stage 2."""
-    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
-    units = [*sizes(plan, *BIG), UnitSize(50, 2, plan.row(trainable=True, persistent=True))]
+    plan, units = big(offload_optimizer=DRIVE)
+    units.append(UnitSize(50, 2, plan.row(trainable=True, persistent=True)))
     assert fitted(plan, units, present(5_000_000)).rows[-1].param.tier is Tier.DEVICE
-    plan = plan_of({"stage": 2, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
-    said = refusal(plan, sizes(plan, *BIG), present(5_000_000))
+    said = refusal(*big(stage=2, offload_optimizer=DRIVE), present(5_000_000))
     assert said.startswith(f"{GROUP} leaves a rank 5 MiB, but") and "offload_param" not in said
 
 
 def test_a_refusal_names_the_group_and_settings_that_fit() -> None:
-    plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10_000})
-    said = refusal(plan, sizes(plan, *BIG), present(20_000_000))
-    assert (
-        GROUP in said
-        and "It fits with" in said
-        and 'offload_optimizer.device "nvme"' in said
-        and "memory.host_limit" in said
-    )
-    better = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
-    assert fitted(better, sizes(better, *BIG), present(20_000_000)).memory.host <= 20_000_000
-    said = refusal(plan, sizes(plan, *BIG), present(100_000))
+    plan, units = big(offload_optimizer={"device": "cpu"})
+    said = refusal(plan, units, present(20_000_000))
+    assert GROUP in said and "It fits with" in said and "memory.host_limit" in said
+    assert 'offload_optimizer.device "nvme"' in said
+    assert fitted(*big(offload_optimizer=DRIVE), present(20_000_000)).memory.host <= 20_000_000
+    said = refusal(plan, units, present(100_000))
     assert "raise the limit or use more ranks" in said and "A memory.host_limit of yours counts" in said
 
 
@@ -460,7 +435,7 @@ def test_more_than_there_is_is_a_doubt() -> None:
 # -- configuration -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "nbytes"),
     [(3 << 30, 3 << 30), ("3GiB", 3 << 30), ("3 GiB", 3 << 30), ("500MB", 500_000_000), ("1.5gib", 3 << 29), ("7", 7)],
 )

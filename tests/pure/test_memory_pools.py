@@ -15,6 +15,7 @@ from deepspeed.monitor import hostmem
 from deepspeed.monitor.hostmem import Pool
 from deepspeed.zero.memory.fit import Limits, RankMemory, limits_of, limits_present
 from deepspeed.zero.plan import OffloadPlan
+from tests.harness.rows import for_each
 
 MIB = 1 << 20
 SECOND = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -68,21 +69,15 @@ def test_nested_groups_are_all_read(tmp_path: Path) -> None:
     assert task.key != outer.key
 
 
-def test_the_lower_of_two_limits_counts(tmp_path: Path) -> None:
+def test_the_lower_of_two_limits_counts_and_leaves_nothing_where_it_is_exceeded(tmp_path: Path) -> None:
     """Above memory.high a process is held back until nothing moves any more."""
     root = second(tmp_path, job={"memory_max": 3 * MIB, "memory_high": 2 * MIB, "memory_current": MIB})
     (group,) = hostmem.memory_groups(root)
     assert group.free == MIB and "memory.high 2 MiB" in group.name
-
-
-def test_without_a_limit_there_is_no_group(tmp_path: Path) -> None:
-    root = second(tmp_path, job={"memory_max": "max", "memory_high": "max", "memory_current": 5})
-    assert hostmem.memory_groups(root) == []
-
-
-def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    root = second(tmp_path, job={"memory_max": MIB, "memory_current": 3 * MIB})
-    assert hostmem.memory_groups(root)[0].free == 0
+    (group,) = hostmem.memory_groups(second(tmp_path, job={"memory_current": 3 * MIB}))
+    assert group.free == 0
+    second(tmp_path, job={"memory_max": "max", "memory_high": "max"})
+    assert hostmem.memory_groups(root) == [], "without a limit there is no group"
 
 
 FIRST = (
@@ -166,12 +161,9 @@ def test_one_rank_has_the_pool_less_an_eighth() -> None:
     assert found == Limits(host=7000 + 500, host_used=500, source="pool a")
 
 
-def test_ranks_of_one_machine_share_it() -> None:
+def test_ranks_of_one_machine_share_it_and_of_several_the_fullest_decides() -> None:
     assert room(rank(pool("a", 8000)), rank(pool("a", 8000))) == 3500
     assert "which 2 ranks share" in limits_present([rank(pool("a", 8000)), rank(pool("a", 7000))]).source
-
-
-def test_ranks_of_several_machines_do_not_and_the_fullest_decides() -> None:
     assert room(rank(pool("a", 8000)), rank(pool("b", 1600))) == 1400
     assert room(rank(pool("a", 8000)), rank(pool("a", 8000)), rank(pool("b", 5000))) == 3500
 
@@ -204,7 +196,7 @@ P, L, N_PER, NODES, F = 1_000_000, 10_000, 4, 2, 1.5
 G = N_PER * NODES
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "cpu", "gpu"),
     [
         ((True, True, True), 18 * P / NODES * F, 4 * L),
@@ -244,7 +236,7 @@ def _model() -> nn.Module:
     return nn.ModuleDict({"experts": nn.ModuleList([Expert(2, 2), Expert(2, 2)]), "head": nn.Linear(2, 2)})
 
 
-@pytest.mark.parametrize("wanted", [[Expert], ["Expert"], [f"{__name__}.Expert"]])
+@for_each("wanted", [[Expert], ["Expert"], [f"{__name__}.Expert"]])
 def test_leaf_by_class_or_name(wanted: list) -> None:
     model = _model()
     found = leaf.set_z3_leaf_modules(model, wanted)

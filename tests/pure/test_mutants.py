@@ -2,8 +2,6 @@
 
 from importlib import import_module
 
-import pytest
-
 from tests.harness.rows import for_each
 from tests.mutants.faults import MUTANTS
 from tests.mutants.mutant import ROOT, Mutant
@@ -36,10 +34,3 @@ def test_the_tests_of_a_fault_exist_and_make_test_runs_one(mutant: Mutant) -> No
 
 def test_ids_are_unique() -> None:
     assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS)
-
-
-def test_a_fault_without_its_place_is_named() -> None:
-    lost = Mutant("Z9", "deepspeed/nowhere.py", "a = 1", "a = 2", (), "nothing")
-    for source in ("b = 1", "a = 1\na = 1"):
-        with pytest.raises(ValueError, match=r"mutant Z9 .* deepspeed/nowhere.py, not once"):
-            lost.planted(source)

@@ -1,5 +1,6 @@
 """Which parameters form a unit: repeated blocks, packed leftovers, buckets where nothing is gathered."""
 
+import itertools
 import random
 from math import prod
 from typing import Any
@@ -15,7 +16,7 @@ from deepspeed.zero.layout import ALIGNMENT_NUMEL, FlatLayout, Granularity, Segm
 from deepspeed.zero.partition import Partition, find_blocks, partition, square_sum
 from deepspeed.zero.plan import Spread, StatePlan, Tier, UnitPlan, ZeroPlan, make_plan
 from deepspeed.zero.update.selective.columns import Band, bands_of, chosen_of, width_of
-from tests.harness.cases import all_cases
+from tests.harness.cases import all_cases, case_named
 from tests.harness.rows import for_each
 
 
@@ -28,13 +29,13 @@ def _parts(model: nn.Module, stage: int = 3, **zero: Any) -> Partition:
 THRESHOLDS, BUCKETS = (0, 20, 10**9), (1, 200, 10**9)
 
 
-@pytest.mark.parametrize(  # every pair of two of them
-    ("stage", "threshold", "bucket"),
-    [(stage, THRESHOLDS[i], BUCKETS[(stage + i) % 3]) for stage in range(4) for i in range(3)],
-)
-def test_every_parameter_of_every_case_has_exactly_one_unit(stage: int, threshold: int, bucket: int) -> None:
-    for case in all_cases().values():
-        model = case.build()
+SETTINGS = [(stage, THRESHOLDS[i], BUCKETS[(stage + i) % 3]) for stage in range(4) for i in range(3)]  # every pair
+
+
+@for_each("name", all_cases())
+def test_every_parameter_of_every_case_has_exactly_one_unit(name: str) -> None:
+    model = case_named(name).build()
+    for stage, threshold, bucket in SETTINGS:
         parts = _parts(model, stage, param_persistence_threshold=threshold, reduce_bucket_size=bucket)
         names = [name for unit in parts.units for name in unit.names]
         assert sorted(names) == sorted(name for name, _ in model.named_parameters())
@@ -90,9 +91,8 @@ def test_small_parameters_persist_up_to_the_model_threshold() -> None:
 
 def test_large_leftovers_are_units_of_their_own() -> None:
     with torch.device("meta"):
-        model = nn.ModuleDict(
-            {"embed": nn.Embedding(2_000_000, 1), "norm": nn.LayerNorm(8), "head": nn.Linear(1_500_000, 1)}
-        )
+        parts = {"embed": nn.Embedding(2_000_000, 1), "norm": nn.LayerNorm(8), "head": nn.Linear(1_500_000, 1)}
+        model = nn.ModuleDict(parts)
     names = [unit.names for unit in _parts(model).units]
     assert ["embed.weight"] in names
     assert ["head.weight", "head.bias"] in names, "weight and bias of one module are needed at the same time"
@@ -111,10 +111,8 @@ def test_what_is_only_reduced_is_cut_so_that_reductions_overlap_with_the_backwar
         units = _parts(model, stage).units
         assert max(u.numel for u in units if len(u.params) > 1) <= 1 << 25
         assert len(units) == 5, "whole buckets, and the large embedding alone"
-        assert (
-            max(u.numel for u in _parts(model, stage, reduce_bucket_size=10_000_000).units if len(u.params) > 1)
-            <= 10_000_000
-        )
+        smaller = _parts(model, stage, reduce_bucket_size=10_000_000).units
+        assert max(u.numel for u in smaller if len(u.params) > 1) <= 10_000_000
 
 
 def test_the_square_of_many_elements_is_right_to_fp32() -> None:
@@ -135,9 +133,7 @@ def _random_items(seed: int, count: int) -> Items:
     return [(f"p{i}", draw.choice(shapes), draw.randrange(3)) for i in range(count)]
 
 
-@pytest.mark.parametrize("granularity", list(Granularity))
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-@pytest.mark.parametrize("count", [0, 1, 2, 17])
+@for_each(("count", "shards", "granularity"), itertools.product([0, 1, 2, 17], [1, 2, 3, 8], Granularity))
 def test_every_parameter_has_one_aligned_place(count: int, shards: int, granularity: Granularity) -> None:
     for seed in range(8):
         items = _random_items(seed, count)
@@ -152,7 +148,7 @@ def test_every_parameter_has_one_aligned_place(count: int, shards: int, granular
         assert covered == layout.numel
 
 
-@pytest.mark.parametrize("granularity", list(Granularity))
+@for_each("granularity", Granularity)
 def test_owned_ranges_tile_every_segment(granularity: Granularity) -> None:
     layout = build_layout(_random_items(3, 20), 4, granularity)
     for segment in layout.segments:
@@ -183,15 +179,14 @@ def test_whole_tensors_are_balanced() -> None:
     assert max(fill) <= 1.2 * min(fill)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("segments", "numel", "shards", "granularity"),
     [
-        ((Segment("a", (4,), 0), Segment("b", (4,), 2)), 32, 1, Granularity.ELEMENT),
-        ((Segment("a", (40,), 0),), 32, 1, Granularity.ELEMENT),
-        ((Segment("a", (4,), 0),), 33, 2, Granularity.ELEMENT),
-        ((Segment("a", (4,), 14),), 32, 2, Granularity.PARAMETER),
+        ((Segment("a", (4,), 0), Segment("b", (4,), 2)), 32, 1, Granularity.ELEMENT),  # overlap
+        ((Segment("a", (40,), 0),), 32, 1, Granularity.ELEMENT),  # too long
+        ((Segment("a", (4,), 0),), 33, 2, Granularity.ELEMENT),  # uneven shards
+        ((Segment("a", (4,), 14),), 32, 2, Granularity.PARAMETER),  # a cut tensor
     ],
-    ids=["overlap", "too long", "uneven shards", "cut tensor"],
 )
 def test_a_layout_proves_its_own_invariants(
     segments: tuple[Segment, ...], numel: int, shards: int, granularity: Granularity
@@ -272,11 +267,8 @@ def test_the_table(name: str) -> None:
     zero, param, grad, optim, small, each_backward = TABLE[name]
     plan = _plan(zero)
     assert [_say(s) for s in (plan.regular.param, plan.regular.grad, plan.regular.optim)] == [param, grad, optim]
-    assert [_say(s) for s in (plan.persistent.param, plan.persistent.grad, plan.persistent.optim)] == [
-        small,
-        grad,
-        optim,
-    ]
+    persistent = [plan.persistent.param, plan.persistent.grad, plan.persistent.optim]
+    assert [_say(s) for s in persistent] == [small, grad, optim]
     assert plan.regular.reduce_each_backward is plan.persistent.reduce_each_backward is each_backward
     for persistent in (False, True):
         frozen = plan.row(trainable=False, persistent=persistent)
@@ -294,15 +286,8 @@ def test_shard_groups_only_where_parameters_are_sharded() -> None:
 
 
 def test_sizes_come_from_the_configuration() -> None:
-    plan = _plan(
-        {
-            "stage": 3,
-            "reduce_bucket_size": 11,
-            "prefetch_bucket_size": 12,
-            "param_persistence_threshold": 13,
-            "max_live_parameters": 14,
-        }
-    )
+    sizes = {"reduce_bucket_size": 11, "prefetch_bucket_size": 12, "param_persistence_threshold": 13}
+    plan = _plan({"stage": 3, "max_live_parameters": 14, **sizes})
     assert (plan.pack_numel, plan.prefetch_numel, plan.persistence_numel, plan.live_numel) == (11, 12, 13, 14)
     assert _plan({"stage": 3, "max_reuse_distance": 15}).reuse_numel == 15
     assert _plan({"stage": 3}).reuse_numel == 0, "the default must not keep whole small models gathered"

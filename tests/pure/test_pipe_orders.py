@@ -1,5 +1,6 @@
 """Schedules of pipelines: every rank can execute its program, waits as its paper says, and keeps as little."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,23 @@ class _Beside(nn.Module):
         return (y * self.gate.exp()).transpose(0, 1), self.gate.square()
 
 
+def _same_in_two_halves(
+    outputs: Callable[[], list[torch.Tensor]], grads: list[torch.Tensor], x: torch.Tensor, weights: list[nn.Parameter]
+) -> None:
+    """Compare a backward in two halves with a whole one, over two micro-batches of which the second adds."""
+    for _ in range(2):
+        torch.autograd.backward(outputs(), grads)
+    expected, wanted = [p.grad.clone() for p in weights], x.grad.clone()
+    for param in (*weights, x):
+        param.grad = None
+    halves = [split_backward(outputs(), grads, [x], weights) for _ in range(2)]
+    torch.testing.assert_close(x.grad, wanted)
+    assert all(p.grad is None for p in weights), "weights come later"
+    for second in halves:
+        second()
+    torch.testing.assert_close([p.grad for p in weights], expected)
+
+
 @for_each("seed", range(8))
 def test_a_backward_in_two_halves_loses_and_doubles_no_gradient(seed: int) -> None:
     """Also of weights that reach the outputs on ways of their own or are used at two depths, and where an output is a
@@ -127,16 +145,7 @@ def test_a_backward_in_two_halves_loses_and_doubles_no_gradient(seed: int) -> No
     torch.manual_seed(seed)
     model, x = _Beside(), torch.randn(3, 4, requires_grad=True)
     grads = [torch.randn(4, 3), torch.randn(4), torch.randn(3, 4)]
-    torch.autograd.backward([*model(x), x], grads)
-    expected, wanted = {n: p.grad.clone() for n, p in model.named_parameters()}, x.grad.clone()
-    for param in (*model.parameters(), x):
-        param.grad = None
-    second = split_backward([*model(x), x], grads, [x], list(model.parameters()))
-    torch.testing.assert_close(x.grad, wanted)
-    assert model.a.weight.grad is None and model.gate.grad is None, "weights come later"
-    second()
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(param.grad, expected[name])
+    _same_in_two_halves(lambda: [*model(x), x], grads, x, list(model.parameters()))
 
 
 class _TwoDepths(nn.Module):
@@ -160,17 +169,7 @@ def test_a_weight_at_several_depths_of_a_stage_gets_its_gradient_once(calls: int
     """On every torch: before 2.13 torch's own split counts what flows from one use down to the next twice."""
     torch.manual_seed(calls)
     model, x, grad = _TwoDepths(calls), torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
-    for _ in range(2):  # micro-batches: the second adds
-        model(x).backward(grad)
-    expected, wanted = {n: p.grad.clone() for n, p in model.named_parameters()}, x.grad.clone()
-    for param in (*model.parameters(), x):
-        param.grad = None
-    halves = [split_backward([model(x)], [grad], [x], list(model.parameters())[::order]) for _ in range(2)]
-    torch.testing.assert_close(x.grad, wanted)
-    for second in halves:
-        second()
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(param.grad, expected[name])
+    _same_in_two_halves(lambda: [model(x)], [grad], x, list(model.parameters())[::order])
 
 
 class _Products(TorchDispatchMode):

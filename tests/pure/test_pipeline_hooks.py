@@ -102,11 +102,8 @@ def test_a_gradient_that_a_hook_keeps_is_no_memory_of_later_batches(stage: int) 
 
     def keep(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        kept = runs[-1]
-        if not kept or all(
-            grad is not parameter.grad and grad.data_ptr() != parameter.grad.data_ptr() for grad in kept
-        ):
-            kept.append(parameter.grad)
+        if parameter.grad.data_ptr() not in {grad.data_ptr() for grad in runs[-1]}:
+            runs[-1].append(parameter.grad)
 
     for run in (lambda: _piped(keep, stage=stage, early=False), lambda: _plain(keep)):
         runs.append([])

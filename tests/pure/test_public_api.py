@@ -40,11 +40,8 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """What the table of differences calls it."""
-        return (
-            f"{self.holder.removeprefix('deepspeed.') if self.kind != 'engine' else 'engine'}.{self.path}".removeprefix(
-                "deepspeed."
-            )
-        )
+        holder = "engine" if self.kind == "engine" else self.holder.removeprefix("deepspeed.")
+        return f"{holder}.{self.path}".removeprefix("deepspeed.")
 
 
 def _entries() -> Iterator[Entry]:
@@ -76,9 +73,8 @@ def _wanted(text: str) -> list[tuple[str, Any]]:
     assert isinstance(call, ast.FunctionDef)
     given = call.args
     plain = [*given.posonlyargs, *given.args]
-    defaults = [inspect.Parameter.empty] * (len(plain) - len(given.defaults)) + [
-        ast.literal_eval(d) for d in given.defaults
-    ]
+    without = [inspect.Parameter.empty] * (len(plain) - len(given.defaults))
+    defaults = without + [ast.literal_eval(d) for d in given.defaults]
     named = [(a.arg, d) for a, d in zip(plain, defaults, strict=True)]
     named += [("*", None)] if given.vararg else []
     named += [

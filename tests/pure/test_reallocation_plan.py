@@ -13,23 +13,13 @@ import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.reallocate.flow import FlowPiece, FlowTensor, inside, messages, put, sources
-from deepspeed.reallocate.moves import (
-    GlobalShape,
-    ReallocationPlan,
-    RegionTransfer,
-    in_rounds,
-    plan_reallocation,
-)
+from deepspeed.reallocate.moves import GlobalShape, ReallocationPlan, RegionTransfer, in_rounds, plan_reallocation
 from deepspeed.zero.regions import Region, Span
+from tests.harness.rows import for_each
 
 Layout = dict[int, dict[str, list[Span]]]
-SHAPES = {
-    "embed": GlobalShape((7, 6), 4),
-    "row": GlobalShape((5, 9), 2),
-    "deep": GlobalShape((3, 4, 5), 2),
-    "norm": GlobalShape((6,), 4),
-}
-SHAPES |= {"number": GlobalShape((), 8), "empty": GlobalShape((0, 4), 4)}
+SHAPES = {"embed": GlobalShape((7, 6), 4), "row": GlobalShape((5, 9), 2), "deep": GlobalShape((3, 4, 5), 2)}
+SHAPES |= {"norm": GlobalShape((6,), 4), "number": GlobalShape((), 8), "empty": GlobalShape((0, 4), 4)}
 
 
 def slices(region: Region) -> tuple[slice, ...]:
@@ -133,8 +123,7 @@ def layouts(ranks: Sequence[int]) -> Iterator[tuple[str, Layout]]:
 FOUR = dict(layouts(range(4)))
 
 
-@pytest.mark.parametrize("first", FOUR)
-@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (2, 3, 4, 5), (3, 1), (9, 0, 4, 2, 7, 5)])
+@for_each(("first", "ranks"), itertools.product(FOUR, [(0, 1, 2, 3), (2, 3, 4, 5), (3, 1), (9, 0, 4, 2, 7, 5)]))
 def test_every_layout_becomes_every_other(first: str, ranks: tuple[int, ...]) -> None:
     for nbytes, (_, needed) in zip(itertools.cycle((8, 1 << 20, 64)), layouts(ranks), strict=False):
         plan = plan_reallocation(SHAPES, FOUR[first], needed, piece_bytes=nbytes)
@@ -164,12 +153,10 @@ def random_side(draw: random.Random, shapes: Mapping[str, GlobalShape], *, compl
 def test_random_layouts_of_random_tensors() -> None:
     draw = random.Random(5)
     for _ in range(150):
-        shapes = {
-            f"t{i}": GlobalShape(
-                tuple(draw.randint(1, 6) for _ in range(draw.randint(0, 3))), draw.choice([1, 2, 4, 8])
-            )
-            for i in range(draw.randint(1, 4))
-        }
+        shapes = {}
+        for i in range(draw.randint(1, 4)):
+            shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(0, 3)))
+            shapes[f"t{i}"] = GlobalShape(shape, draw.choice([1, 2, 4, 8]))
         held, needed = random_side(draw, shapes, complete=True), random_side(draw, shapes, complete=False)
         nodes = {rank: rank // draw.randint(1, 4) for rank in range(9)}
         plan = plan_reallocation(shapes, held, needed, nodes=nodes, piece_bytes=draw.choice([8, 40, 1 << 20]))
@@ -214,8 +201,7 @@ def test_no_rank_is_sent_or_sends_more_than_a_round_may_hold() -> None:
     assert least <= len(rounds) <= 1.5 * least, "rounds are full"
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("targets", [1, 2, 5])
+@for_each(("replicas", "targets"), itertools.product([2, 3, 4], [1, 2, 5]))
 def test_ranks_that_have_the_same_send_the_same(replicas: int, targets: int) -> None:
     shapes = {f"t{i}": GlobalShape((3 + 7 * i, 11), 2) for i in range(12)}
     held = {r: {n: flat(s.shape, 1, 0) for n, s in shapes.items()} for r in range(replicas)}
@@ -284,9 +270,7 @@ LAYOUTS: dict[str, list[FlowTensor | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("target", [None, 0, 1])
-@pytest.mark.parametrize("most", [16, 64, 1 << 20])
+@for_each(("layout", "target", "most"), itertools.product(LAYOUTS, [None, 0, 1], [16, 64, 1 << 20]))
 def test_every_element_comes_once_from_a_rank_that_has_it(layout: str, target: int | None, most: int) -> None:
     entries = LAYOUTS[layout]
     model, got, sent = torch.arange(48.0).view(SHAPE), torch.full(SHAPE, -1.0), 0
@@ -313,7 +297,7 @@ def test_messages_are_of_bounded_size() -> None:
     assert sum(h.hi - h.lo for message in made for _, _, h in message) == 237
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5)])
+@for_each("shape", [(5,), (4, 6), (3, 4, 5)])
 def test_flat_values_are_put_into_views_with_gaps(shape: tuple[int, ...]) -> None:
     numel = prod(shape)
     for lo in range(numel):

@@ -150,16 +150,14 @@ def test_parts_that_nothing_describes_are_refused(root: Path, monkeypatch: pytes
 
 
 def test_a_missing_part_is_named(root: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(root / "autoep_s0_fp32_r2" / "saved" / TAG, folder)
-    (folder / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks expert 2 of 4 .* of model\.layers\.1\.mlp\.experts\.w1"):
-        open_reference(folder)
-    shutil.copytree(root / "moe_s1_fp32_r4" / "saved" / TAG, tmp_path / "moe")
-    (tmp_path / "moe" / "zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="has 3 optimizer state files, but was written by 4 ranks"):
-        open_reference(tmp_path / "moe")
-    shutil.copytree(root / "pipe_s1_fp32_r4" / "saved" / TAG, tmp_path / "pipe")
-    (tmp_path / "pipe" / "mp_rank_01_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="has state of 1 model-parallel ranks, but was written by 2"):
-        open_reference(tmp_path / "pipe")
+    expert = r"lacks expert 2 of 4 .* of model\.layers\.1\.mlp\.experts\.w1"
+    state = "has 3 optimizer state files, but was written by 4 ranks"
+    for case, file, told in (
+        ("autoep_s0_fp32_r2", "layer_1_expert_2_mp_rank_00_model_states.pt", expert),
+        ("moe_s1_fp32_r4", "zero_pp_rank_3_mp_rank_00_optim_states.pt", state),
+        ("pipe_s1_fp32_r4", "mp_rank_01_model_states.pt", "has state of 1 model-parallel ranks, but was written by 2"),
+    ):
+        folder = shutil.copytree(root / case / "saved" / TAG, tmp_path / case)
+        (folder / file).unlink()
+        with pytest.raises(CheckpointError, match=told):
+            open_reference(folder)

@@ -14,13 +14,14 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from deepspeed.errors import UsageError
 from deepspeed.monitor.pace import Pace, PaceSpread, RankPace, slow_ranks, tail
-from deepspeed.monitor.runfile import FORMAT, RECORDS, RunFile, _StepSums, read_run
+from deepspeed.monitor.runfile import FORMAT, RECORDS, Run, RunFile, _StepSums, read_run
 from deepspeed.profiling.timeline.board import Board
 from deepspeed.profiling.timeline.collect import on_first_clock, rows_of
 from deepspeed.profiling.timeline.spans import COLLECTIVES, PHASES, WAITS, MarkClock, StepSpans, union_ns
@@ -55,6 +56,14 @@ def _run(folder: Path, updates: int = 40) -> Path:
     file.ranks({"time": 0.0, "of": 3, "ranks": ranks, "slow": {"1": 2.0}})
     file.close()
     return folder
+
+
+def _recorded(folder: Path, updates: list[dict[str, Any]]) -> Run:
+    file = RunFile(folder, FACTS)
+    for last in updates:
+        file.step({"total_ms": 9.0, "forward_ms": 4.0, "backward_ms": 5.0}, last)
+    file.close()
+    return read_run(folder)
 
 
 @pytest.fixture
@@ -272,9 +281,8 @@ def test_a_run_that_is_followed_is_left_with_ctrl_c(tmp_path: Path) -> None:
     file = RunFile(tmp_path, FACTS)  # goes on
     file.step({"total_ms": 5.0}, {"step": 1, "loss": 1.0})
     terminal, behind = pty.openpty()
-    words = ["run", str(tmp_path), "--follow"]
-    code = f"import sys; from deepspeed.tools.report.cli import main; sys.exit(main({words!r}))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=behind, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "deepspeed.tools.report.cli", "run", str(tmp_path), "--follow"]
+    process = subprocess.Popen(command, stdout=behind, stderr=subprocess.PIPE)
     os.close(behind)
     shown = b""
     while b"goes on" not in shown:
@@ -358,16 +366,14 @@ def test_the_page_stands_alone_and_shows_what_the_record_holds(
     assert text.count("<title>checkpoint: 0.50 s</title>") == 1, "the word of a mark"
 
 
-def test_a_page_without_the_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_updates_says_so_and_one_without_the_library_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No update has ended yet" in page(_recorded(tmp_path / "empty", []))
     run = read_run(_run(tmp_path))
     monkeypatch.setattr("deepspeed.tools.report.run.page.find_spec", lambda name: None)
     text = page(run)
     assert "pip install matplotlib" in text and "<svg" not in text and "30.5 ms (median)" in text
-
-
-def test_a_page_without_updates_says_so(tmp_path: Path) -> None:
-    RunFile(tmp_path, FACTS).close()
-    assert "No update has ended yet" in page(read_run(tmp_path))
 
 
 def test_a_page_that_cannot_be_written_says_what_to_name(
@@ -423,11 +429,7 @@ def test_curves_keep_their_extremes_and_axes_have_round_numbers() -> None:
 
 def test_updates_made_again_after_a_restart_are_shown_once(tmp_path: Path) -> None:
     for numbers in (range(1, 7), range(4, 9)):  # it goes on from a checkpoint of update 3
-        file = RunFile(tmp_path, FACTS)
-        for n in numbers:
-            file.step({"total_ms": 9.0, "forward_ms": 4.0, "backward_ms": 5.0}, {"step": n, "loss": 1.0})
-        file.close()
-    run = read_run(tmp_path)
+        run = _recorded(tmp_path, [{"step": n, "loss": 1.0} for n in numbers])
     assert [line["step"] for line in run.updates] == [*range(1, 9)]
     time = figures(run)[0]
     assert time.title == "Time of a step" and [x for x, _ in time.lines[0].points] == [*range(1, 9)]
@@ -510,11 +512,8 @@ def test_updates_that_were_left_out_are_all_counted_and_a_loss_that_is_none_is_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deepspeed.monitor.runfile._EVERY_LINE", 0)
-    file = RunFile(tmp_path, FACTS)
-    for n in range(1, 11):
-        file.step({"total_ms": 1.0}, {"step": n, "skipped": n % 2 == 0, "loss": math.nan})
-    file.close()
-    rows = dict(facts(read_run(tmp_path)))
+    updates = [{"step": n, "skipped": n % 2 == 0, "loss": math.nan} for n in range(1, 11)]
+    rows = dict(facts(_recorded(tmp_path, updates)))
     assert rows["updates left out"] == "5"
     assert "first at update" in rows["loss not finite"] and rows["loss not finite"].endswith("nan")
 

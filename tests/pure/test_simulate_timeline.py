@@ -13,14 +13,9 @@ from tests.harness.rows import for_each
 
 SIDE = 1
 # One flop or byte a second, nothing for launches: times are what the work says.
-PLAIN = dict.fromkeys(CONSTANTS, 1.0) | {
-    "launch_s": 0.0,
-    "wait_s": 0.0,
-    "kernel_s": 0.0,
-    "matmul_half": 0.0,
-    "processors": 4.0,
-}
-PLAIN |= {"copy_s": 0.0, "gpus_per_node": 8.0, "node_hop_s": 0.0, "network_hop_s": 0.0, "memory_rate": 1e30}
+NOTHING = ("launch_s", "wait_s", "kernel_s", "copy_s", "node_hop_s", "network_hop_s", "matmul_half")
+PLAIN = dict.fromkeys(CONSTANTS, 1.0) | dict.fromkeys(NOTHING, 0.0)
+PLAIN |= {"processors": 4.0, "gpus_per_node": 8.0, "memory_rate": 1e30}
 
 
 def kernel(stream: int, seconds: float, name: str = "work", label: str = "") -> Launch:
@@ -41,13 +36,8 @@ def test_streams_run_beside_each_other_and_each_in_order() -> None:
 
 
 def test_what_the_compute_stream_waits_for_is_exposed_by_cause() -> None:
-    timeline = play(
-        kernel(COMPUTE, 3),
-        kernel(SIDE, 5, "all_gather", "block"),
-        Record(1, SIDE),
-        Wait(COMPUTE, 1),
-        kernel(COMPUTE, 1),
-    )
+    gather = kernel(SIDE, 5, "all_gather", "block"), Record(1, SIDE), Wait(COMPUTE, 1)
+    timeline = play(kernel(COMPUTE, 3), *gather, kernel(COMPUTE, 1))
     assert timeline.end == 6
     assert timeline.exposed == {("all_gather", "block"): 2}
 
@@ -63,9 +53,8 @@ def test_a_wait_for_what_is_done_costs_nothing() -> None:
 
 
 def test_the_program_runs_ahead_until_it_waits() -> None:
-    timeline = play(
-        kernel(COMPUTE, 3), kernel(COMPUTE, 3), HostWait("read", stream=COMPUTE), kernel(COMPUTE, 1), launch_s=1.0
-    )
+    read = HostWait("read", stream=COMPUTE)
+    timeline = play(kernel(COMPUTE, 3), kernel(COMPUTE, 3), read, kernel(COMPUTE, 1), launch_s=1.0)
     assert timeline.waited == {("read", "(outside of any file)"): 5}  # launched at 1 and 2, done at 7
     assert timeline.end == 9  # the next launch takes until 8
     assert timeline.late == {"": 1, "read": 1}
@@ -158,14 +147,10 @@ def test_fewer_ranks_than_devices_share_the_host_and_its_drives_among_them() -> 
 
 def test_where_the_host_computes_the_program_waits_for_what_it_starts() -> None:
     """Kernels run one after the other with the program's own time between them; collectives beside it."""
-    given = (
-        kernel(COMPUTE, 3),
-        Launch(SIDE, "sum", (), (), Work("collective", nbytes=4, ranks=(0, 1))),
-        Record(1, SIDE),
-    )
+    beside = Launch(SIDE, "sum", (), (), Work("collective", nbytes=4, ranks=(0, 1)))
     machine = Machine("plain", PLAIN | {"launch_s": 1.0}, on_host=True)
     timeline = Timeline(machine)
-    for event in (*given, kernel(COMPUTE, 1)):
+    for event in (kernel(COMPUTE, 3), beside, Record(1, SIDE), kernel(COMPUTE, 1)):
         timeline.feed(event)
     assert timeline.now == 7 and timeline.end == 7  # launch 1, kernel 3, launch 1, launch 1, kernel 1
     timeline.feed(Wait(COMPUTE, 1))
@@ -245,15 +230,12 @@ def test_a_machine_may_be_like_another(tmp_path: Path) -> None:
 
 
 def test_a_machine_says_whether_its_host_computes(tmp_path: Path) -> None:
-    for name, like, device in (
-        ("first", "h100", "cpu"),
-        ("second", "first.json", None),
-        ("third", "first.json", "cuda"),
-    ):
-        document = {"name": name, "like": str(tmp_path / like) if "." in like else like, "constants": {}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(document | ({"device": device} if device else {})))
-    machines = [load_machine(str(tmp_path / f"{name}.json")) for name in ("first", "second", "third")]
-    assert [machine.on_host for machine in machines] == [True, True, False]
+    first = str(tmp_path / "first.json")
+    likes = {"first": {"like": "h100", "device": "cpu"}, "second": {"like": first}}
+    likes |= {"third": {"like": first, "device": "cuda"}}
+    for name, words in likes.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "constants": {}, **words}))
+    assert [load_machine(str(tmp_path / f"{name}.json")).on_host for name in likes] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -321,9 +303,8 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
 
 
 def test_programs_that_talk_wait_for_the_last() -> None:
-    early, late = play_together(
-        [Talk(1.0, (0, 1), "all")], [Launch(HOST, "work", (), (), Work("host", nbytes=5)), Talk(1.0, (0, 1), "all")]
-    )
+    talk = Talk(1.0, (0, 1), "all")
+    early, late = play_together([talk], [Launch(HOST, "work", (), (), Work("host", nbytes=5)), talk])
     assert early.now == late.now == 6
 
 

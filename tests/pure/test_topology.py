@@ -31,7 +31,7 @@ def test_one_axis_by_default() -> None:
         assert _shard_axes(rank) == (Axis("dp", 6, position, RANKS),) == _shard_axes(rank, 6)
 
 
-@pytest.mark.parametrize("inner", [1, 2, 3])
+@for_each("inner", [1, 2, 3])
 def test_inner_and_outer_axes_factorise_the_ranks(inner: int) -> None:
     topology = dense_topology(RANKS, inner_size=inner)
     groups = [*_groups(topology, "dp"), *_groups(topology, "dp_outer")]
@@ -43,7 +43,7 @@ def test_inner_and_outer_axes_factorise_the_ranks(inner: int) -> None:
         assert set(dp.ranks) & set(outer.ranks) == {rank}
 
 
-@pytest.mark.parametrize("inner", [4, 5, 7, 0, -2])
+@for_each("inner", [4, 5, 7, 0, -2])
 def test_a_size_that_does_not_divide_is_refused(inner: int) -> None:
     with pytest.raises(DeepSpeedConfigError, match=f"{inner}.*6"):
         dense_topology(RANKS, inner_size=inner)
@@ -55,17 +55,7 @@ SIZES = [(1, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4), (2, 1, 4, 1), (8, 1, 1, 1), (
 @for_each(("pp", "sp", "tp", "inner"), SIZES)
 def test_the_groups_of_every_axis_hold_every_rank_once(pp: int, sp: int, tp: int, inner: int) -> None:
     topology = dense_topology(EIGHT, pp=pp, sp=sp, tp=tp, inner_size=inner)
-    for names in (
-        ("pp",),
-        ("dp_outer",),
-        ("dp",),
-        ("sp",),
-        ("tp",),
-        ("dp", "sp"),
-        ("dp_outer", "dp"),
-        ("pp", "tp"),
-        topology.names,
-    ):
+    for names in (*((n,) for n in topology.names), ("dp", "sp"), ("dp_outer", "dp"), ("pp", "tp"), topology.names):
         groups = _groups(topology, *names)
         assert sorted(r for members in groups for r in members) == list(EIGHT)
         assert {len(members) for members in groups} == {prod(topology.axis(0, name).size for name in names)}
@@ -101,13 +91,13 @@ def test_sequence_ranks_are_further_ways_of_the_shard_axis() -> None:
     assert inner == Axis("dp_sp", 4, 1, (4, 5, 6, 7)) and outer == Axis("dp_outer", 2, 1, (1, 5))
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 3}, {"tp": 0}, {"pp": 4, "tp": 4}, {"sp": 5}])
+@for_each("sizes", [{"pp": 3}, {"tp": 0}, {"pp": 4, "tp": 4}, {"sp": 5}])
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(DeepSpeedConfigError, match="8 ranks"):
         dense_topology(EIGHT, **sizes)
 
 
-@pytest.mark.parametrize("ep", [0, 3, 8])
+@for_each("ep", [0, 3, 8])
 def test_expert_sizes_that_do_not_divide_a_stage_are_refused(ep: int) -> None:
     with pytest.raises(DeepSpeedConfigError, match=f"{ep}.*4"):
         expert_topology(dense_topology(EIGHT, pp=2), ep)
@@ -124,7 +114,7 @@ def _mesh(rank: int, inner: int | None) -> Mesh:
     return Mesh(groups, everyone, everyone, everyone, None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("inner", "spread", "copies"),
     [(None, (S,), 1), (None, (R,), 6), (2, (S, S), 1), (2, (S, R), 3), (3, (S, R), 2), (3, (R, S), 3), (2, (R, R), 6)],
 )
@@ -143,9 +133,8 @@ def test_the_outer_cut_lies_within_the_inner_piece() -> None:
 
 
 def test_an_axis_proves_itself() -> None:
-    with pytest.raises(AssertionError):
-        Axis("dp", 2, 2, (0, 1))
-    with pytest.raises(AssertionError):
-        Axis("dp", 3, 0, (0, 1))
+    for size, index in ((2, 2), (3, 0)):
+        with pytest.raises(AssertionError):
+            Axis("dp", size, index, (0, 1))
     with pytest.raises(AssertionError):
         Topology(("dp", "tp"), (2, 2), (0, 1, 2))

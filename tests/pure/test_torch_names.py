@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-ROOT = Path(__file__).parents[2] / "deepspeed"
+from tests.budget.source import PACKAGE, modules, nodes
 
 PRIVATE = {
     "torch.Tensor._make_subclass": "tools/simulate/install.py",
@@ -135,10 +135,10 @@ def _is_torch(module: str | None) -> bool:
     return (module or "").split(".")[0] == "torch"
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
-    """What each name that an import of ``tree`` binds stands for."""
+def _imported(path: Path) -> dict[str, str]:
+    """What each name that an import of a file binds stands for."""
     bound = {}
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias for alias in node.names if _is_torch(alias.name)]
             bound |= {a.asname or "torch": a.name if a.asname else "torch" for a in names}
@@ -155,9 +155,9 @@ def _dotted(node: ast.AST, bound: dict[str, str]) -> str | None:
     return ".".join((bound[node.id], *parts)) if isinstance(node, ast.Name) and node.id in bound else None
 
 
-def _modules(tree: ast.Module) -> Iterator[str]:
+def _modules(path: Path) -> Iterator[str]:
     """Names of modules of torch, imported or in a text."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if _is_torch(alias.name))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+", str(node.value)):
@@ -169,12 +169,11 @@ def uses() -> Uses:
     """What all files of the package use."""
     names, attributes, keywords = (defaultdict[Any, set[str]](set) for _ in range(3))
     own: set[str] = set()
-    for path in ROOT.rglob("*.py"):
-        place, tree = path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
-        bound = _imported(tree)
-        for name in (*bound.values(), *_modules(tree)):
+    for path in modules().values():
+        place, bound = path.relative_to(PACKAGE).as_posix(), _imported(path)
+        for name in (*bound.values(), *_modules(path)):
             names[name].add(place)
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute):
                 if name := _dotted(node, bound):
                     names[name].add(place)

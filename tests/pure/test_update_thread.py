@@ -14,12 +14,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from deepspeed.accelerator.device import NullEvent, NullStream, set_accelerator
-from deepspeed.comm.collectives import Collective, SideTransfer
+from deepspeed.comm.collectives import Collective
 from deepspeed.config import load_config
 from deepspeed.errors import UsageError
-from deepspeed.tier.aio import FileTransfer
 from deepspeed.tier.behind import Worker
-from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
 from deepspeed.tier.transfer import ARRIVED, PendingWork, Several, Transfer
 from deepspeed.zero.memory.fit import UnitSize, Widths, memory_plan
@@ -275,25 +273,26 @@ def test_a_delayed_update_has_its_gradients_while_new_ones_come_and_a_master_of_
 PARAM, GRAD, OPTIM = StateKind.PARAM, StateKind.GRAD, StateKind.OPTIM
 
 
-class Work(Transfer):
-    """Ends when it is waited for; ``then`` is what happens meanwhile."""
+class Slow(Transfer):
+    """Ends when it is waited for, with ``error`` if there is one; ``then`` is what happens meanwhile."""
 
-    def __init__(self, then: Callable[[], object] = lambda: None, *, fails: bool = False) -> None:
-        self._then, self._fails = then, fails
-        self.waits = 0
+    def __init__(
+        self, nbytes: int = 0, then: Callable[[], object] = lambda: None, *, error: Exception | None = None
+    ) -> None:
+        self.nbytes, self.waits, self._then, self._error = nbytes, 0, then, error
 
     def wait(self) -> None:
         self.waits += 1
         then, self._then = self._then, lambda: None
         then()
-        if self._fails:
-            raise UsageError("it has failed")
+        if self._error is not None:
+            raise self._error
 
     def done(self) -> bool:
         return self.waits > 0
 
     def failed(self) -> bool:
-        return self._fails
+        return self.done() and self._error is not None
 
 
 @pytest.mark.parametrize(
@@ -301,7 +300,7 @@ class Work(Transfer):
     [(PARAM, False, 0), (OPTIM, False, 1), (OPTIM, True, 1), (GRAD, False, 0), (GRAD, True, 1)],
 )
 def test_a_reader_waits_for_writers_and_a_writer_for_readers(kind: StateKind, write: bool, waits: int) -> None:  # noqa: FBT001
-    pending, work = PendingWork(), Work()
+    pending, work = PendingWork(), Slow()
     pending.note(work, reads=(GRAD,), writes=(OPTIM,))
     assert pending.until(kind, write=write).done() is (waits == 0)
     pending.wait(kind, write=write)
@@ -310,14 +309,14 @@ def test_a_reader_waits_for_writers_and_a_writer_for_readers(kind: StateKind, wr
 
 def test_a_copy_that_an_update_begins_is_waited_for_as_well() -> None:
     """The thread of an update notes the copy of the masters while the program waits for the update."""
-    pending, copy = PendingWork(), Work()
-    pending.note(Work(lambda: pending.note(copy, reads=(OPTIM,), copy=True)), writes=(OPTIM,))
+    pending, copy = PendingWork(), Slow()
+    pending.note(Slow(then=lambda: pending.note(copy, reads=(OPTIM,), copy=True)), writes=(OPTIM,))
     pending.wait(OPTIM, write=True)
     assert copy.waits == 1
 
 
 def test_who_is_ordered_behind_copies_waits_for_updates_only() -> None:
-    pending, copy, update = PendingWork(), Work(), Work()
+    pending, copy, update = PendingWork(), Slow(), Slow()
     pending.note(copy, writes=(GRAD,), copy=True)
     pending.note(update, writes=(GRAD,))
     pending.wait(GRAD, copies=False)
@@ -326,83 +325,48 @@ def test_who_is_ordered_behind_copies_waits_for_updates_only() -> None:
 
 def test_what_has_failed_is_told_at_every_door_until_it_is_forgotten() -> None:
     pending = PendingWork()
-    pending.note(Work(fails=True), writes=(OPTIM,))
+    pending.note(Slow(error=UsageError("it has failed")), writes=(OPTIM,))
     for _ in range(2):
         with pytest.raises(UsageError):
             pending.wait(OPTIM)
-        pending.note(Work(), writes=(PARAM,))
+        pending.note(Slow(), writes=(PARAM,))
     pending.forget_ended()
     pending.wait(OPTIM)
 
 
 # -- transfer -------------------------------------------------------------------------------------------------------
-class Slow(Transfer):
-    """Ends when it is waited for."""
-
-    def __init__(self, nbytes: int, error: OSError | None = None) -> None:
-        self.nbytes, self.error, self.ended = nbytes, error, False
-
-    def wait(self) -> None:
-        self.ended = True
-        if self.error is not None:
-            raise self.error
-
-    def done(self) -> bool:
-        return self.ended
-
-
-def test_what_has_arrived_costs_nothing() -> None:
-    ARRIVED.wait()
-    assert ARRIVED.done() and ARRIVED.nbytes == 0
-
-
 def test_several_end_with_the_last_one_and_tell_its_failure() -> None:
-    first, second = Slow(3), Slow(4, OSError("the drive is gone"))
+    first, second = Slow(3), Slow(4, error=OSError("the drive is gone"))
     both = Several([first, ARRIVED, second])
     assert both.nbytes == 7 and not both.done()
     first.wait()
     assert not both.done()
-    try:
+    with pytest.raises(OSError, match="the drive is gone"):
         both.wait()
-        told = ""
-    except OSError as error:
-        told = str(error)
-    assert told == "the drive is gone" and both.done()
+    assert both.done()
 
 
 def test_all_are_waited_for_though_one_fails() -> None:
     """What they read from must not be used again before."""
-    failing, slow = Slow(1, OSError("no space")), Slow(1)
-    try:
+    failing, slow = Slow(1, error=OSError("no space")), Slow(1)
+    with pytest.raises(OSError, match="no space"):
         Several([failing, slow]).wait()
-        raised = False
-    except OSError:
-        raised = True
-    assert raised and slow.ended
+    assert slow.done()
 
 
 def test_several_have_failed_when_one_has_and_all_have_ended() -> None:
     """So that whoever keeps what is under way does not forget it before its error has been raised."""
-
-    class Torn(Slow):
-        def wait(self) -> None:
-            self.ended = True
-            raise UsageError("an update has failed")
-
-        def failed(self) -> bool:
-            return self.ended
-
-    torn, slow = Torn(1), Slow(1)
-    both, work, kind = Several([torn, slow]), PendingWork(), StateKind.PARAM
-    work.note(both, writes=(kind,))
+    torn, slow = Slow(1, error=UsageError("an update has failed")), Slow(1)
+    both, work = Several([torn, slow]), PendingWork()
+    work.note(both, writes=(PARAM,))
     with contextlib.suppress(UsageError):
         torn.wait()
     assert not both.failed() and not both.done()
     slow.wait()
     assert both.failed()
-    work.note(Slow(1), reads=(kind,))
+    work.note(Slow(1), reads=(PARAM,))
     with pytest.raises(UsageError, match="has failed"):
-        work.wait(kind)
+        work.wait(PARAM)
 
 
 def test_a_collective_finishes_once_and_keeps_its_price() -> None:
@@ -413,11 +377,6 @@ def test_a_collective_finishes_once_and_keeps_its_price() -> None:
     transfer.wait()
     transfer.wait()
     assert calls == ["end", "finish"] and transfer.nbytes == 32
-
-
-def test_everything_under_way_is_a_transfer_and_every_place_a_store() -> None:
-    assert all(issubclass(kind, Transfer) for kind in (Collective, FileTransfer, SideTransfer, Several))
-    assert issubclass(Stored, TierStore)
 
 
 def test_memory_is_a_store() -> None:

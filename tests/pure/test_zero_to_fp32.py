@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,18 +52,8 @@ def own(folder: Path) -> Path:
 def reference(level: int) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         checkpoint(folder / "own")
-        args = [
-            "export",
-            str(folder / "own"),
-            str(folder / "ref"),
-            "--format",
-            "deepspeed",
-            "--stage",
-            str(level),
-            "--world",
-            "3",
-        ]
-        assert tool(args) == 0
+        words = f"--format deepspeed --stage {level} --world 3".split()
+        assert tool(["export", str(folder / "own"), str(folder / "ref"), *words]) == 0
         return folder / "ref"
 
     return make
@@ -74,14 +63,11 @@ def reference(level: int) -> Callable[[Path], Path]:
 def test_the_state_dict_is_the_masters_in_fp32(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     folder = make(tmp_path)
     for path, tag in ((folder, None), (folder, "global_step3"), (folder / "global_step3", None)):
-        assert_same(get_fp32_state_dict_from_zero_checkpoint(path, tag), wanted())
+        state = get_fp32_state_dict_from_zero_checkpoint(path, tag)
+        assert_same(state, wanted())
+        assert state["head.weight"].data_ptr() == state["emb.weight"].data_ptr(), "tied names share their memory"
     without = get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=True)
     assert_same(without, {n: t for n, t in wanted().items() if n != "frozen.weight"})
-
-
-def test_tied_names_share_their_memory(tmp_path: Path) -> None:
-    state = get_fp32_state_dict_from_zero_checkpoint(own(tmp_path))
-    assert state["head.weight"].data_ptr() == state["emb.weight"].data_ptr()
 
 
 def test_lazy_values_are_read_when_asked_for(tmp_path: Path) -> None:
@@ -92,9 +78,14 @@ def test_lazy_values_are_read_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_conversion_to_torch_files(tmp_path: Path) -> None:
-    convert_zero_checkpoint_to_fp32_state_dict(own(tmp_path / "a"), tmp_path / "one")
+    folder = own(tmp_path / "a")
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "one")
     assert [p.name for p in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
     assert_same(torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True), wanted())
+    # Another dtype casts frozen weights too and rounds no buffer.
+    convert_zero_checkpoint_to_state_dict(folder, tmp_path / "half", dtype=torch.float16)
+    expected = {n: t if n in ("scale", "count") else t.half() for n, t in wanted().items()}
+    assert_same(torch.load(tmp_path / "half" / "pytorch_model.bin", weights_only=True), expected)
 
 
 def test_conversion_to_shards_needs_no_other_package(tmp_path: Path) -> None:
@@ -104,12 +95,6 @@ def test_conversion_to_shards_needs_no_other_package(tmp_path: Path) -> None:
 
     found = {n: t for f in set(index["weight_map"].values()) for n, t in load_file(tmp_path / "many" / f).items()}
     assert_same(found, {n: t for n, t in wanted().items() if n != "head.weight"})
-
-
-def test_conversion_to_another_dtype_casts_frozen_weights_too_and_rounds_no_buffer(tmp_path: Path) -> None:
-    convert_zero_checkpoint_to_state_dict(own(tmp_path / "a"), tmp_path / "half", dtype=torch.float16)
-    expected = {n: t if n in ("scale", "count") else t.half() for n, t in wanted().items()}
-    assert_same(torch.load(tmp_path / "half" / "pytorch_model.bin", weights_only=True), expected)
 
 
 def test_a_model_gets_the_weights(tmp_path: Path) -> None:
@@ -142,15 +127,12 @@ def test_sharded_parameters_become_plain_ones_and_tied_ones_stay_tied(tmp_path: 
     assert model.elsewhere is rest, "nothing is known of it"
 
 
-def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
+def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path, warm: Warm) -> None:
     folder = own(tmp_path / "a")
     script = folder / "zero_to_fp32.py"
     assert script.read_text() == SCRIPT_TEXT and os.access(script, os.X_OK)
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+    (tmp_path / "python3").symlink_to(warm.python)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([script, folder, tmp_path / "out"], capture_output=True, text=True, timeout=90, env=env)
     assert done.returncode == 0, done.stderr
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), wanted())
@@ -158,17 +140,8 @@ def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_every_option_of_the_original(tmp_path: Path) -> None:
     folder = own(tmp_path / "a")
-    args = [
-        folder,
-        tmp_path / "o",
-        "--max_shard_size",
-        "300B",
-        "--safe_serialization",
-        "-t",
-        "global_step3",
-        "--exclude_frozen_parameters",
-    ]
-    assert main([str(a) for a in args]) == 0
+    words = ["--max_shard_size", "300B", "--safe_serialization", "-t", "global_step3", "--exclude_frozen_parameters"]
+    assert main([str(folder), str(tmp_path / "o"), *words]) == 0
     index = json.loads((tmp_path / "o" / "model.safetensors.index.json").read_text())
     assert "frozen.weight" not in index["weight_map"] and set(SHAPES) <= set(index["weight_map"])
 
@@ -241,12 +214,8 @@ def test_stubs_of_a_checkpoint_answer_the_lookups(tmp_path: Path) -> None:
 
 def test_stubs_hold_the_client_state_without_what_needs_code_to_load() -> None:
     big = torch.zeros(5 << 20)
-    state = {
-        "epoch": 2,
-        "best": torch.ones(2),
-        "hyper": {"rate": 0.1, "to": Path("x"), "deep": {"a": range(2)}},
-        "when": {1, range(3)},
-    }
+    hyper = {"rate": 0.1, "to": Path("x"), "deep": {"a": range(2)}}
+    state = {"epoch": 2, "best": torch.ones(2), "hyper": hyper, "when": {1, range(3)}}
     found = copy_for_later({**state, "big": big, "list": [1, Path("y")]})
     assert torch.equal(found.pop("best"), torch.ones(2))
     assert found == {"epoch": 2, "hyper": {"rate": 0.1, "deep": {}}}
@@ -268,8 +237,7 @@ def test_names_of_files() -> None:
 def test_ds_to_universal_writes_a_checkpoint_that_loads_anywhere(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     folder = make(tmp_path)
     before = (folder / "latest").read_text()
-    to_universal(
-        parse_arguments(["--input_folder", str(folder / "global_step3"), "--output_folder", str(folder / "universal")])
-    )
+    words = ["--input_folder", str(folder / "global_step3"), "--output_folder", str(folder / "universal")]
+    to_universal(parse_arguments(words))
     assert (folder / "latest_universal").read_text() == "universal" and (folder / "latest").read_text() == before
     assert_same(get_fp32_state_dict_from_zero_checkpoint(folder, "universal"), wanted())
