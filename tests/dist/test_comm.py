@@ -17,12 +17,12 @@ from deepspeed.client.comm import calls, comms_log, groups
 from deepspeed.client.comm.norms import clip_grad_norm_
 from deepspeed.client.comm.partitioned import PartitionedTensor
 from deepspeed.comm import collectives
-from deepspeed.comm.mesh.groups import build_mesh, destroy_mesh, plain_mesh
+from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.monitor import log
 from deepspeed.monitor.log import logger
 from tests.harness.patience import slowdown
-from tests.harness.pool import PatientPool, RankPool
+from tests.harness.pool import RankPool
 
 
 def _every_call() -> dict[str, list]:
@@ -199,25 +199,6 @@ def _misnamed() -> str:
 
 def test_unknown_expert_groups_are_refused(pool2: RankPool) -> None:
     assert all("'experts'" in text for text in pool2.run(_misnamed))
-
-
-def _two_callers_groups() -> list:
-    """Two data-parallel groups (as under an mpu), each cut into shard groups of its own."""
-    mine = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])][dist.get_rank() // 4]
-    mesh = build_mesh("gloo", inner_size=2, group=mine)
-    seen = []
-    for group in mesh.groups:
-        value = torch.tensor(float(2 ** dist.get_rank()))
-        dist.all_reduce(value, group=group.pg)
-        seen.append(sorted(group.ranks) == [r for r in range(8) if int(value) >> r & 1])
-    destroy_mesh(mesh)
-    return seen
-
-
-def test_shard_groups_of_a_callers_own_group_join_its_members_only() -> None:
-    """Each caller's group makes groups the other knows nothing of."""
-    with PatientPool(8) as pool:
-        assert pool.run(_two_callers_groups) == [[True, True]] * 8
 
 
 class _SequenceHalves:

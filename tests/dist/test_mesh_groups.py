@@ -23,7 +23,6 @@ from deepspeed.comm.init import take_turns
 from deepspeed.comm.mesh.groups import _new_group, build_mesh, destroy_mesh
 from deepspeed.comm.mesh.topology import Axis
 from deepspeed.errors import UsageError
-from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.models import case_named
 from deepspeed.utils import groups
 from tests.harness import pipes
@@ -183,9 +182,7 @@ _EXPERTS = {"alone": ([0, 1], [0, 2]), "tp": ([0, 1], [0, 2]), "sp": ([0, 1], [0
 
 def _engine(cut: str) -> Any:
     if cut == "pp":
-        return pipes.start(
-            PipelineModule(pipes.layers(4), num_stages=2, loss_fn=pipes.cross_entropy), pipes.config(1, 2)
-        )
+        return pipes.engine_of(pipes.layers(4), pipes.config(1, 2))
     settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW}
     if cut == "tp":
         settings["tensor_parallel"] = {"autotp_size": 2}

@@ -17,14 +17,16 @@ from tests.harness.pool import RankPool
 from tests.harness.training import outcome
 
 pytestmark = pytest.mark.timeout(120)
+MICROS = (3, 2, 4)  # micro-batches of batches that follow each other
 
 
 def _module(**options: Any) -> PipelineModule:
-    return PipelineModule(pipes.layers(6), num_stages=2, loss_fn=pipes.cross_entropy, **options)
+    return PipelineModule(pipes.layers(), num_stages=2, loss_fn=pipes.cross_entropy, **options)
 
 
-def _expected(count: int) -> tuple[float, list[Tensor]]:
-    model = pipes.Plain(pipes.layers(6))
+def _expected(count: int, model: pipes.Plain | None = None) -> tuple[float, list[Tensor]]:
+    """Mean loss and outputs of so many micro-batches in one process."""
+    model = model or pipes.Plain(pipes.layers())
     with torch.no_grad():
         pairs = [pipes.micro_batch(0, micro, 0) for micro in range(count)]
         outputs = [model(tokens) for tokens, _ in pairs]
@@ -115,21 +117,6 @@ def test_what_stages_share_is_listed_and_what_is_not_there_is_refused(pool2: Ran
         assert "checkpoints have no file for each layer" in path and "saved" in path
 
 
-def _batch_size_changes() -> list[float]:
-    engine = pipes.start(_module(), pipes.config(2, 4, gradient_clipping=0.0))
-    losses = []
-    for micros in (4, 2, 6):
-        engine.set_train_batch_size(micros * pipes.SAMPLES)
-        losses.append(float(engine.train_batch(pipes.batches(0, micros=micros))))
-    engine.destroy()
-    return losses
-
-
-def test_the_number_of_micro_batches_may_change(pool2: RankPool) -> None:
-    first, second = pool2.run(_batch_size_changes)
-    assert first == second and first[0] == pytest.approx(_expected(4)[0], rel=1e-6) and len({*first}) == 3
-
-
 def _between(level: int, schedule: str, folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Batches of 3, 2 and 4 micro-batches; between them evaluations, a batch that fails, and one that is taken back."""
     armed: list[int] = []
@@ -139,12 +126,11 @@ def _between(level: int, schedule: str, folder: str) -> tuple[list[float], list[
             raise ValueError("odd labels")
         return pipes.cross_entropy(output, labels)
 
-    module = PipelineModule(pipes.layers(6), num_stages=2, loss_fn=loss_fn)
-    chunks = 2 if schedule == "interleaved" else 1
-    engine = pipes.start(module, pipes.config(level, 3, pipeline={"schedule": schedule, "chunks_per_stage": chunks}))
+    pipeline = {"schedule": schedule, "chunks_per_stage": 2 if schedule == "interleaved" else 1}
+    engine = pipes.engine_of(pipes.layers(), pipes.config(level, 3, pipeline=pipeline), loss_fn=loss_fn)
     way, losses, norms = engine.mesh.data.index, list[float](), list[float]()
     data = lambda step, micros: iter([pipes.micro_batch(step, micro, way) for micro in range(micros)])  # noqa: E731
-    for step, micros in enumerate((3, 2, 4)):
+    for step, micros in enumerate(MICROS):
         engine.set_train_batch_size(micros * pipes.SAMPLES * engine.mesh.data.size)
         losses.append(float(engine.train_batch(data(step, micros))))
         norms.append(engine.get_global_grad_norm())
@@ -157,24 +143,9 @@ def _between(level: int, schedule: str, folder: str) -> tuple[list[float], list[
             engine.train_batch(data(9, engine.gradient_accumulation_steps()))
             engine.load_checkpoint(folder, tag=f"step{step}")
             armed.clear()
-    params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    params = full_parameters(engine.module)
     engine.destroy()
     return losses, norms, params
-
-
-def _plain_batches(data_ranks: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model = pipes.Plain(pipes.layers(6))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
-    losses, norms = list[float](), list[float]()
-    for step, micros in enumerate((3, 2, 4)):
-        pairs = [pipes.micro_batch(step, micro, way) for micro in range(micros) for way in range(data_ranks)]
-        loss = torch.stack([pipes.cross_entropy(model(tokens), labels) for tokens, labels in pairs]).mean()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -186,11 +157,11 @@ def _plain_batches(data_ranks: int) -> tuple[list[float], list[float], dict[str,
         pytest.param(4, 2, "interleaved", marks=pytest.mark.exhaustive),
     ],
 )
-def test_memory_of_gradients_is_clean_whatever_comes_between_two_batches(
+def test_batches_of_other_sizes_train_as_one_process_whatever_comes_between_them(
     request: pytest.FixtureRequest, tmp_path: Any, ranks: int, level: int, schedule: str
 ) -> None:
     """Sums of a batch are added in memory that the one before has left."""
-    expected = _plain_batches(ranks // 2)
+    expected = pipes.plain_run(pipes.layers(), micros=MICROS, data_ranks=ranks // 2)
     pool: RankPool = request.getfixturevalue(f"pool{ranks}")
     for found in pool.run(_between, level, schedule, str(tmp_path)):
         assert pipes.worst(found, expected) <= 1e-6
@@ -256,36 +227,26 @@ def test_a_tied_parameter_is_one_on_all_stages(pool4: RankPool, level: int) -> N
     for weight, moment, names in answers:
         assert names == ["tied_modules.embed.weight"]
         assert torch.equal(weight, answers[0][0]) and torch.equal(moment, answers[0][1]) and moment.any()
-    torch.testing.assert_close(
-        answers[0][0], pipes.plain_run(pipes.layers(6), micros=4, data_ranks=2, steps=1)[2][names[0]]
-    )
+    expected = pipes.plain_run(pipes.layers(), data_ranks=2, steps=1)[2]
+    torch.testing.assert_close(answers[0][0], expected[names[0]])
 
 
-def _cuts() -> tuple[list[int], list[int], list[int], list[int]]:
+def _cuts() -> tuple[list[list[int]], set[str]]:
+    """Cuts by four methods; the layers that this rank has of the first one."""
     specs = [LayerSpec(pipes.Embed, 1), *(LayerSpec(pipes.Block, i) for i in range(4)), LayerSpec(pipes.Head, 2)]
     sample = torch.zeros(2, 3, dtype=torch.int64)
     modules = [PipelineModule(specs, 2, partition_method=by) for by in ("uniform", "parameters", [9, 1, 1, 1, 1, 1])]
     measured = PipelineModule(specs, 2, partition_method="profile", sample_input=sample).partitions()
     assert modules[0].stage_owner(5) == 1 and modules[0].num_pipeline_stages() == 2
-    return *[module.partitions() for module in modules], measured
+    built = {name.partition(".")[0] for name, _ in modules[0].named_parameters()}
+    return [*[module.partitions() for module in modules], measured], built
 
 
-def test_ways_to_cut(pool2: RankPool) -> None:
-    first, second = pool2.run(_cuts)
+def test_ways_to_cut_and_a_stage_builds_its_layers_only(pool2: RankPool) -> None:
+    (first, layers), (second, others) = pool2.run(_cuts)
     assert first == second, "ranks that measure would cut in different places"
-    assert first[:3] == ([0, 3, 6], [0, 3, 6], [0, 1, 6]) and first[3][0] == 0 and first[3][2] == 6
-
-
-def _memory() -> tuple[int, int]:
-    """Elements of the parameters on this rank, and of the whole model."""
-    mine = sum(p.numel() for p in _module().parameters())
-    dist.barrier()
-    return mine, sum(p.numel() for p in pipes.Plain(pipes.layers(6)).parameters())
-
-
-def test_a_stage_holds_its_layers_only(pool2: RankPool) -> None:
-    for mine, whole in pool2.run(_memory):
-        assert mine <= 0.6 * whole
+    assert first[:3] == [[0, 3, 6], [0, 3, 6], [0, 1, 6]] and first[3][0] == 0 and first[3][2] == 6
+    assert layers == {"0", "1", "2"} and others == {"3", "4", "5"}
 
 
 def _load(module: PipelineModule, values: dict[str, Tensor]) -> None:
@@ -335,13 +296,7 @@ def _before(how: str, pipeline: dict[str, Any]) -> Any:
     frozen ^= {n for n, _ in module.named_parameters() if "norm.bias" in n}
     losses = [float(engine.train_batch(pipes.batches(0, micros=4))) for _ in range(2)]
     engine.destroy()
-    return same, all(buffers), frozen, losses[0] - _loss(other)
-
-
-def _loss(model: pipes.Plain) -> float:
-    pairs = [pipes.micro_batch(0, micro, 0) for micro in range(4)]
-    with torch.no_grad():
-        return sum(float(pipes.cross_entropy(model(tokens), labels)) for tokens, labels in pairs) / 4
+    return same, all(buffers), frozen, losses[0] - _expected(4, other)[0]
 
 
 @pytest.mark.parametrize("how", ["load", "data"])

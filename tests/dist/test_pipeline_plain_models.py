@@ -2,9 +2,9 @@
 process.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.pipe import cut_model
-from deepspeed.tools.verify.grads import full_parameters
 from tests.harness import pipes
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
@@ -84,38 +83,21 @@ class Decoder(nn.Module):
         return Output(None if labels is None else pipes.cross_entropy(scores, labels), scores)
 
 
-def _plain(tied: bool, micros: int, ranks: int) -> Any:  # noqa: FBT001
-    model = Decoder(tied=tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(3):
-        total = 0.0
-        for rank in range(ranks):
-            for micro in range(micros):
-                tokens, labels = pipes.micro_batch(step, micro, rank)
-                loss = model(tokens, labels).loss / (micros * ranks)
-                loss.backward()
-                total += float(loss.detach())
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+def _of_logits(output: Output, labels: Tensor) -> Tensor:
+    return pipes.cross_entropy(output.logits, labels)
 
 
-def _cut(level: int, schedule: str, chunks: int, tied: bool, stages: int) -> tuple[float, list[str]]:  # noqa: FBT001
+def _named(data_rank: int) -> Iterator[dict[str, Tensor]]:
+    """What a data iterator yields to a model that computes its own loss."""
+    return ({"input_ids": tokens, "labels": labels} for tokens, labels in pipes.batches(data_rank, micros=4))
+
+
+def _cut(level: int, schedule: str, chunks: int, tied: bool) -> tuple[float, list[str]]:  # noqa: FBT001
     how = {"chunks_per_stage": chunks, "chunk_style": "v" if schedule == "zbv" else "loop"}
-    module = cut_model(Decoder(tied=tied), stages, **how)
+    module = cut_model(Decoder(tied=tied), 2, **how)
     engine = pipes.start(module, pipes.config(level, 4, pipeline={"schedule": schedule, "chunks_per_stage": chunks}))
-    losses, norms = [], []
-    for step in range(3):
-        data = (pipes.micro_batch(step, micro, engine.mesh.data.index) for micro in range(4))
-        losses.append(float(engine.train_batch({"input_ids": tokens, "labels": labels} for tokens, labels in data)))
-        norms.append(engine.get_global_grad_norm())
-    params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
-    engine.destroy()
-    plain = _plain(tied, 4, dist.get_world_size() // stages)
-    return pipes.worst((losses, norms, params), plain), sorted(params)
+    run, ways = pipes.trained(engine, _named(engine.mesh.data.index)), dist.get_world_size() // 2
+    return pipes.worst(run, pipes.plain_run(Decoder(tied=tied), data_ranks=ways, loss_fn=_of_logits)), sorted(run[2])
 
 
 @pytest.mark.in_make_test("0-1f1b-1-True", "3-interleaved-2-True", "2-zero_bubble-1-True")
@@ -124,7 +106,7 @@ def _cut(level: int, schedule: str, chunks: int, tied: bool, stages: int) -> tup
     [(0, "1f1b", 1, True), (3, "1f1b", 1, False), (3, "interleaved", 2, True), (2, "zero_bubble", 1, True)],
 )
 def test_a_decoder_is_cut_by_its_blocks(pool2: RankPool, level: int, schedule: str, chunks: int, *, tied: bool) -> None:
-    errors, names = zip(*pool2.run(_cut, level, schedule, chunks, tied, 2), strict=True)
+    errors, names = zip(*pool2.run(_cut, level, schedule, chunks, tied), strict=True)
     assert max(errors) <= 1e-6
     whole = {name for name, _ in Decoder(tied=tied).named_parameters()}
     assert set(names[0]) | set(names[1]) == whole
@@ -134,17 +116,18 @@ def test_a_decoder_is_cut_by_its_blocks(pool2: RankPool, level: int, schedule: s
 
 
 def test_on_four_ranks(pool4: RankPool) -> None:
-    assert max(error for error, _ in pool4.run(_cut, 3, "zbv", 2, True, 2)) <= 1e-6
+    assert max(error for error, _ in pool4.run(_cut, 3, "zbv", 2, True)) <= 1e-6
 
 
 def _recomputed(schedule: str, chunks: int) -> float:
     Body.recompute = True
     try:
-        return _cut(3, schedule, chunks, False, 2)[0]
+        return _cut(3, schedule, chunks, False)[0]
     finally:
         Body.recompute = False
 
 
+@pytest.mark.in_make_test("interleaved-2")  # under 1f1b test_sequence_axes.py recomputes blocks
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_blocks_that_are_recomputed_are_given_what_their_forward_was(
     pool2: RankPool, schedule: str, chunks: int
@@ -159,9 +142,7 @@ def _sixteen_bits() -> list[torch.dtype]:
     for block in module.model.layers:
         block.register_forward_pre_hook(lambda _, __, given: seen.append(given["positions"].dtype), with_kwargs=True)
     engine = pipes.start(module, pipes.config(0, 4, bf16={"enabled": True}))
-    data = (pipes.micro_batch(0, micro, 0) for micro in range(4))
-    loss = engine.train_batch({"input_ids": tokens, "labels": labels} for tokens, labels in data)
-    assert bool(torch.isfinite(loss))
+    assert bool(torch.isfinite(engine.train_batch(_named(0))))
     engine.destroy()
     return seen
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import deepspeed
 from deepspeed.errors import SequenceError
 from deepspeed.sequence.batch import UlyssesSPDataLoaderAdapter, part_of, whole_batch
 from deepspeed.sequence.heads import plan_heads
@@ -23,7 +23,7 @@ from tests.harness.faults import modules_replaced
 from tests.harness.logs import logged
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.sequences import ROWS, WORDS, batch_of, decoder, stand_in
-from tests.harness.training import make_config, start
+from tests.harness.training import make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(180)
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
@@ -51,7 +51,7 @@ def _part(batch: dict[str, Any], group: Any) -> dict[str, Any]:
 def parity(
     sp: int, stage: int, kind: str, model: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """Train three steps beside one process that sees the batches of all ranks; return the largest errors."""
+    """Train two steps beside one process that sees the batches of all ranks; return the largest errors."""
     changes = dict(changes or {})
     recomputes, cuts = changes.pop("recomputes", False), changes.pop("cuts", False)
     pull, total_op = changes.pop("penalty", 0.0), changes.get("gradient_allreduce_op") == "sum"
@@ -67,7 +67,7 @@ def parity(
         feeds, feed = engine.mesh.data.size, engine.mesh.data.index
         optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
         worst, weighed = Beside(engine, plain, optimizer), engine._config.normalize != "micro_batches"
-        for step in range(3):
+        for step in range(2):
             optimizer.zero_grad()
             total = 0
             for micro in range(gas):
@@ -126,13 +126,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
         4, 3, "packed", {}, {"cuts": True, "normalize": "next_tokens", "gradient_accumulation_steps": 2}
     ),
     "parts that were cut before, of an odd length": (2, 1, "odd", UNEVEN, {"cuts": True}),
-    "beside tensor parallelism": (
-        2,
-        3,
-        "odd",
-        {},
-        TENSOR,
-    ),
+    "beside tensor parallelism": (2, 3, "odd", {}, TENSOR),
     "a penalty that the client adds": (2, 1, "odd", {}, {"penalty": 0.03, "gradient_accumulation_steps": 2}),
     "a penalty, weighed by tokens, parts that were cut before": (
         4, 1, "packed", {}, {"penalty": 0.03, "cuts": True, "normalize": "next_tokens"}
@@ -148,6 +142,12 @@ CELLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+# By a window in packed rows, the other padded cells, the other penalties, states on a drive.
+SHOWN_BY_OTHERS = {"sp 4, stage 3", "sp 2, stage 3, padded", "a penalty that the client adds"}
+SHOWN_BY_OTHERS |= {"optimizer in host memory"}
+
+
+@pytest.mark.in_make_test(*(CELLS.keys() - SHOWN_BY_OTHERS))
 @pytest.mark.parametrize("cell", CELLS)
 def test_training_equals_one_process(pool4: RankPool, cell: str) -> None:
     for errors in pool4.run(parity, *CELLS[cell]):
@@ -371,7 +371,7 @@ def _rates(kind: str, folder: str) -> list[float]:
         model = _OwnAttention() if kind == "of its own" else decoder()
         engine = start(model, config_of(2, 1, prometheus=monitor))
         engine.monitor.write_events = lambda events: [found.setdefault(n, []).append(v) for n, v, _ in events]
-        for step in range(3):
+        for step in range(2):
             batch = batch_of("plain", step, engine.mesh.data.index)
             if kind != "whole":
                 batch = _part(batch, engine.mesh.sp)
@@ -386,51 +386,29 @@ def _rates(kind: str, folder: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["whole", "in parts", "of its own"])
 def test_rates_count_every_token_of_a_shared_sequence_once(pool4: RankPool, tmp_path: Path, kind: str) -> None:
-    assert pool4.run(_rates, kind, str(tmp_path))[0] == pytest.approx([16.0, 16.0])
+    assert pool4.run(_rates, kind, str(tmp_path))[0] == pytest.approx([16.0])
 
 
-def _faulty(fault: str) -> list[str]:
-    """What a forward, or ``initialize``, says, and whether the engine trains afterwards."""
-    options: dict[str, Any] = {}
-    rank, found = dist.get_rank(), []
+def _refused_at_start() -> dict[str, str]:
+    """What ``initialize`` says of models and configurations that do not fit."""
+    models = {fault: decoder() for fault in AT_START} | {"heads": decoder(heads=2, keys=2)}
+    models["eager"].config._attn_implementation_internal = "eager"
+    models["state"].config.layer_types = ["full_attention", "linear_attention"]
+    models["unshifted"].loss_type = "ForTokenClassification"
+    changes: dict[str, dict[str, Any]] = {
+        "heads": {"sequence": {"attention": "ulysses"}},
+        "data": {"data_parallel_size": 3},
+        "ranks": {"sequence_parallel_size": 3},
+    }
+    said = {}
     with modules_replaced({"transformers": stand_in}):
-        model = decoder(heads=2, keys=2) if fault == "heads" else decoder()
-        if fault == "eager":
-            model.config._attn_implementation_internal = "eager"
-        if fault == "state":
-            model.config.layer_types = ["full_attention", "linear_attention"]
-        if fault == "unshifted":
-            model.loss_type = "ForTokenClassification"
-        if fault == "mesh":
-            options["mesh_param"] = (2, 2)
-        changes: dict[str, Any] = {"data_parallel_size": 3} if fault == "data" else {}
-        if fault == "heads":
-            changes["sequence"] = {"attention": "ulysses"}
-        if fault == "ranks":
-            changes["sequence_parallel_size"] = 3
-        try:
-            engine = start(model, {**config_of(4, 1), **changes}, **options)
-        except ValueError as error:
-            return [str(error)]
-        batch = batch_of("plain", 0, rank if fault == "different" else 0)
-        if fault == "labels" and rank == 1:
-            del batch["labels"]
-        if fault == "shape" and rank == 1:
-            batch = batch_of("odd", 0, 0)
-        if fault == "positions":
-            batch["shift_labels"] = batch.pop("labels")
-        try:
-            engine(**batch)
-        except deepspeed.errors.UsageError as error:
-            found.append(str(error))
-        loss = engine(**batch_of("plain", 0, 0))["loss"]
-        engine.backward(loss)
-        engine.step()
-        engine.destroy()
-    return found
+        for fault, model in models.items():
+            options = {"mesh_param": (2, 2)} if fault == "mesh" else {}
+            said[fault] = outcome(partial(start, model, config_of(4, 1) | changes.get(fault, {}), **options))
+    return said
 
 
-FAULTS = {
+AT_START = {
     "heads": "has 2 attention heads, and each rank needs one. Set sequence_parallel_size to 2 or less",
     "eager": "attention 'eager' cannot be divided",
     "state": "has layers of the kind linear_attention",
@@ -438,6 +416,34 @@ FAULTS = {
     "mesh": "sequence_parallel_size is 4, but 2 ranks share each sequence by the mpu or mesh_param",
     "data": "data_parallel_size 3 is not the number of ranks that get different batches, 1",
     "ranks": "sequence_parallel_size 3 does not divide the number of ranks, 4",
+}
+
+
+def test_models_and_configurations_that_do_not_fit_are_refused_on_every_rank(pool4: RankPool) -> None:
+    for said in pool4.run(_refused_at_start):
+        wrong = [(text, said[fault]) for fault, text in AT_START.items() if text not in said[fault]]
+        assert not wrong and all("ValueError" in text for text in said.values()), wrong
+
+
+def _bad_batches() -> dict[str, str]:
+    """What forwards say of batches; the engine trains after each."""
+    rank, said = dist.get_rank(), {}
+    with modules_replaced({"transformers": stand_in}):
+        engine = start(decoder(), config_of(4, 1))
+        for fault in BATCHES:
+            batch = batch_of("odd" if fault == "shape" and rank == 1 else "plain", 0, rank * (fault == "different"))
+            if fault == "labels" and rank == 1:
+                del batch["labels"]
+            if fault == "positions":
+                batch["shift_labels"] = batch.pop("labels")
+            said[fault] = outcome(partial(engine, **batch))
+            engine.backward(engine(**batch_of("plain", 0, 0))["loss"])
+            engine.step()
+        engine.destroy()
+    return said
+
+
+BATCHES = {
     "different": "the ranks of one sequence got different batches",
     "shape": "the ranks of one sequence got different batches ([rows, tokens] of rank 0: [2, 16], rank 1: [2, 13]",
     "labels": "the batch has no tensor 'labels'",
@@ -445,38 +451,25 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_bad_input_gets_a_sentence_on_every_rank(pool4: RankPool, fault: str) -> None:
-    for found in pool4.run(_faulty, fault):
-        assert len(found) == 1 and FAULTS[fault] in found[0], found
+def test_a_bad_batch_gets_a_sentence_on_every_rank_and_training_goes_on(pool4: RankPool) -> None:
+    for said in pool4.run(_bad_batches):
+        wrong = [(text, said[fault]) for fault, text in BATCHES.items() if text not in said[fault]]
+        assert not wrong and all("UsageError" in text for text in said.values()), wrong
 
 
-def _alone(how: str) -> str:
-    """What a rank hears when the second one fails between two exchanges."""
+def _dies() -> None:
+    """The second rank ends between two exchanges."""
     with modules_replaced({"transformers": stand_in}):
         engine = start(decoder(), config_of(2, 3))
         if dist.get_rank() == 1:
-            engine.module.layers[1].register_forward_pre_hook(lambda *_: os._exit(3) if how == "dies" else 1 / 0)
-        try:
-            engine.backward(engine(**batch_of("plain", 0, engine.mesh.data.index))["loss"])
-            engine.step()
-        except (ZeroDivisionError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            engine.destroy()
-    return ""
-
-
-def test_a_rank_that_fails_between_exchanges_ends_the_waits_of_the_others() -> None:
-    with RankPool(4) as pool:
-        said = pool.run(_alone, "raises", time_limit=60)
-    assert said[1].startswith("ZeroDivisionError")
-    assert all("RankFailedError" in text and "division by zero" in text for text in (said[0], *said[2:])), said
+            engine.module.layers[1].register_forward_pre_hook(lambda *_: os._exit(3))
+        outcome(partial(engine, **batch_of("plain", 0, 0)))
+        engine.destroy()
 
 
 def test_a_rank_that_dies_between_exchanges_ends_the_waits_of_the_others() -> None:
     with RankPool(2) as pool, pytest.raises(RankFailure) as caught:
-        pool.run(_alone, "dies", time_limit=60)
+        pool.run(_dies, time_limit=60)
     text = str(caught.value)
     assert "rank 0: finished" in text and "rank 1: died" in text, text
 

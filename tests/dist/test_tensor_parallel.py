@@ -18,10 +18,12 @@ from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.module_inject import layers
 from deepspeed.tensor.layers import SharedInput
+from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from tests.harness.beside import Beside
 from tests.harness.decoders import GPT2, Llama, batch, loss_of
 from tests.harness.pool import RankPool
-from tests.harness.training import ADAMW, STAGES
+from tests.harness.training import ADAMW, STAGES, start
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -56,68 +58,62 @@ def config(stage: int, ways: int = 2, **changes: Any) -> dict[str, Any]:
     return {**base, "zero_optimization": zero, "tensor_parallel": block, **changes}
 
 
-class Reference:
-    """Plain training on the data of ``ways`` data-parallel ranks."""
-
-    def __init__(self, name: str, ways: int) -> None:
-        self.model, self.ways = (MODELS | UNEVEN)[name](), ways
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW["params"])
-
-    def step(self, step: int) -> tuple[list[float], float, dict[str, Tensor]]:
-        """Losses by data-parallel rank, norm before clipping, gradients before clipping."""
-        losses = [loss_of(self.model, batch(step, way)) for way in range(self.ways)]
-        self.optimizer.zero_grad()
-        (sum(losses) / self.ways).backward()  # type: ignore[union-attr]
-        grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5))
-        self.optimizer.step()
-        return [float(loss) for loss in losses], norm, grads
-
-
 def _worst(pairs: Any) -> float:
     return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
 
 
-def train(name: str, settings: dict[str, Any], ways: int, steps: int = 3) -> list[float]:
-    """Largest errors of losses and norms (relative), gradients, parameters and moments."""
+def _masters(engine: Any, plain: dict[str, Any]) -> float:
+    """The largest error of the parameters."""
+    found = [(safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters()]
+    return _worst(found)
+
+
+def beside_plain(engine: Any, name: str, *, steps: int = 2) -> Beside:
+    """Train beside one process that sees the batches of all ranks; return the largest errors, those of moments too."""
+    plain, data = (MODELS | UNEVEN)[name](), engine.mesh.data
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])  # type: ignore[arg-type]
+    worst = Beside(engine, plain, optimizer)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [loss_of(plain, batch(step, way)) for way in range(data.size)]
+        (sum(losses) / data.size).backward()  # type: ignore[union-attr]
+        loss = loss_of(engine, batch(step, data.index))
+        engine.backward(loss)
+        worst.note("loss", scaled_error(loss, losses[data.index].detach()))  # of a model with a tied head it is large
+        worst.gradients()
+        worst.update()
+    worst.parameters()
+    for path, param in engine.module.named_parameters():
+        moment = optimizer.state[worst.trained[path]]["exp_avg"]
+        worst.note("moment", _worst([(safe_get_full_optimizer_state(param, "exp_avg"), moment)]))
+    engine.destroy()
+    return worst
+
+
+def train(name: str, settings: dict[str, Any]) -> Beside:
+    """Errors of a model in parts, which is whole again at the end."""
     model = (MODELS | UNEVEN)[name]()
     names = list(dict(model.named_parameters()))
-    engine = deepspeed.initialize(model=model, config=settings)[0]
+    engine = start(model, settings)
     assert list(dict(engine.module.named_parameters())) == names
-    reference, mesh = Reference(name, dist.get_world_size() // ways), engine.mesh
-    errors = [0.0] * 5
-    for step in range(steps):
-        losses, norm, grads = reference.step(step)
-        loss = loss_of(engine, batch(step, mesh.data.index))
-        engine.backward(loss)
-        found = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
-        engine.step()
-        errors[0] = max(errors[0], abs(float(loss) - losses[mesh.data.index]) / losses[mesh.data.index])
-        errors[1] = max(errors[1], abs(engine.get_global_grad_norm() - norm) / norm)
-        errors[2] = max(errors[2], _worst((found[n], grads[n]) for n in names))
-        masters = ((safe_get_full_fp32_param(p), n) for n, p in engine.module.named_parameters())
-        plain = dict(reference.model.named_parameters())
-        errors[3] = max(errors[3], _worst((m, plain[n].detach()) for m, n in masters))
-        slots = ((safe_get_full_optimizer_state(p, "exp_avg"), n) for n, p in engine.module.named_parameters())
-        errors[4] = max(errors[4], _worst((s, reference.optimizer.state[plain[n]]["exp_avg"]) for s, n in slots))
-    engine.destroy()
-    errors.append(_worst((p.detach(), plain[n].detach()) for n, p in model.named_parameters()))
-    return errors
+    worst = beside_plain(engine, name)
+    worst.note("given back", _worst((p.detach(), worst.trained[n].detach()) for n, p in model.named_parameters()))
+    return worst
 
 
 @pytest.mark.in_make_test("llama, tied, with biases and norms of heads-3", "gpt2-1")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ways_of_two_ranks_train_as_one_process(pool4: RankPool, name: str, stage: int) -> None:
-    for errors in pool4.run(train, name, config(stage), 2):
-        assert max(errors) < 1e-6, errors
+    for errors in pool4.run(train, name, config(stage)):
+        assert max(errors.values()) < 1e-6, errors
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("llama")])
 def test_norms_on_parts_of_the_sequence_change_nothing(pool4: RankPool, name: str) -> None:
-    for errors in pool4.run(train, name, config(2, tensor_parallel={"sequence_parallel_norms": True}), 2):
-        assert max(errors) < 1e-6, errors
+    for errors in pool4.run(train, name, config(2, tensor_parallel={"sequence_parallel_norms": True})):
+        assert max(errors.values()) < 1e-6, errors
 
 
 def _differently_built() -> float:
@@ -125,9 +121,8 @@ def _differently_built() -> float:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(dist.get_rank())
-    engine = deepspeed.initialize(model=model, config=config(1))[0]
-    plain = dict(Llama().named_parameters())
-    worst = _worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters())
+    engine = start(model, config(1))
+    worst = _masters(engine, dict(Llama().named_parameters()))
     engine.destroy()
     return worst
 
@@ -136,7 +131,7 @@ def test_ranks_that_share_layers_take_the_first_ones_weights(pool4: RankPool) ->
     assert pool4.run(_differently_built) == [0.0] * 4
 
 
-def _distributed_by_torch(stage: int) -> list[float]:
+def _distributed_by_torch(stage: int) -> Beside:
     """A model that torch's own ``parallelize_module`` has cut before."""
     model, mesh = Llama(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     plan: dict[str, Any] = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
@@ -147,43 +142,23 @@ def _distributed_by_torch(stage: int) -> list[float]:
     parallelize_module(model, mesh, plan)
     settings = config(stage)
     del settings["tensor_parallel"]
-    engine = deepspeed.initialize(model=model, config=settings)[0]
-    reference, errors = Reference("llama", 2), []
-    for step in range(3):
-        losses, norm, _ = reference.step(step)
-        loss = loss_of(engine, batch(step, engine.mesh.data.index))
-        engine.backward(loss)
-        engine.step()
-        errors += [abs(float(loss.detach()) - losses[engine.mesh.data.index])]
-        errors += [abs(engine.get_global_grad_norm() - norm) / norm]
-    plain = dict(reference.model.named_parameters())
-    errors.append(_worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters()))
-    engine.destroy()
-    return errors
+    return beside_plain(start(model, settings), "llama")
 
 
 @pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_torch_has_distributed_train_as_they_are(pool4: RankPool, stage: int) -> None:
     for errors in pool4.run(_distributed_by_torch, stage):
-        assert max(errors) < 1e-6, errors
+        assert max(errors.values()) < 1e-6, errors
 
 
 def _born_sharded(stage: int) -> list[float]:
     """Built under zero.Init over all ranks, then cut into parts."""
-    plain = dict(Llama(tied=True).named_parameters())
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         model = Llama(tied=True)
-    engine = deepspeed.initialize(model=model, config=config(stage))[0]
-    errors = [_worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters())]
-    engine.backward(loss_of(engine, batch(0, engine.mesh.data.index)))
-    engine.step()
-    reference = Reference("llama, tied", 2)
-    reference.step(0)
-    plain = dict(reference.model.named_parameters())
-    errors.append(_worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters()))
-    engine.destroy()
-    return errors
+    engine = start(model, config(stage))
+    born = _masters(engine, dict(Llama(tied=True).named_parameters()))
+    return [born, *beside_plain(engine, "llama, tied", steps=1).values()]
 
 
 @pytest.mark.in_make_test("3")
@@ -193,21 +168,21 @@ def test_a_model_born_sharded_is_cut_unit_by_unit(pool4: RankPool, stage: int) -
         assert max(errors) < 1e-6, errors
 
 
-def _offloaded(folder: str) -> list[float]:
+def _offloaded(folder: str) -> Beside:
     drive = {"device": "nvme", "nvme_path": folder}
     zero = {"offload_optimizer": drive, "offload_param": drive}
-    return train("gpt2", config(3, zero=zero), 2)
+    return train("gpt2", config(3, zero=zero))
 
 
 def test_parts_rest_on_drives(pool4: RankPool, tmp_path: Path) -> None:
     for errors in pool4.run(_offloaded, str(tmp_path)):
-        assert max(errors) < 1e-6, errors
+        assert max(errors.values()) < 1e-6, errors
 
 
 def _sixteen_bits(dtype: str) -> tuple[list[float], int]:
     block = {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})}
     settings = config(3, **{dtype: block, "gradient_accumulation_steps": 2})
-    engine = deepspeed.initialize(model=Llama(tied=True), config=settings)[0]
+    engine = start(Llama(tied=True), settings)
     losses = []
     for _ in range(12):
         loss = loss_of(engine, batch(0, engine.mesh.data.index))
@@ -230,8 +205,8 @@ def test_sixteen_bits_learn_with_the_same_losses_on_ranks_that_share_layers(pool
 @pytest.mark.in_make_test("llama with one head of keys")
 @pytest.mark.parametrize("name", MODELS)
 def test_four_ranks_share_each_layer(pool4: RankPool, name: str) -> None:
-    for errors in pool4.run(train, name, config(3, 4), 4):
-        assert max(errors) < 1e-6, errors
+    for errors in pool4.run(train, name, config(3, 4)):
+        assert max(errors.values()) < 1e-6, errors
 
 
 @pytest.mark.in_make_test(
@@ -242,15 +217,15 @@ def test_four_ranks_share_each_layer(pool4: RankPool, name: str) -> None:
 def test_heads_that_ranks_do_not_divide_are_dealt_out_unevenly(
     pool4: RankPool, name: str, stage: int, ways: int
 ) -> None:
-    for errors in pool4.run(train, name, config(stage, ways), ways):
-        assert max(errors) < 1e-6, errors
+    for errors in pool4.run(train, name, config(stage, ways)):
+        assert max(errors.values()) < 1e-6, errors
 
 
 def _whole_values(stage: int) -> list[float]:
     """Errors of what GatheredParameters, consolidation and a setter show or take of a model in parts."""
     name = "llama, tied, with biases and norms of heads"
     model, plain = MODELS[name](), dict(MODELS[name]().named_parameters())
-    engine = deepspeed.initialize(model=model, config=config(stage))[0]
+    engine = start(model, config(stage))
     params = dict(engine.module.named_parameters())
     errors = []
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
@@ -265,7 +240,7 @@ def _whole_values(stage: int) -> list[float]:
         assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
     for n, p in params.items():
         deepspeed.utils.safe_set_full_fp32_param(p, plain[n].detach() * 2)
-    errors.append(_worst((safe_get_full_fp32_param(p), plain[n].detach() * 2) for n, p in params.items()))
+    errors.append(_masters(engine, {n: p * 2 for n, p in plain.items()}))
     engine.load_module_state_dict({n: v.detach() * 3 for n, v in MODELS[name]().state_dict().items()})
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         errors.append(_worst((p.detach(), plain[n].detach() * 3) for n, p in params.items()))
@@ -288,10 +263,10 @@ def test_whole_values_come_and_go_where_layers_are_in_parts(pool4: RankPool, sta
 
 
 def _save(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
-    """Train two steps and half a window, save; the state's digest and the loss of the next step."""
+    """Train a step and half a window, save; the state's digest and the loss of the next step."""
     settings = config(stage, ways, gradient_accumulation_steps=2)
-    engine = deepspeed.initialize(model=(MODELS | UNEVEN)[name](), config=settings)[0]
-    for step in range(5):
+    engine = start((MODELS | UNEVEN)[name](), settings)
+    for step in range(3):
         engine.backward(loss_of(engine, batch(step, 0)))
         engine.step()
     engine.save_checkpoint(folder, "t")
@@ -318,7 +293,7 @@ def _digest(engine: Any) -> str:
 
 def _load(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     settings = config(stage, ways, gradient_accumulation_steps=2)
-    engine = deepspeed.initialize(model=(MODELS | UNEVEN)[name](), config=settings)[0]
+    engine = start((MODELS | UNEVEN)[name](), settings)
     with torch.no_grad(), deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
         for param in engine.module.parameters():
             param.zero_()
@@ -327,7 +302,7 @@ def _load(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     return _digest(engine), _next(engine)
 
 
-@pytest.mark.in_make_test("gpt2", "gpt2 of five heads")
+@pytest.mark.in_make_test("gpt2 of five heads")
 @pytest.mark.parametrize("name", ["llama, tied, with biases and norms of heads", "gpt2", "gpt2 of five heads"])
 def test_saved_at_one_layout_and_loaded_at_any_other(
     pool1: RankPool, pool2: RankPool, pool4: RankPool, tmp_path: Path, name: str
@@ -353,7 +328,7 @@ def _dropped(*, recompute: bool) -> tuple[float, Tensor, Tensor]:
             run = block.forward
             block.forward = lambda x, run=run: checkpoint(run, x, use_reentrant=False)
     torch.manual_seed(dist.get_rank())
-    engine = deepspeed.initialize(model=model, config=config(2))[0]
+    engine = start(model, config(2))
     for step in range(2):
         loss = loss_of(engine, batch(step, engine.mesh.data.index))
         engine.backward(loss)
@@ -411,7 +386,7 @@ def _refusals() -> list[str]:
         assert [type(m) for m in model.modules()] == classes and not any(
             hasattr(p, "tp_place") for p in model.parameters()
         )
-    engine = deepspeed.initialize(model=Llama(), config=config(0))[0]
+    engine = start(Llama(), config(0))
     with pytest.raises(AssertionError) as differs:
         engine(batch(0, dist.get_rank()))
     engine.destroy()

@@ -46,8 +46,8 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def _plainly(model: Long) -> None:
-    pass
+def _plainly(_: Long) -> None:
+    """Leave the model as it is."""
 
 
 def _frozen(model: Long) -> None:
@@ -83,7 +83,7 @@ def _few_bytes(run: Any) -> Any:
 
 @_few_bytes
 def _parity(prepare: Any, stage: int, options: dict[str, Any], changes: dict[str, Any]) -> dict[str, float]:
-    """Train three steps beside one process that sees the batches of both ranks; return the largest errors."""
+    """Train two steps beside one process that sees the batches of both ranks; return the largest errors."""
     gas, world = changes.get("gradient_accumulation_steps", 1), dist.get_world_size()
     torch.manual_seed(1)
     model, plain = Long(**options), Long(**options)
@@ -96,7 +96,7 @@ def _parity(prepare: Any, stage: int, options: dict[str, Any], changes: dict[str
     trained = [p for p in plain.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **changes["optimizer"]["params"])
     worst = Beside(engine, plain, optimizer)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         for micro in range(gas):
             batches = [_batch(gas * step + micro, rank) for rank in range(world)]
@@ -130,6 +130,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.in_make_test(*(CELLS.keys() - {"stage 3"}))  # which every other cell of that stage shows
 @pytest.mark.parametrize("cell", CELLS)
 def test_tiles_train_as_the_whole_does_where_ranks_have_other_numbers_of_them(pool2: Any, cell: str) -> None:
     prepare, stage, options, changes = CELLS[cell]

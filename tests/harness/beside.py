@@ -36,7 +36,8 @@ class Beside(dict[str, float]):
             if name in self.trained:
                 wanted = self.trained[name].grad
                 wanted = torch.zeros_like(self.trained[name]) if wanted is None else wanted
-                self.note("gradient", scaled_error(safe_get_full_grad(param), wanted))
+                found = safe_get_full_grad(param)
+                self.note("gradient", math.inf if found is None else scaled_error(found, wanted))
 
     def update(self) -> None:
         """Clip to ``CLIP`` and update both."""

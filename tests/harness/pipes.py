@@ -1,6 +1,7 @@
 """Small models as lists of layers, their data, and the one-process run that a pipeline has to equal."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -117,25 +118,26 @@ def config(stage: int, micros: int, **changes: Any) -> dict[str, Any]:
 
 
 def plain_run(
-    specs: list[Any], *, micros: int, data_ranks: int, steps: int, clip: float = 0.5, loss_fn: Any = cross_entropy,
-    batch: Callable[[int, int, int], tuple[Any, Any]] = micro_batch,
+    model: list[Any] | nn.Module, *, micros: int | Sequence[int] = 4, data_ranks: int = 1, steps: int = 3,
+    loss_fn: Any = cross_entropy, batch: Callable[[int, int, int], tuple[Any, Any]] = micro_batch,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:  # fmt: skip
-    """Losses, norms (before clipping) and parameters of the one-process run."""
-    model = Plain(specs)
+    """Losses, norms (before clipping) and parameters of the one-process run of these layers, or of a module.
+    ``micros``: micro-batches of a data-parallel rank in every step, or in each.
+    """
+    model = model if isinstance(model, nn.Module) else Plain(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
     losses, norms = [], []
-    for step in range(steps):
+    for step, count in enumerate([micros] * steps if isinstance(micros, int) else micros):
         total = 0.0
-        for rank in range(data_ranks):
-            for micro in range(micros):
-                inputs, labels = batch(step, micro, rank)
-                loss = loss_fn(model(inputs), labels) / (micros * data_ranks)
-                loss.backward()
-                total += float(loss.detach())
+        for rank, micro in product(range(data_ranks), range(count)):
+            inputs, labels = batch(step, micro, rank)
+            loss = loss_fn(model(inputs), labels) / (count * data_ranks)
+            loss.backward()
+            total += float(loss.detach())
         for param in model.parameters():
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
@@ -146,21 +148,32 @@ def start(module: PipelineModule, ds_config: dict[str, Any], **kwargs: Any) -> A
     return deepspeed.initialize(model=module, config=ds_config, **kwargs)[0]
 
 
-def pipe_run(
-    specs: list[Any], ds_config: dict[str, Any], *, stages: int, steps: int = 3, loss_fn: Any = cross_entropy,
-    batch: Callable[[int, int, int], tuple[Any, Any]] = micro_batch, **module: Any,
-) -> tuple[list[float], list[float], dict[str, Tensor]]:  # fmt: skip
-    """The same on this rank of a pipeline; parameters are those of its stage."""
-    engine = start(PipelineModule(specs, num_stages=stages, loss_fn=loss_fn, **module), ds_config)
-    micros = engine.gradient_accumulation_steps()
-    data = (batch(step, micro, engine.mesh.data.index) for step in range(steps) for micro in range(micros))
+def engine_of(
+    specs: list[Any], ds_config: dict[str, Any], *, stages: int = 2, loss_fn: Any = cross_entropy, **module: Any
+) -> Any:
+    """An engine that trains these layers in stages."""
+    return start(PipelineModule(specs, num_stages=stages, loss_fn=loss_fn, **module), ds_config)
+
+
+def trained(engine: Any, data: Iterator[Any], *, steps: int = 3) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and norms of so many batches, and the parameters of this stage; the engine is at its end."""
     losses, norms = [], []
     for _ in range(steps):
         losses.append(float(engine.train_batch(data)))
         norms.append(engine.get_global_grad_norm())
-    params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    params = full_parameters(engine.module)
     engine.destroy()
     return losses, norms, params
+
+
+def pipe_run(
+    specs: list[Any], ds_config: dict[str, Any], *, stages: int = 2, steps: int = 3,
+    batch: Callable[[int, int, int], tuple[Any, Any]] = micro_batch, **module: Any,
+) -> tuple[list[float], list[float], dict[str, Tensor]]:  # fmt: skip
+    """The same on this rank of a pipeline; parameters are those of its stage."""
+    engine = engine_of(specs, ds_config, stages=stages, **module)
+    places = product(range(steps), range(engine.gradient_accumulation_steps()))
+    return trained(engine, (batch(*place, engine.mesh.data.index) for place in places), steps=steps)
 
 
 def worst(run: tuple[Any, Any, Any], plain: tuple[Any, Any, Any]) -> float:
@@ -172,13 +185,15 @@ def worst(run: tuple[Any, Any, Any], plain: tuple[Any, Any, Any]) -> float:
 
 
 def case(
-    stages: int, level: int, schedule: str, micros: int = 4, chunks: int = 1, *, blocks: int = 6, tied: bool = True,
-    module: dict[str, Any] | None = None, **changes: Any,
+    stages: int, level: int, schedule: str, micros: int = 4, chunks: int = 1, *, specs: list[Any] | None = None,
+    batch: Callable[[int, int, int], tuple[Any, Any]] = micro_batch, loss_fn: Any = cross_entropy,
+    module: dict[str, Any] | None = None, pipeline: dict[str, Any] | None = None, **changes: Any,
 ) -> float:  # fmt: skip
-    """The error of one setting on this rank, against the one-process run."""
-    pipeline = {"schedule": schedule, "chunks_per_stage": chunks}
-    run = pipe_run(
-        layers(blocks, tied=tied), config(level, micros, pipeline=pipeline, **changes), stages=stages, **module or {}
-    )
-    plain = plain_run(layers(blocks, tied=tied), micros=micros, data_ranks=dist.get_world_size() // stages, steps=3)
-    return worst(run, plain)
+    """The error of one setting on this rank, against the one-process run. ``module``, ``pipeline``: further options of
+    these; ``changes``: of the configuration.
+    """
+    specs, ways = layers() if specs is None else specs, dist.get_world_size() // stages
+    block = {"schedule": schedule, "chunks_per_stage": chunks, **(pipeline or {})}
+    data = {"batch": batch, "loss_fn": loss_fn}
+    run = pipe_run(specs, config(level, micros, pipeline=block, **changes), stages=stages, **data, **(module or {}))
+    return worst(run, plain_run(specs, micros=micros, data_ranks=ways, **data))
