@@ -108,10 +108,6 @@ WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
         RuntimeError,
         lambda: deepspeed.zero.register_external_parameter(nn.Linear(2, 2), torch.ones(2)),
     ),
-    "contiguous activations in one piece": (
-        AssertionError,
-        lambda: deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, partition_activations=False),
-    ),
 }
 
 

@@ -290,20 +290,6 @@ def test_the_kind_of_warmup_can_be_read(given: str, kind: str) -> None:
     assert WarmupLR(torch.optim.Adam(nn.Linear(2, 2).parameters()), warmup_type=given).warmup_type == kind
 
 
-def test_a_tensor_by_name_gets_its_gradient_in_a_checkpoint() -> None:
-    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
-    calls = []
-
-    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return (x * y).sin()
-
-    deepspeed.checkpointing.checkpoint(product, a, y=b).sum().backward()
-    assert len(calls) == 2
-    assert torch.equal(a.grad, (a * b).cos() * b)
-    assert torch.equal(b.grad, (a * b).cos() * a)
-
-
 def test_tensors_by_kind() -> None:
     accelerator = get_accelerator()
     for name, dtype in (
