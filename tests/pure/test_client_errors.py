@@ -1,6 +1,7 @@
 """Wrong uses raise the exception types that programs written for DeepSpeed 0.19 catch."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupLR
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from tests.harness.rows import for_each
 from tests.pure.test_public_api import make_engine
 
 Engines = Callable[[str], Any]
@@ -34,13 +36,9 @@ def engines() -> Iterator[Engines]:
         engine.destroy()
 
 
-def _initialize(model: Any = None, **arguments: Any) -> Any:
-    config = {"train_micro_batch_size_per_gpu": 1}
-    return deepspeed.initialize(model=model or nn.Linear(2, 2), **{"config": config, **arguments})
-
-
-def _config(**keys: Any) -> dict[str, Any]:
-    return {"config": {"train_micro_batch_size_per_gpu": 1, **keys}}
+def _initialize(model: Any = None, arguments: dict[str, Any] | None = None, **keys: Any) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 1, **keys}
+    return deepspeed.initialize(model=model or nn.Linear(2, 2), config=config, **arguments or {})
 
 
 def _weights() -> list[nn.Parameter]:
@@ -52,41 +50,32 @@ def _optimizer() -> torch.optim.Optimizer:
 
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
-WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
-    "no model": (AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 1})),
-    "no configuration": (AssertionError, lambda: deepspeed.initialize(model=nn.Linear(2, 2))),
-    "two configurations": (AssertionError, lambda: _initialize(args={"deepspeed_config": "file.json"})),
-    "a batch that does not close": (
-        AssertionError,
-        lambda: _initialize(**_config(train_batch_size=7, gradient_accumulation_steps=2)),
-    ),
-    "an unknown key of a block": (ValueError, lambda: _initialize(**_config(zero_optimization={"stagee": 1}))),
+CONFIGURATIONS: dict[str, tuple[type[BaseException], dict[str, Any]]] = {
+    "a batch that does not close": (AssertionError, {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
+    "an unknown key of a block": (ValueError, {"zero_optimization": {"stagee": 1}}),
     "keys that cannot be combined": (
         AssertionError,
-        lambda: _initialize(**_config(managed_gradient_accumulation=False, zero_optimization={"overlap_comm": True})),
+        {"managed_gradient_accumulation": False, "zero_optimization": {"overlap_comm": True}},
     ),
     "a sum of gradients that stage 3 has not": (
         ValueError,
-        lambda: _initialize(**_config(gradient_allreduce_op="sum", zero_optimization={"stage": 3})),
+        {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
     ),
-    "stage 2 without an optimizer": (AssertionError, lambda: _initialize(**_config(zero_optimization={"stage": 2}))),
-    "an unknown optimizer": (AssertionError, lambda: _initialize(**_config(optimizer={"type": "Adamm"}))),
-    "an optimizer of other parameters than listed twice": (
+    "stage 2 without an optimizer": (AssertionError, {"zero_optimization": {"stage": 2}}),
+    "an unknown optimizer": (AssertionError, {"optimizer": {"type": "Adamm"}}),
+    "max_grad_norm": (ValueError, {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}),
+    "an unknown schedule": (AssertionError, {"optimizer": ADAM, "scheduler": {"type": "warmuplr", "params": {}}}),
+}
+WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
+    **{name: (error, partial(_initialize, **keys)) for name, (error, keys) in CONFIGURATIONS.items()},
+    "no model": (AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 1})),
+    "no configuration": (AssertionError, lambda: deepspeed.initialize(model=nn.Linear(2, 2))),
+    "two configurations": (AssertionError, lambda: _initialize(arguments={"args": {"deepspeed_config": "a.json"}})),
+    "parameters listed twice": (
         ValueError,
-        lambda: _initialize(model_parameters=[*_weights() * 2], **_config(optimizer=ADAM)),
+        lambda: _initialize(arguments={"model_parameters": _weights() * 2}, optimizer=ADAM),
     ),
-    "max_grad_norm in an optimizer": (
-        ValueError,
-        lambda: _initialize(**_config(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})),
-    ),
-    "an unknown schedule": (
-        AssertionError,
-        lambda: _initialize(**_config(optimizer=ADAM, scheduler={"type": "warmuplr", "params": {}})),
-    ),
-    "what optimizer= returns": (
-        AssertionError,
-        lambda: _initialize(optimizer=lambda params: list(params), **_config()),
-    ),
+    "what optimizer= returns": (AssertionError, lambda: _initialize(arguments={"optimizer": lambda given: [*given]})),
     "amsgrad, fused": (RuntimeError, lambda: FusedAdam(_weights(), amsgrad=True)),
     "amsgrad, on the CPU": (RuntimeError, lambda: DeepSpeedCPUAdam(_weights(), amsgrad=True)),
     "amsgrad, Lamb": (RuntimeError, lambda: FusedLamb(_weights(), amsgrad=True)),
@@ -111,7 +100,7 @@ WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", WITHOUT_ENGINE)
+@for_each("case", WITHOUT_ENGINE)
 def test_without_an_engine(case: str) -> None:
     kind, call = WITHOUT_ENGINE[case]
     with pytest.raises(kind):
@@ -155,14 +144,14 @@ def test_with_an_engine(engines: Engines, case: str) -> None:
 
 
 def test_a_gradient_under_a_loss_scale_has_to_come_through_scale() -> None:
-    engine, *_ = _initialize(nn.Linear(4, 2), **_config(optimizer=ADAM, fp16={"enabled": True}))
+    engine, *_ = _initialize(nn.Linear(4, 2), optimizer=ADAM, fp16={"enabled": True})
     with pytest.raises(RuntimeError, match=r"engine.scale\(loss\)"):
         engine(torch.ones(2, 4).half()).sum().backward()
     engine.destroy()
 
 
 def test_an_unmanaged_window_has_no_boundary() -> None:
-    engine, *_ = _initialize(nn.Linear(4, 2), **_config(optimizer=ADAM, managed_gradient_accumulation=False))
+    engine, *_ = _initialize(nn.Linear(4, 2), optimizer=ADAM, managed_gradient_accumulation=False)
     with pytest.raises(AssertionError):
         engine.set_gradient_accumulation_boundary(True)
     engine.destroy()
