@@ -313,12 +313,7 @@ def test_a_checkpoint_into_a_file_says_that_it_is_one(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_kept_by_their_bits_are_shown_as_decimals() -> None:
-    assert [_shown(value) for value in ((0.1).hex(), (-2.5).hex(), "AdamW", 3)] == [
-        "0.1",
-        "-2.5",
-        "AdamW",
-        "3",
-    ]
+    assert [_shown(value) for value in ((0.1).hex(), (-2.5).hex(), "AdamW", 3)] == ["0.1", "-2.5", "AdamW", "3"]
 
 
 @pytest.mark.parametrize(("stage", "level"), [(2, logging.WARNING), (3, None)])

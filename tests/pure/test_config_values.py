@@ -45,7 +45,7 @@ ABSENT = {"torch_autocast.dtype": "bf16", "tensor_parallel.dtype": "fp16"}
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "bool": ("true", 1, [], {}),
-    "int": ("3", 1.5, True, [[]], {}),
+    "int": ("3", 1.5, True, float("nan"), [[]], {}),
     "float": ("0.5", True, float("nan"), float("inf"), {}),
     "enum": (17, "no such value", [], {}),
     "string": (17, True, {}),
