@@ -25,7 +25,6 @@ from deepspeed.launcher.node.verdict import RankEnd
 from deepspeed.monitor.log import logger
 from deepspeed.monitor.program import CheckFailedError, guarded
 from deepspeed.tools.checkpoint.info import _shown
-from deepspeed.tools.config.cli import main as ds_config
 from deepspeed.tools.verify.cli import GATES
 from deepspeed.tools.verify.driver import Driver
 from tests.budget.source import ROOT
@@ -52,7 +51,7 @@ NOT_NUMBERS = ("0", "-1", "nan", "inf", "soon")
 
 # what is written behind the command -> what standard error has of it; {} is a folder with a configuration
 WRONG: dict[str, str] = {
-    "deepspeed": "",
+    "deepspeed": "the following arguments are required: script\n",  # and nothing else
     "deepspeed --num_gpus none train.py": "num_gpus",
     "deepspeed --num_gpus 1 {}/none.py": "does not exist",
     "ds_bench": "nothing to measure was named",
@@ -271,12 +270,6 @@ def test_one_of_a_thing_is_no_plural() -> None:
     assert Driver(Namespace(ranks=1, steps=1), io.StringIO()).conditions() == "1 rank, 1 step each"
 
 
-def test_without_a_script_the_script_alone_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        runner.parse_args([])
-    assert capsys.readouterr().err.rstrip().endswith("the following arguments are required: script")
-
-
 def test_a_flag_behind_the_script_is_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -316,20 +309,13 @@ def test_numbers_that_are_kept_by_their_bits_are_shown_as_decimals() -> None:
     assert [_shown(value) for value in ((0.1).hex(), (-2.5).hex(), "AdamW", 3)] == ["0.1", "-2.5", "AdamW", "3"]
 
 
-@pytest.mark.parametrize(("stage", "level"), [(2, logging.WARNING), (3, None)])
-def test_offload_param_without_effect_is_a_warning(
-    stage: int, level: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    zero = {"stage": stage, "offload_param": {"device": "cpu"}}
-    config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
-    logger = logging.getLogger("DeepSpeed")
-    logger.addHandler(caplog.handler)
-    try:
-        _log_notes(config)
-    finally:
-        logger.removeHandler(caplog.handler)
-    levels = [record.levelno for record in caplog.records if "offload_param" in record.getMessage()]
-    assert levels == ([] if level is None else [level])
+def test_offload_param_without_effect_is_a_warning() -> None:
+    for stage in (2, 3):
+        zero = {"stage": stage, "offload_param": {"device": "cpu"}}
+        config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
+        with logged(logging.WARNING) as lines:
+            _log_notes(config)
+        assert len([line for line in lines if "offload_param" in line]) == (stage < 3)
 
 
 def test_many_keys_without_effect_are_one_short_line() -> None:
@@ -339,13 +325,6 @@ def test_many_keys_without_effect_are_one_short_line() -> None:
         _log_notes(config)
     names = ", ".join(f"zero_optimization.{name}" for name in zero)
     assert lines == [f"[rank 0] configuration keys without effect here: {names} (ds_config check says why)"]
-
-
-def test_the_table_of_dtypes_comes_with_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "gradient_clipping": 0.5}))
-    assert ds_config(["show", str(tmp_path / "ds.json"), "--dtypes"]) == 0
-    out = capsys.readouterr().out
-    assert "gradient_clipping" in out and "master weights" in out
 
 
 def test_a_communication_log_shows_its_table_at_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
