@@ -154,12 +154,9 @@ def test_room_that_was_reserved_is_a_guess(tmp_path: Path, expect: int) -> None:
     assert (tmp_path / "a.bin").stat().st_size == writer.nbytes == 102_400
 
 
-def test_a_rate_bounds_the_time_from_below_and_may_be_lifted(tmp_path: Path, small_pieces: int) -> None:
+def test_a_rate_may_be_lifted(tmp_path: Path, small_pieces: int) -> None:
+    """That it is kept, tests/dist/test_checkpoint_background.py shows."""
     begin = time.monotonic()
-    with ChunkWriter(tmp_path / "a.bin", rate_bytes=400_000) as writer:
-        writer.append(drawn(100_000), SPAN)
-        writer.close()
-    assert time.monotonic() - begin > 0.15
     with ChunkWriter(tmp_path / "b.bin", rate_bytes=1) as writer:
         writer.append(drawn(16384), SPAN)
         writer.rate_bytes = 0

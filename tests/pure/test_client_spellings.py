@@ -55,10 +55,8 @@ def test_offload_param_below_the_stage_that_shards_parameters_has_no_effect(stag
 def test_blocks_that_programs_build() -> None:
     zero = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7, offload_param={"device": "cpu"})
     assert (zero.stage, zero.prefetch_bucket_size, zero.offload_param.device.value) == (3, 7, "cpu")
-    assert isinstance(zero, DeepSpeedZeroConfig)
-    assert zero.overlap_comm is True
-    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False
-    assert DeepSpeedZeroConfig(stage=2, overlap_comm=True).overlap_comm is True
+    others = (DeepSpeedZeroConfig(stage=2), DeepSpeedZeroConfig(stage=2, overlap_comm=True))
+    assert [each.overlap_comm for each in (zero, *others)] == [True, False, True]
     block = DeepSpeedZeroOffloadParamConfig(device="cpu", pin_memory=True)
     assert DeepSpeedZeroConfig(stage=3, offload_param=block).offload_param.pin_memory is True
     assert DeepSpeedFP16Config(enabled=True).initial_scale_power == 16
@@ -82,10 +80,9 @@ def test_importable() -> None:
 
 
 def test_lines_of_a_hostfile_and_ranges() -> None:
+    """What is wrong with a hostfile, test_launcher_resources.py shows."""
     runner = importlib.import_module("deepspeed.launcher.runner")
     assert runner._parse_hostfile(["# hosts", "one slots=2", "", "two slots=4"]) == {"one": 2, "two": 4}
-    with pytest.raises(ValueError, match="hostfile, line 2 names host 'one' a second time"):
-        runner._parse_hostfile(["one slots=2", "one slots=2"])
     assert runner.parse_range_list("4,0-2,1") == [0, 1, 2, 4]
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
         with pytest.raises(DeepSpeedConfigError, match="no list of numbers"):

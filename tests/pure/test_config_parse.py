@@ -103,6 +103,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("line 3, column 1", ['{\n  "fp16": {"enabled": true}}\n}', '{\n  "a": [1, 2\n}']),
         ("line 1, column 74", ['{"a": NaN /* the relaxed parser takes the rest of the line for a text */}']),
         ("line 1, column 10", ['{"a": 1, /* a comment without an end']),
+        ("nested too deeply", ["[" * 5000]),
     ],
 )
 def test_what_is_no_configuration_is_refused(tmp_path: Path, words: str, contents: list[str | bytes]) -> None:

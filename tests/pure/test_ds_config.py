@@ -117,20 +117,6 @@ def test_ok_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert any("fp16.loss_scale has no effect: fp16.enabled is false" in note for note in notes)
 
 
-def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What else is wrong with a text test_config_parse.py has, and with a value test_config_keys.py."""
-    for content, words in (
-        ('{"train_batch_size": 8,, }', "broken JSON at line 1, column"),
-        ('{"train_batch_size": 8, "train_batch_size": 9}', "is written 2 times (lines 1, 1)"),
-        (b"\xff\xfe{}", "is not a text file"),
-        ("[" * 5000, "nested too deeply"),
-        ('{"train_batch_size": "8"}', "write it without quotes. (line 1)"),
-    ):
-        path = written(tmp_path, content)
-        status, out, err = run(capsys, "check", path)
-        assert status == 2 and out == "" and words in err and len(err.splitlines()) == 1 and err.count(path) == 1
-
-
 def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     locked = written(tmp_path, {"train_batch_size": 1}, "locked.json")
     os.chmod(locked, 0)
