@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,26 +146,19 @@ def test_a_device_that_cannot_register_memory_says_so() -> None:
 def test_an_error_of_the_driver_is_told_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime keeps its last error for the next launch, whoever makes it."""
 
-    class Runtime:
-        pending = False
+    pending: list[int] = []
 
-        def cudaHostRegister(self, *_: int) -> int:
-            Runtime.pending = True
-            return 2
-
-        def cudaGetErrorString(self, status: int) -> str:
-            return f"error {status}"
-
-    class Module:
-        cudart = Runtime
+    def register(*_: int) -> int:
+        pending.append(2)
+        return 2
 
     def launch(*_: object, device: str) -> None:
-        Runtime.pending = False
-        raise RuntimeError("error 2")
+        raise RuntimeError(f"error {pending.pop()}")
 
-    monkeypatch.setattr(Accelerator, "_module", Module)
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString="error {}".format)
+    monkeypatch.setattr(Accelerator, "_module", SimpleNamespace(cudart=lambda: runtime))
     monkeypatch.setattr(torch, "zeros", launch)
-    assert "error 2" in Accelerator("cuda").lock_memory(0, ALIGN) and not Runtime.pending
+    assert "error 2" in Accelerator("cuda").lock_memory(0, ALIGN) and not pending
 
 
 def test_the_end_of_a_parents_memory_unlocks_and_unmaps_nothing_in_a_forked_child(locks: Locks) -> None:

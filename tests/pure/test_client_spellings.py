@@ -66,19 +66,6 @@ def test_blocks_that_programs_build() -> None:
         DeepSpeedZeroConfig(stagee=3)
 
 
-NAMES = {
-    "deepspeed.checkpoint.constants": "OPTIMIZER_STATE_DICT PARAM_SHAPES ZERO_STAGE SINGLE_PARTITION_OF_FP32_GROUPS",
-    "deepspeed.launcher.runner": "_parse_hostfile parse_range_list fetch_hostfile encode_world_info",
-    "deepspeed.runtime.precision_config": "DeepSpeedFP16Config DeepSpeedBF16Config",
-    "deepspeed.runtime.utils": "PartitionedTensor partition_balanced partition_uniform see_memory_usage",
-}
-
-
-def test_importable() -> None:
-    for module, names in NAMES.items():
-        assert [name for name in names.split() if not hasattr(importlib.import_module(module), name)] == [], module
-
-
 def test_lines_of_a_hostfile_and_ranges() -> None:
     """What is wrong with a hostfile, test_launcher_resources.py shows."""
     runner = importlib.import_module("deepspeed.launcher.runner")

@@ -3,7 +3,6 @@ arithmetic.
 """
 
 import ctypes
-import inspect
 import os
 import subprocess
 import threading
@@ -183,14 +182,6 @@ def test_mpi_discovery_asks_the_scheduler_where_rank_is_set_too(monkeypatch: pyt
         ds_comm.mpi_discovery(verbose=False)
         found = [environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
         assert found == ["1", "2", "1", "127.0.0.1", "29500"]
-
-
-def test_signature_is_the_documented_one() -> None:
-    names = list(inspect.signature(ds_comm.init_distributed).parameters)
-    assert names == [
-        *("dist_backend", "auto_mpi_discovery", "distributed_port", "verbose", "timeout", "init_method"),
-        *("dist_init_required", "config", "rank", "world_size"),
-    ]
 
 
 def test_timeout_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

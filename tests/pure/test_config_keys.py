@@ -5,7 +5,7 @@ import json
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,17 +104,14 @@ def test_devices_paths_and_states_of_offload() -> None:
     assert " ".join(item.value for item in OffloadStateTypeEnum) == states
 
 
-def test_whole_floats_and_infinity() -> None:
+def test_whole_floats_and_infinity(tmp_path: Path) -> None:
     block = zero(reduce_bucket_size=5e8, stage3_max_live_parameters=1e9, sub_group_size=10**12, stage=2.0)
     assert (block.reduce_bucket_size, block.max_live_parameters, block.stage) == (500_000_000, 1_000_000_000, 2)
     assert all(type(value) is int for value in (block.reduce_bucket_size, block.max_live_parameters, block.stage))
     assert load(steps_per_print=float("inf")).steps_per_print == float("inf")
     assert load(steps_per_print=10.0).steps_per_print == 10
-
-
-def test_infinity_in_files(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
     for spelling in ("Infinity", "inf"):
-        path = tmp_path / "ds.json"
         path.write_text(f"{{\n steps_per_print: {spelling}\n train_batch_size: 1\n}}")
         assert load_config(path, world_size=1).steps_per_print == float("inf")
 
@@ -303,22 +300,9 @@ def test_the_class_loads_when_it_is_called(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DeepSpeedConfigError, match="WORLD_SIZE"):
         deepspeed.DeepSpeedConfig(str(path))
 
-    class Units:
-        @staticmethod
-        def get_data_parallel_world_size() -> int:
-            return 2
-
-    assert DeepSpeedConfig({"train_batch_size": 8}, mpu=Units()).world_size == 2
-    assert DeepSpeedConfig({"train_batch_size": 8}, None, _Mesh()).world_size == 8
-
-
-class _Mesh:
-    def __getitem__(self, axis: str) -> Any:
-        assert axis == "data_parallel"
-        return self
-
-    def size(self) -> int:
-        return 8
+    units, mesh = SimpleNamespace(get_data_parallel_world_size=lambda: 2), SimpleNamespace(size=lambda: 8)
+    assert DeepSpeedConfig({"train_batch_size": 8}, mpu=units).world_size == 2
+    assert DeepSpeedConfig({"train_batch_size": 8}, None, {"data_parallel": mesh}).world_size == 8
 
 
 @pytest.mark.parametrize(("steps", "what"), [([3], "few"), ([1, 2, 3], "many"), ([], "few")])
