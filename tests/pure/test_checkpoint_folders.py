@@ -152,24 +152,18 @@ def test_readers_outlive_a_checkpoint_that_goes_while_they_look(
     assert folders.find_checkpoint(tmp_path) == tmp_path / "b"
 
 
-def test_names_without_a_time_of_birth_are_known(tmp_path: Path) -> None:
-    dead = tmp_path / f".t.saving-{folders._host()}-{dead_pid()}-abc123"
-    mine = tmp_path / f".t.saving-{folders._host()}-{os.getpid()}-abc123"
-    dead.mkdir()
-    mine.mkdir()
-    assert folders.unfinished(tmp_path) == sorted([dead, mine])
-    folders.begin(tmp_path, "u")
-    assert not dead.exists() and mine.exists()
-
-
 def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
-    mine = folders.begin(tmp_path, "t")
-    dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")
+    """Names without a time of birth are known too."""
+    mine, old = folders.begin(tmp_path, "t"), tmp_path / f".t.saving-{folders._host()}-{os.getpid()}-abc123"
+    ended = f"-{dead_pid()}-"
+    dead = [tmp_path / path.name.replace(f"-{os.getpid()}-", ended) for path in (mine, old)]
     other = tmp_path / ".t.saving-another.host-1-abc"
-    dead.mkdir()
-    other.mkdir()
+    for path in (old, *dead, other):
+        path.mkdir()
+    assert {mine, old, *dead} <= set(folders.unfinished(tmp_path))
     again = folders.begin(tmp_path, "u")
-    assert not dead.exists() and other.exists() and mine.exists() and again.exists()
+    assert not any(path.exists() for path in dead)
+    assert all(path.exists() for path in (mine, old, other, again))
 
 
 def test_a_tag_decides_before_latest_and_latest_before_the_newest_complete_one(tmp_path: Path) -> None:

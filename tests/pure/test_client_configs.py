@@ -19,6 +19,7 @@ SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, 
 SWITCHES = dict.fromkeys(("allgather_partitions", "overlap_comm", "reduce_scatter", "contiguous_gradients"), True)
 BATCH = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 BATCH |= {"gradient_clipping": 1.0}
+SIZED_BY_THE_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 ON, OFF = {"enabled": True}, {"enabled": False}
 
 # The files of Transformers' documentation and tests.
@@ -38,9 +39,7 @@ HF_ZERO3 = HF_ZERO2 | {
         "overlap_comm": True,
         "contiguous_gradients": True,
         "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
+        **dict.fromkeys(SIZED_BY_THE_MODEL, "auto"),
         "stage3_max_live_parameters": 1e9,
         "stage3_max_reuse_distance": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
@@ -55,8 +54,7 @@ def filled_by_transformers(config: dict[str, Any], hidden: int = 64) -> dict[str
     out["scheduler"]["params"] = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10}
     out["fp16"]["enabled"], out["bf16"]["enabled"] = False, True
     out |= {"checkpoint": {"use_node_local_storage": True}, "tensor_parallel": {"autotp_size": 1}}
-    sizes = {"reduce_bucket_size": hidden * hidden, "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden)}
-    sizes["stage3_param_persistence_threshold"] = 10 * hidden
+    sizes = dict(zip(SIZED_BY_THE_MODEL, (hidden * hidden, int(0.9 * hidden * hidden), 10 * hidden), strict=True))
     zero = out["zero_optimization"]
     zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
     return out
@@ -96,12 +94,8 @@ OPENRLHF = {
     "steps_per_print": 100,
     "zero_optimization": {
         "stage": 3,
-        "stage3_max_live_parameters": "auto",
-        "stage3_max_reuse_distance": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "sub_group_size": "auto",
-        "reduce_bucket_size": "auto",
+        **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"), "auto"),
+        **dict.fromkeys(SIZED_BY_THE_MODEL, "auto"),
         "offload_param": {"device": "none"},
         "offload_optimizer": {"device": "none", "pin_memory": True},
     },
