@@ -92,7 +92,7 @@ def test_a_tag_that_is_overwritten_has_its_name_at_every_instant(
 
 
 @pytest.mark.parametrize("layout", ["manifest.json", "mp_rank_00_model_states.pt"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"])
 def test_a_replacement_that_fails_leaves_the_old_one_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, error: BaseException
 ) -> None:
