@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,45 +45,40 @@ class Stream(IterableDataset[int]):
             yield number
 
 
-class StatefulStream(Stream):
-    """Keeps its own place; a new pass starts anew unless a place was just loaded."""
+class Counted:
+    """Knows how many it has given out; a new pass starts anew unless a number was just loaded."""
 
-    place = 0
-    loaded: int | None = None
+    given = loaded = 0
 
-    def __iter__(self) -> Iterator[int]:
-        self.place, self.loaded = self.loaded or 0, None
-        while self.place < len(self.numbers):
-            self.place += 1
-            yield self.numbers[self.place - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded = state["place"]
-
-
-class StatefulSampler(Sampler[int]):
-    """Backwards through the data; tells only what it has given out itself, as samplers with a count do."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.given, self.loaded = length, 0, 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
+    def in_order(self, numbers: Sequence[int]) -> Iterator[int]:
         self.given, self.loaded = self.loaded, 0
-        while self.given < self.length:
+        while self.given < len(numbers):
             self.given += 1
-            yield self.length - self.given
+            yield numbers[self.given - 1]
 
     def state_dict(self) -> dict[str, int]:
         return {"given": self.given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.loaded = state["given"]
+
+
+class StatefulStream(Counted, Stream):
+    def __iter__(self) -> Iterator[int]:
+        return self.in_order(self.numbers)
+
+
+class StatefulSampler(Counted, Sampler[int]):
+    """Backwards through the data; tells only what it has given out itself, as samplers with a count do."""
+
+    def __init__(self, length: int) -> None:
+        self.numbers = range(length)[::-1]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.in_order(self.numbers)
 
 
 def ranks_of(world: int, length: int = 20, batch: int = 2, **options: Any) -> list[DeepSpeedDataLoader]:
