@@ -65,6 +65,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         yield tmp_path
 
 
+def read(folder: Path, place: Box, nbytes: int, start: int = 0) -> torch.Tensor:
+    """So many bytes of ``layer.w``, which is in ``place``."""
+    out = torch.full((nbytes,), 3, dtype=torch.uint8)
+    with closing(ChunkReader(folder)) as reader:
+        reader.read_many([Wanted(place, start, out, "layer.w")])
+    return out
+
+
 def forget(path: Path) -> None:
     """Out of the page cache."""
     fd = os.open(path, os.O_RDONLY)
@@ -102,10 +110,7 @@ def test_every_byte_belongs_to_one_box_and_one_checksum(folder: Path) -> None:
 def test_boxes_about_the_size_of_a_piece(tmp_path: Path, nbytes: int) -> None:
     values, places = written(tmp_path, (100, nbytes, 5))
     assert all(len(place.crcs) == -(-place.extent // PIECE) for place in places)
-    out = torch.empty_like(values[1])
-    with closing(ChunkReader(tmp_path)) as reader:
-        reader.read_many([Wanted(places[1], 0, out, "w")])
-    assert torch.equal(out, values[1])
+    assert torch.equal(read(tmp_path, places[1], nbytes), values[1])
 
 
 def test_an_empty_file_and_an_empty_box(tmp_path: Path) -> None:
@@ -140,10 +145,7 @@ def test_values_may_change_as_soon_as_they_were_added(tmp_path: Path, small_piec
     with ChunkWriter(tmp_path / "a.bin") as writer:
         writer.append(parts(), SPAN)
         (place,) = writer.close()
-    out = torch.empty(250_000, dtype=torch.uint8)
-    with closing(ChunkReader(tmp_path)) as reader:
-        reader.read_many([Wanted(place, 0, out, "w")])
-    assert torch.equal(out, torch.cat(expected))
+    assert torch.equal(read(tmp_path, place, 250_000), torch.cat(expected))
 
 
 @pytest.mark.parametrize("expect", [1, 100_000, 10_000_000])
@@ -252,13 +254,12 @@ def test_only_the_pieces_of_the_range_are_read(
     asked: list[tuple[int, int]] = []
     real = os.preadv
 
-    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
         asked.append((offset, len(buffers[0])))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files.os, "preadv", read)
-    with closing(ChunkReader(tmp_path)) as reader:
-        reader.read_many([Wanted(place, 10 * small_pieces + 5, torch.empty(small_pieces, dtype=torch.uint8), "w")])
+    monkeypatch.setattr(files.os, "preadv", noted)
+    read(tmp_path, place, small_pieces, 10 * small_pieces + 5)
     assert asked == [(10 * small_pieces, small_pieces), (11 * small_pieces, small_pieces)]
 
 
@@ -339,27 +340,24 @@ HARMS: dict[str, tuple[Harm, str]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, harm: str) -> None:
-    values, (place,) = written(tmp_path, (100_000,))
+    _, (place,) = written(tmp_path, (100_000,))
     act, message = HARMS[harm]
     if harm in ("a folder", "a pipe"):
         (tmp_path / "a.bin").unlink()
     act(tmp_path / "a.bin")
-    with closing(ChunkReader(tmp_path)) as reader, pytest.raises(CheckpointError, match=message):
-        reader.read_many([Wanted(place, 0, values[0], "layer.w")])
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, place, 100_000)
 
 
 def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values, (place,) = written(tmp_path, (100,))
+    _, (place,) = written(tmp_path, (100,))
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(files.os, "open", refuse)  # the superuser may read everything
-    with (
-        closing(ChunkReader(tmp_path)) as reader,
-        pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"),
-    ):
-        reader.read_many([Wanted(place, 0, values[0], "layer.w")])
+    with pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"):
+        read(tmp_path, place, 100)
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
