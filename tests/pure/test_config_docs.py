@@ -1,7 +1,7 @@
 """docs/config.md and docs/config.schema.json are made from the models and the key table, and are current."""
 
 import copy
-import importlib.util
+import importlib
 import json
 import re
 from math import isfinite
@@ -26,17 +26,10 @@ ROOT = Path(__file__).parents[2]
 REMAKE = "run: python docs/site/configuration.py"
 
 
-def _script() -> Any:
-    """The file that makes them; its folder is no package."""
-    spec = importlib.util.spec_from_file_location("configuration", ROOT / "docs" / "site" / "configuration.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MADE = _script()
-main, page, schema_text = MADE.main, MADE.page, MADE.schema_text
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "docs" / "site"))  # the file that makes them is there
+    made = importlib.import_module("configuration")
+main, page, schema_text = made.main, made.page, made.schema_text
 KEYS = all_keys(DeepSpeedConfig)
 SCHEMA = json.loads(schema_text())
 CHECKER = jsonschema.Draft202012Validator(SCHEMA)

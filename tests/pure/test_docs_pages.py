@@ -3,14 +3,12 @@ somewhere, and the list of error messages lacks none that the package raises.
 """
 
 import ast
-import importlib.util
+import importlib
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -139,14 +137,9 @@ def test_every_page_is_in_the_navigation() -> None:
 # --- the list of error messages ---
 
 
-@pytest.fixture(scope="module")
-def errors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("errors_page", DOCS / "site" / "errors.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["errors_page"] = module
-    spec.loader.exec_module(module)
-    return module
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(DOCS / "site"))
+    errors = importlib.import_module("errors")
 
 
 def _literals(node: ast.AST) -> list[str]:
@@ -158,7 +151,7 @@ def _literals(node: ast.AST) -> list[str]:
     return [piece for child in ast.iter_child_nodes(node) for piece in _literals(child)]
 
 
-def test_no_sentence_of_a_raise_is_missing(errors: ModuleType) -> None:
+def test_no_sentence_of_a_raise_is_missing() -> None:
     """Each piece of text that stands in a raise statement is in an entry of that line."""
     listed: dict[tuple[str, int], str] = {}
     for message in errors.messages():
@@ -176,7 +169,7 @@ def test_no_sentence_of_a_raise_is_missing(errors: ModuleType) -> None:
     assert seen > 700 and not missing
 
 
-def test_errors_that_a_user_meets_are_in_the_list(errors: ModuleType) -> None:
+def test_errors_that_a_user_meets_are_in_the_list() -> None:
     """Sentences as they come out of the package match an entry, values included."""
     met = []
     for config in (
@@ -195,7 +188,7 @@ def test_errors_that_a_user_meets_are_in_the_list(errors: ModuleType) -> None:
     assert not [text for text in met if not any(re.search(p, text, re.DOTALL) for p in patterns)]
 
 
-def test_the_page_lists_every_message_and_class(errors: ModuleType) -> None:
+def test_the_page_lists_every_message_and_class() -> None:
     text = errors.page()
     listed = {(m.module, m.kind, re.sub(r"\s+", " ", m.text).strip()) for m in errors.messages()}
     assert text.count("\n- `") >= len(listed) > 700
