@@ -74,9 +74,9 @@ def test_keyword_arguments() -> None:
     a = checkpointing.checkpoint(block, x, scale=3.0)
     torch.manual_seed(0)
     assert torch.equal(a, block(x, scale=3.0))
-    weight = nn.Parameter(torch.ones(1))  # by name, and with a gradient all the same
+    weight = nn.Parameter(torch.full((1,), 2.0))  # by name, and with a gradient all the same
     checkpointing.checkpoint(lambda y, weight: y * weight, x, weight=weight).sum().backward()
-    assert torch.equal(weight.grad, x.detach().sum().reshape(1))
+    assert torch.equal(weight.grad, x.detach().sum().reshape(1)) and torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 def test_settings_from_block_and_arguments() -> None:
@@ -84,25 +84,17 @@ def test_settings_from_block_and_arguments() -> None:
     config = {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4, "profile": True}}
     checkpointing.configure(None, config, profile=False)
     settings = checkpointing._settings
-    assert (
-        checkpointing.is_configured()
-        and settings.checkpoint_in_cpu
-        and settings.num_checkpoints == 4
-        and not settings.profile
-    )
+    assert checkpointing.is_configured() and settings.checkpoint_in_cpu and not settings.profile
+    assert settings.num_checkpoints == 4
     checkpointing.set_num_layers(9)
     assert settings.num_checkpoints == 9
     checkpointing.reset()
     x = torch.randn(2, 8, requires_grad=True)
     checkpointing.checkpoint(Block(), x).sum().backward()
     assert x.grad is not None
-
-
-def test_as_lightning_calls_it() -> None:
-    checkpointing.configure(
-        mpu_=None, partition_activations=False, contiguous_checkpointing=False, checkpoint_in_cpu=False, profile=False
-    )
-    assert checkpointing.is_configured()
+    given = ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile")
+    checkpointing.configure(mpu_=None, **dict.fromkeys(given, False))  # as Lightning calls it
+    assert not checkpointing._settings.checkpoint_in_cpu
 
 
 def test_impossible_combinations_change_nothing() -> None:

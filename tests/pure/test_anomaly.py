@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from deepspeed.monitor.anomaly import AnomalyWatch
@@ -42,12 +41,12 @@ def test_a_second_spike_after_the_window_is_named_again() -> None:
     assert [text.split(":")[0] for text in told(losses)] == ["step 121", "step 301"]
 
 
-@pytest.mark.parametrize(("value", "text"), [(30.0, "is 30, out of the band"), (0.01, "is 0.01, out of the band")])
-def test_a_norm_above_or_below_its_band_is_named(value: float, text: str) -> None:
+@for_each("value", [30.0, 0.01])
+def test_a_norm_above_or_below_its_band_is_named(value: float) -> None:
     norms = noisy(200, 1)
     norms[150] = value
     (said,) = told([1.0] * 200, norms)
-    assert said.startswith("step 151: the gradient norm") and text in said
+    assert said.startswith("step 151: the gradient norm") and f"is {value:g}, out of the band" in said
 
 
 def test_what_is_not_finite_and_what_is_zero() -> None:

@@ -3,9 +3,7 @@
 import importlib
 import inspect
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,20 +11,16 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def api() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docs" / "site"))
-    try:
-        return importlib.import_module("api")
-    finally:
-        sys.path.pop(0)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "docs" / "site"))
+    api = importlib.import_module("api")
 
 
 def _methods_on_page() -> list[str]:
     return [name for names in re.findall(r"<!-- methods: (.*?) -->", PAGE, re.DOTALL) for name in names.split()]
 
 
-def test_every_public_name_of_the_engine_is_on_the_page(api: ModuleType) -> None:
+def test_every_public_name_of_the_engine_is_on_the_page() -> None:
     public, answers = api.public_names(), api.answers()
     in_tables = set(re.findall(r"`(\w+)(?:\(\))?`", answers))
     prose = set(re.findall(r"`(\w+)`", PAGE))
@@ -37,7 +31,7 @@ def test_every_public_name_of_the_engine_is_on_the_page(api: ModuleType) -> None
     assert methods <= set(_methods_on_page()) | in_tables, "prose alone is not enough for a method"
 
 
-def test_nothing_internal_is_on_the_page(api: ModuleType) -> None:
+def test_nothing_internal_is_on_the_page() -> None:
     public = api.public_names()
     shown = [*_methods_on_page(), *re.findall(r"members: \[(.*?)\]", PAGE, re.DOTALL)]
     words = [word for text in shown for word in re.findall(r"\w+", text)]
@@ -47,7 +41,7 @@ def test_nothing_internal_is_on_the_page(api: ModuleType) -> None:
         assert internal not in public
 
 
-def test_every_shown_method_and_answer_has_a_text(api: ModuleType) -> None:
+def test_every_shown_method_and_answer_has_a_text() -> None:
     public = api.public_names()
     assert not [name for name in _methods_on_page() if not inspect.getdoc(public[name])]
     rows = [line for line in api.answers().splitlines() if line.startswith("| `")]
@@ -63,7 +57,7 @@ def test_every_object_that_the_page_names_exists() -> None:
         assert hasattr(home, name) or importlib.import_module(path), path
 
 
-def test_the_tables_of_calls_and_optimizers_have_what_clients_import(api: ModuleType) -> None:
+def test_the_tables_of_calls_and_optimizers_have_what_clients_import() -> None:
     comm, optimizers = api.communication(), api.optimizers()
     for name in ("all_reduce", "barrier", "get_rank", "init_distributed", "log_summary"):
         assert f"`{name}(" in comm, name

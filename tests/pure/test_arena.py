@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,25 +65,22 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
     warning_once.cache_clear()
 
 
-@pytest.mark.parametrize("nbytes", [1, ALIGN, ALIGN + 1, 3 * MIB, 5 * MIB + 1])
 @pytest.mark.parametrize("pin", [False, True])
-def test_a_tensor_takes_its_pages_and_nothing_more(locks: Locks, nbytes: int, pin: bool) -> None:  # noqa: FBT001
-    arena = Arena(pins=True)
-    tensor = arena.empty(nbytes, pin=pin)
-    pages = -(-nbytes // ALIGN) * ALIGN
-    assert tensor.nbytes == tensor.untyped_storage().nbytes() == nbytes and tensor.data_ptr() % ALIGN == 0
-    assert arena.held_bytes == pages and sum(locks.now.values()) == (pages if pin else 0)
-    assert not tensor.any()
+def test_a_tensor_takes_its_pages_and_nothing_more(locks: Locks, pin: bool) -> None:  # noqa: FBT001
+    arena, taken, pages = Arena(pins=True), list[torch.Tensor](), 0
+    for nbytes in (1, ALIGN, ALIGN + 1, 3 * MIB, 5 * MIB + 1):
+        taken.append(arena.empty(nbytes, pin=pin))
+        tensor = taken[-1]
+        pages += -(-nbytes // ALIGN) * ALIGN
+        assert tensor.nbytes == tensor.untyped_storage().nbytes() == nbytes and tensor.data_ptr() % ALIGN == 0
+        assert arena.held_bytes == pages and sum(locks.now.values()) == (pages if pin else 0)
+        assert not tensor.any()
 
 
-def test_shapes_and_dtypes() -> None:
+def test_shapes_and_dtypes_and_without_an_accelerator_nothing_is_locked(locks: Locks) -> None:
     tensor = Arena().empty((3, 5), dtype=torch.float32, pin=True)
     assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == ((3, 5), torch.float32, True)
     assert tuple(Arena().empty((0, 5)).shape) == (0, 5)
-
-
-def test_without_an_accelerator_nothing_is_locked(locks: Locks) -> None:
-    Arena().empty(MIB, pin=True)
     assert not locks.now
 
 
@@ -148,38 +146,22 @@ def test_a_device_that_cannot_register_memory_says_so() -> None:
 def test_an_error_of_the_driver_is_told_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime keeps its last error for the next launch, whoever makes it."""
 
-    class Runtime:
-        pending = False
+    pending: list[int] = []
 
-        def cudaHostRegister(self, *_: int) -> int:
-            Runtime.pending = True
-            return 2
-
-        def cudaGetErrorString(self, status: int) -> str:
-            return f"error {status}"
-
-    class Module:
-        cudart = Runtime
+    def register(*_: int) -> int:
+        pending.append(2)
+        return 2
 
     def launch(*_: object, device: str) -> None:
-        Runtime.pending = False
-        raise RuntimeError("error 2")
+        raise RuntimeError(f"error {pending.pop()}")
 
-    monkeypatch.setattr(Accelerator, "_module", Module)
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString="error {}".format)
+    monkeypatch.setattr(Accelerator, "_module", SimpleNamespace(cudart=lambda: runtime))
     monkeypatch.setattr(torch, "zeros", launch)
-    assert "error 2" in Accelerator("cuda").lock_memory(0, ALIGN) and not Runtime.pending
+    assert "error 2" in Accelerator("cuda").lock_memory(0, ALIGN) and not pending
 
 
-def test_a_forked_child_does_not_unlock_what_its_parent_has(locks: Locks) -> None:
-    tensor = Arena(pins=True, keep=False).empty(MIB, pin=True)
-    if (child := os.fork()) == 0:
-        del tensor
-        os._exit(0 if locks.now else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert locks.now
-
-
-def test_the_end_of_a_parents_memory_unmaps_nothing_in_a_forked_child(locks: Locks) -> None:
+def test_the_end_of_a_parents_memory_unlocks_and_unmaps_nothing_in_a_forked_child(locks: Locks) -> None:
     """It does not have that memory, and may have got other memory at the same addresses."""
     tensor = Arena(pins=True, keep=False).empty(MIB, pin=True)
     address = tensor.data_ptr()
@@ -189,8 +171,9 @@ def test_the_end_of_a_parents_memory_unmaps_nothing_in_a_forked_child(locks: Loc
         system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         new = system.mmap(address, MIB, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
         del tensor
-        os._exit(0 if new == address and not any(_memory(address, MIB).raw) else 1)
+        os._exit(0 if locks.now and new == address and not any(_memory(address, MIB).raw) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert locks.now
 
 
 def test_what_ends_during_the_wait_is_not_given_away_after_it(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +226,7 @@ def test_memory_goes_back_to_the_system() -> None:
 
 
 @given(actions=st.lists(st.tuples(st.booleans(), st.integers(1, 9 * ALIGN)), max_size=60))
-def test_any_sequence_hands_nothing_out_twice(
-    actions: list[tuple[bool, int]],
-) -> None:
+def test_any_sequence_hands_nothing_out_twice(actions: list[tuple[bool, int]]) -> None:
     arena, out = Arena(), list[torch.Tensor]()
     for number, (takes, nbytes) in enumerate(actions):
         if takes or not out:

@@ -92,9 +92,7 @@ def test_a_tag_that_is_overwritten_has_its_name_at_every_instant(
 
 
 @pytest.mark.parametrize("layout", ["manifest.json", "mp_rank_00_model_states.pt"])
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"]
-)
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"])
 def test_a_replacement_that_fails_leaves_the_old_one_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, error: BaseException
 ) -> None:
@@ -111,9 +109,8 @@ def test_a_replacement_that_fails_leaves_the_old_one_its_name(
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(type(error)):
         folders.publish(new, "t")
-    assert (tmp_path / "t" / layout).read_text() == "old" and sorted(tmp_path.iterdir()) == sorted(
-        [new, tmp_path / "t"]
-    )
+    assert (tmp_path / "t" / layout).read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == sorted([new, tmp_path / "t"])
 
 
 def test_a_checkpoint_in_deepspeeds_layout_gets_its_name_back_too(tmp_path: Path) -> None:
@@ -155,39 +152,29 @@ def test_readers_outlive_a_checkpoint_that_goes_while_they_look(
     assert folders.find_checkpoint(tmp_path) == tmp_path / "b"
 
 
-def test_names_without_a_time_of_birth_are_known(tmp_path: Path) -> None:
-    dead = tmp_path / f".t.saving-{folders._host()}-{dead_pid()}-abc123"
-    mine = tmp_path / f".t.saving-{folders._host()}-{os.getpid()}-abc123"
-    dead.mkdir()
-    mine.mkdir()
-    assert folders.unfinished(tmp_path) == sorted([dead, mine])
-    folders.begin(tmp_path, "u")
-    assert not dead.exists() and mine.exists()
-
-
 def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
-    mine = folders.begin(tmp_path, "t")
-    dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")
+    """Names without a time of birth are known too."""
+    mine, old = folders.begin(tmp_path, "t"), tmp_path / f".t.saving-{folders._host()}-{os.getpid()}-abc123"
+    ended = f"-{dead_pid()}-"
+    dead = [tmp_path / path.name.replace(f"-{os.getpid()}-", ended) for path in (mine, old)]
     other = tmp_path / ".t.saving-another.host-1-abc"
-    dead.mkdir()
-    other.mkdir()
+    for path in (old, *dead, other):
+        path.mkdir()
+    assert {mine, old, *dead} <= set(folders.unfinished(tmp_path))
     again = folders.begin(tmp_path, "u")
-    assert not dead.exists() and other.exists() and mine.exists() and again.exists()
+    assert not any(path.exists() for path in dead)
+    assert all(path.exists() for path in (mine, old, other, again))
 
 
-def test_latest_decides_and_a_tag_decides_before_it(tmp_path: Path) -> None:
-    for tag in ("a", "b", "c"):
+def test_a_tag_decides_before_latest_and_latest_before_the_newest_complete_one(tmp_path: Path) -> None:
+    assert folders.find_checkpoint(tmp_path) is None and folders.find_checkpoint(tmp_path / "missing") is None
+    for tag in ("c", "b", "a"):
         whole(tmp_path, tag)
-    folders.write_latest(tmp_path, "b")
-    assert folders.find_checkpoint(tmp_path) == tmp_path / "b"
-    assert folders.find_checkpoint(tmp_path, "a") == tmp_path / "a"
-
-
-def test_without_latest_the_newest_complete_one_is_found(tmp_path: Path) -> None:
-    whole(tmp_path, "z")
-    whole(tmp_path, "a")
     folders.begin(tmp_path, "later")
     assert folders.find_checkpoint(tmp_path) == tmp_path / "a"
+    folders.write_latest(tmp_path, "b")
+    assert folders.find_checkpoint(tmp_path) == tmp_path / "b"
+    assert folders.find_checkpoint(tmp_path, "c") == tmp_path / "c"
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", bytes(12)])
@@ -198,11 +185,6 @@ def test_a_latest_whose_content_is_lost_is_as_none(tmp_path: Path, content: byte
     whole(tmp_path, "z")
     whole(tmp_path, "a")
     assert folders.find_checkpoint(tmp_path) == tmp_path / "a"
-
-
-def test_nothing_is_found_in_an_empty_or_missing_folder(tmp_path: Path) -> None:
-    assert folders.find_checkpoint(tmp_path) is None
-    assert folders.find_checkpoint(tmp_path / "missing") is None
 
 
 def test_a_tags_own_folder_is_refused_with_the_folder_and_tag_to_pass(tmp_path: Path) -> None:
@@ -292,6 +274,5 @@ def test_stand_ins_of_a_thousand_ranks_take_the_room_of_one(tmp_path: Path) -> N
     files = list(tmp_path.iterdir())
     assert len(files) == 2000
     assert len({p.stat().st_ino for p in files}) == 2
-    assert (
-        torch.load(tmp_path / "zero_pp_rank_999_mp_rank_00_model_states.pt", weights_only=True)["text"] == "x" * 100_000
-    )
+    last = torch.load(tmp_path / "zero_pp_rank_999_mp_rank_00_model_states.pt", weights_only=True)
+    assert last["text"] == "x" * 100_000

@@ -65,6 +65,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         yield tmp_path
 
 
+def read(folder: Path, place: Box, nbytes: int, start: int = 0) -> torch.Tensor:
+    """So many bytes of ``layer.w``, which is in ``place``."""
+    out = torch.full((nbytes,), 3, dtype=torch.uint8)
+    with closing(ChunkReader(folder)) as reader:
+        reader.read_many([Wanted(place, start, out, "layer.w")])
+    return out
+
+
 def forget(path: Path) -> None:
     """Out of the page cache."""
     fd = os.open(path, os.O_RDONLY)
@@ -102,10 +110,7 @@ def test_every_byte_belongs_to_one_box_and_one_checksum(folder: Path) -> None:
 def test_boxes_about_the_size_of_a_piece(tmp_path: Path, nbytes: int) -> None:
     values, places = written(tmp_path, (100, nbytes, 5))
     assert all(len(place.crcs) == -(-place.extent // PIECE) for place in places)
-    out = torch.empty_like(values[1])
-    with closing(ChunkReader(tmp_path)) as reader:
-        reader.read_many([Wanted(places[1], 0, out, "w")])
-    assert torch.equal(out, values[1])
+    assert torch.equal(read(tmp_path, places[1], nbytes), values[1])
 
 
 def test_an_empty_file_and_an_empty_box(tmp_path: Path) -> None:
@@ -115,12 +120,8 @@ def test_an_empty_file_and_an_empty_box(tmp_path: Path) -> None:
 
 
 def test_a_box_may_come_in_parts_of_any_dtype(folder: Path, small_pieces: int) -> None:
-    parts = [
-        drawn(40).view(torch.float32),
-        drawn(30_002).view(torch.bfloat16),
-        torch.tensor([True]),
-        torch.empty(0, dtype=torch.int64),
-    ]
+    parts = [drawn(40).view(torch.float32), drawn(30_002).view(torch.bfloat16)]
+    parts += [torch.tensor([True]), torch.empty(0, dtype=torch.int64)]
     with ChunkWriter(folder / "a.bin") as writer:
         writer.append(drawn(10), SPAN)
         writer.append(iter(parts), SPAN)
@@ -144,10 +145,7 @@ def test_values_may_change_as_soon_as_they_were_added(tmp_path: Path, small_piec
     with ChunkWriter(tmp_path / "a.bin") as writer:
         writer.append(parts(), SPAN)
         (place,) = writer.close()
-    out = torch.empty(250_000, dtype=torch.uint8)
-    with closing(ChunkReader(tmp_path)) as reader:
-        reader.read_many([Wanted(place, 0, out, "w")])
-    assert torch.equal(out, torch.cat(expected))
+    assert torch.equal(read(tmp_path, place, 250_000), torch.cat(expected))
 
 
 @pytest.mark.parametrize("expect", [1, 100_000, 10_000_000])
@@ -158,12 +156,9 @@ def test_room_that_was_reserved_is_a_guess(tmp_path: Path, expect: int) -> None:
     assert (tmp_path / "a.bin").stat().st_size == writer.nbytes == 102_400
 
 
-def test_a_rate_bounds_the_time_from_below_and_may_be_lifted(tmp_path: Path, small_pieces: int) -> None:
+def test_a_rate_may_be_lifted(tmp_path: Path, small_pieces: int) -> None:
+    """That it is kept, tests/dist/test_checkpoint_background.py shows."""
     begin = time.monotonic()
-    with ChunkWriter(tmp_path / "a.bin", rate_bytes=400_000) as writer:
-        writer.append(drawn(100_000), SPAN)
-        writer.close()
-    assert time.monotonic() - begin > 0.15
     with ChunkWriter(tmp_path / "b.bin", rate_bytes=1) as writer:
         writer.append(drawn(16384), SPAN)
         writer.rate_bytes = 0
@@ -239,10 +234,8 @@ def test_any_range_of_a_box_and_of_many(folder: Path, small_pieces: int) -> None
     wanted, expected = [], []
     for seed in range(200):
         index = seed % len(values)
-        lo, hi = sorted(
-            int(n)
-            for n in torch.randint(0, values[index].numel() + 1, (2,), generator=torch.Generator().manual_seed(seed))
-        )
+        generator = torch.Generator().manual_seed(seed)
+        lo, hi = torch.randint(0, values[index].numel() + 1, (2,), generator=generator).sort().values.tolist()
         wanted.append(Wanted(places[index], lo, torch.full((hi - lo,), 9, dtype=torch.uint8), f"w{index}"))
         expected.append(values[index][lo:hi])
     with closing(ChunkReader(folder)) as reader:
@@ -261,13 +254,12 @@ def test_only_the_pieces_of_the_range_are_read(
     asked: list[tuple[int, int]] = []
     real = os.preadv
 
-    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
         asked.append((offset, len(buffers[0])))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files.os, "preadv", read)
-    with closing(ChunkReader(tmp_path)) as reader:
-        reader.read_many([Wanted(place, 10 * small_pieces + 5, torch.empty(small_pieces, dtype=torch.uint8), "w")])
+    monkeypatch.setattr(files.os, "preadv", noted)
+    read(tmp_path, place, small_pieces, 10 * small_pieces + 5)
     assert asked == [(10 * small_pieces, small_pieces), (11 * small_pieces, small_pieces)]
 
 
@@ -305,7 +297,7 @@ def test_a_flipped_byte_anywhere_is_refused_by_the_name_of_its_tensor(folder: Pa
     path = folder / "a.bin"
     content = bytearray(path.read_bytes())
     with closing(ChunkReader(folder)) as reader:
-        for at in [*range(0, len(content), 97), len(content) - 1]:
+        for at in [*range(0, len(content), 211), len(content) - 1]:
             content[at] ^= 1
             path.write_bytes(content)
             outs = [torch.full_like(each, 0) for each in values]
@@ -334,46 +326,38 @@ def test_no_byte_of_a_damaged_piece_is_handed_over(tmp_path: Path) -> None:
         reader.read_many([Wanted(place, 2 * PIECE, out[:PIECE], "w")])  # the reader goes on
 
 
+CUT = "a.bin is cut: it has {} bytes, layer.w lies up to byte 102400"
+NO_FILE = "layer.w lies, cannot be read: .*; it is not a regular file"
 Harm = Callable[[Path], object]
 HARMS: dict[str, tuple[Harm, str]] = {
+    "empty": (lambda path: path.write_bytes(b""), CUT.format(0)),
+    "cut": (lambda path: os.truncate(path, 102_399), CUT.format(102399)),
     "missing": (Path.unlink, "a.bin, where layer.w lies, cannot be read: No such file or directory; it is missing"),
-    "empty": (lambda path: path.write_bytes(b""), "a.bin is cut: it has 0 bytes, layer.w lies up to byte 102400"),
-    "cut": (
-        lambda path: os.truncate(path, 102_399),
-        "a.bin is cut: it has 102399 bytes, layer.w lies up to byte 102400",
-    ),
-    "a folder": (
-        lambda path: (path.unlink(), path.mkdir()),
-        "layer.w lies, cannot be read: .*; it is not a regular file",
-    ),
-    "a pipe": (
-        lambda path: (path.unlink(), os.mkfifo(path)),
-        "layer.w lies, cannot be read: .*; it is not a regular file",
-    ),
+    "a folder": (Path.mkdir, NO_FILE),
+    "a pipe": (os.mkfifo, NO_FILE),
 }
 
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, harm: str) -> None:
-    values, (place,) = written(tmp_path, (100_000,))
+    _, (place,) = written(tmp_path, (100_000,))
     act, message = HARMS[harm]
+    if harm in ("a folder", "a pipe"):
+        (tmp_path / "a.bin").unlink()
     act(tmp_path / "a.bin")
-    with closing(ChunkReader(tmp_path)) as reader, pytest.raises(CheckpointError, match=message):
-        reader.read_many([Wanted(place, 0, values[0], "layer.w")])
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, place, 100_000)
 
 
 def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values, (place,) = written(tmp_path, (100,))
+    _, (place,) = written(tmp_path, (100,))
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(files.os, "open", refuse)  # the superuser may read everything
-    with (
-        closing(ChunkReader(tmp_path)) as reader,
-        pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"),
-    ):
-        reader.read_many([Wanted(place, 0, values[0], "layer.w")])
+    with pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"):
+        read(tmp_path, place, 100)
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:

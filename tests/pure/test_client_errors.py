@@ -1,6 +1,9 @@
-"""Wrong uses raise the exception types that programs written for DeepSpeed 0.19 catch."""
+"""Wrong uses raise the exception types that programs written for DeepSpeed 0.19 catch. Those of schedules are in
+test_lr_schedules.py, of optimizers in test_optim_update_rules.py, of leaf modules in test_memory_pools.py.
+"""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,9 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupLR
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from tests.harness.rows import for_each
 from tests.pure.test_public_api import make_engine
 
 Engines = Callable[[str], Any]
@@ -34,88 +35,52 @@ def engines() -> Iterator[Engines]:
         engine.destroy()
 
 
-def _initialize(model: Any = None, **arguments: Any) -> Any:
-    config = {"train_micro_batch_size_per_gpu": 1}
-    return deepspeed.initialize(model=model or nn.Linear(2, 2), **{"config": config, **arguments})
-
-
-def _config(**keys: Any) -> dict[str, Any]:
-    return {"config": {"train_micro_batch_size_per_gpu": 1, **keys}}
+def _initialize(model: Any = None, arguments: dict[str, Any] | None = None, **keys: Any) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 1, **keys}
+    return deepspeed.initialize(model=model or nn.Linear(2, 2), config=config, **arguments or {})
 
 
 def _weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2))]
 
 
-def _optimizer() -> torch.optim.Optimizer:
-    return torch.optim.Adam(_weights())
-
-
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
-WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
-    "no model": (AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 1})),
-    "no configuration": (AssertionError, lambda: deepspeed.initialize(model=nn.Linear(2, 2))),
-    "two configurations": (AssertionError, lambda: _initialize(args={"deepspeed_config": "file.json"})),
-    "a batch that does not close": (
-        AssertionError,
-        lambda: _initialize(**_config(train_batch_size=7, gradient_accumulation_steps=2)),
-    ),
-    "an unknown key of a block": (ValueError, lambda: _initialize(**_config(zero_optimization={"stagee": 1}))),
+CONFIGURATIONS: dict[str, tuple[type[BaseException], dict[str, Any]]] = {
+    "a batch that does not close": (AssertionError, {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
+    "an unknown key of a block": (ValueError, {"zero_optimization": {"stagee": 1}}),
     "keys that cannot be combined": (
         AssertionError,
-        lambda: _initialize(**_config(managed_gradient_accumulation=False, zero_optimization={"overlap_comm": True})),
+        {"managed_gradient_accumulation": False, "zero_optimization": {"overlap_comm": True}},
     ),
     "a sum of gradients that stage 3 has not": (
         ValueError,
-        lambda: _initialize(**_config(gradient_allreduce_op="sum", zero_optimization={"stage": 3})),
+        {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
     ),
-    "stage 2 without an optimizer": (AssertionError, lambda: _initialize(**_config(zero_optimization={"stage": 2}))),
-    "an unknown optimizer": (AssertionError, lambda: _initialize(**_config(optimizer={"type": "Adamm"}))),
-    "an optimizer of other parameters than listed twice": (
+    "stage 2 without an optimizer": (AssertionError, {"zero_optimization": {"stage": 2}}),
+    "an unknown optimizer": (AssertionError, {"optimizer": {"type": "Adamm"}}),
+    "max_grad_norm": (ValueError, {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}),
+    "an unknown schedule": (AssertionError, {"optimizer": ADAM, "scheduler": {"type": "warmuplr", "params": {}}}),
+}
+WITHOUT_ENGINE: dict[str, tuple[type[BaseException], Callable[[], Any]]] = {
+    **{name: (error, partial(_initialize, **keys)) for name, (error, keys) in CONFIGURATIONS.items()},
+    "no model": (AssertionError, lambda: deepspeed.initialize(config={"train_batch_size": 1})),
+    "no configuration": (AssertionError, lambda: deepspeed.initialize(model=nn.Linear(2, 2))),
+    "two configurations": (AssertionError, lambda: _initialize(arguments={"args": {"deepspeed_config": "a.json"}})),
+    "parameters listed twice": (
         ValueError,
-        lambda: _initialize(model_parameters=[*_weights() * 2], **_config(optimizer=ADAM)),
+        lambda: _initialize(arguments={"model_parameters": _weights() * 2}, optimizer=ADAM),
     ),
-    "max_grad_norm in an optimizer": (
-        ValueError,
-        lambda: _initialize(**_config(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})),
-    ),
-    "an unknown schedule": (
-        AssertionError,
-        lambda: _initialize(**_config(optimizer=ADAM, scheduler={"type": "warmuplr", "params": {}})),
-    ),
-    "what optimizer= returns": (
-        AssertionError,
-        lambda: _initialize(optimizer=lambda params: list(params), **_config()),
-    ),
-    "amsgrad, fused": (RuntimeError, lambda: FusedAdam(_weights(), amsgrad=True)),
-    "amsgrad, on the CPU": (RuntimeError, lambda: DeepSpeedCPUAdam(_weights(), amsgrad=True)),
-    "amsgrad, Lamb": (RuntimeError, lambda: FusedLamb(_weights(), amsgrad=True)),
-    "a schedule of no optimizer": (TypeError, lambda: WarmupLR(object())),
-    "a range test of no steps": (ValueError, lambda: LRRangeTest(_optimizer(), lr_range_test_step_size=0)),
-    "a cycle of no steps": (ValueError, lambda: OneCycle(_optimizer(), 0.1, 0.2, cycle_first_step_size=0)),
-    "rates for other groups": (ValueError, lambda: WarmupLR(_optimizer(), warmup_min_lr=[0.1, 0.2])),
+    "what optimizer= returns": (AssertionError, lambda: _initialize(arguments={"optimizer": lambda given: [*given]})),
     "a pipeline of no stages": (RuntimeError, lambda: PipelineModule([nn.Linear(2, 2)])),
     "a layer that is none": (RuntimeError, lambda: LayerSpec(int)),
-    "a leaf class that no module has": (
-        ValueError,
-        lambda: deepspeed.utils.set_z3_leaf_modules(nn.Linear(2, 2), [nn.Conv2d]),
-    ),
-    "a leaf class that no module has had": (
-        ValueError,
-        lambda: deepspeed.utils.unset_z3_leaf_modules(nn.Linear(2, 2), [nn.Conv2d]),
-    ),
     "an external parameter that is none": (
         RuntimeError,
         lambda: deepspeed.zero.register_external_parameter(nn.Linear(2, 2), torch.ones(2)),
     ),
-    "contiguous activations in one piece": (
-        AssertionError,
-        lambda: deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, partition_activations=False),
-    ),
 }
 
 
-@pytest.mark.parametrize("case", WITHOUT_ENGINE)
+@for_each("case", WITHOUT_ENGINE)
 def test_without_an_engine(case: str) -> None:
     kind, call = WITHOUT_ENGINE[case]
     with pytest.raises(kind):
@@ -139,7 +104,6 @@ WITH_ENGINE: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = 
     "step inside no_sync": ("1", AssertionError, _step_inside),
     "no_sync inside no_sync": ("1", AssertionError, _nested),
     "a batch that no accumulation makes": ("1", ValueError, lambda e: e.set_train_batch_size(3)),
-    "a folder without a name": ("1", ValueError, lambda e: e.save_checkpoint("")),
     "states to a drive": ("1", ValueError, lambda e: e.offload_states(device=OffloadDeviceEnum.nvme)),
     "all weights of a model that is whole": ("2", ValueError, lambda e: e._zero3_consolidated_16bit_state_dict()),
     "and by its other name": ("0", ValueError, lambda e: e._consolidated_16bit_state_dict()),
@@ -159,14 +123,14 @@ def test_with_an_engine(engines: Engines, case: str) -> None:
 
 
 def test_a_gradient_under_a_loss_scale_has_to_come_through_scale() -> None:
-    engine, *_ = _initialize(nn.Linear(4, 2), **_config(optimizer=ADAM, fp16={"enabled": True}))
+    engine, *_ = _initialize(nn.Linear(4, 2), optimizer=ADAM, fp16={"enabled": True})
     with pytest.raises(RuntimeError, match=r"engine.scale\(loss\)"):
         engine(torch.ones(2, 4).half()).sum().backward()
     engine.destroy()
 
 
 def test_an_unmanaged_window_has_no_boundary() -> None:
-    engine, *_ = _initialize(nn.Linear(4, 2), **_config(optimizer=ADAM, managed_gradient_accumulation=False))
+    engine, *_ = _initialize(nn.Linear(4, 2), optimizer=ADAM, managed_gradient_accumulation=False)
     with pytest.raises(AssertionError):
         engine.set_gradient_accumulation_boundary(True)
     engine.destroy()

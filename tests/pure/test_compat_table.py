@@ -52,7 +52,8 @@ def test_the_plugin_writes_what_passed_and_keeps_other_files(tmp_path: Path, mon
     monkeypatch.setattr(table, "PAGE", page)
     monkeypatch.setattr(table, "versions", lambda packages: ", ".join((*packages, "torch 1")))
     plugin = table.Table()
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null", str(folder)]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]  # which collects garbage
+    options += ["--rootdir", str(tmp_path), "-c", "/dev/null", str(folder)]
     assert pytest.main(options, plugins=[plugin]) == 0
     text = page.read_text()
     assert "| that passes | ZeRO 0 3 | ZeRO 3 |  |" in text and "| on two |  | yes |  |" in text
@@ -62,6 +63,6 @@ def test_the_plugin_writes_what_passed_and_keeps_other_files(tmp_path: Path, mon
     assert page.read_text() == text
 
 
-@pytest.mark.parametrize("file", sorted(Path(table.__file__).parent.glob("test_*.py")), ids=lambda file: file.stem)
-def test_every_file_of_clients_has_a_title(file: Path) -> None:
-    assert table.title_of(file.stem)[0]
+def test_every_file_of_clients_has_a_title() -> None:
+    files = [path.stem for path in Path(table.__file__).parent.glob("test_*.py")]
+    assert files and not [file for file in files if not table.title_of(file)[0]]

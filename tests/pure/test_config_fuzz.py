@@ -22,29 +22,9 @@ KEYS = all_keys(DeepSpeedConfig)
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 PLAIN = [entry for entry in DOCUMENTED if entry["status"] == "current" and not set("<[") & set(entry["path"])]
 WORDS = ["adam", "AdamW", "WarmupLR", "cpu", "none", "nvme", "fp16", "bf16", "/tmp/x", "mean", "auto"]
-JUNK = st.one_of(
-    st.sampled_from(
-        [
-            None,
-            "auto",
-            "8",
-            "true",
-            -1,
-            0,
-            1.5,
-            math.nan,
-            math.inf,
-            -1e300,
-            10**30,
-            [],
-            {},
-            [1, "x"],
-            {"enabled": True},
-            True,
-        ]
-    ),
-    st.text(max_size=6),
-)
+NUMBERS = [-1, 0, 1.5, math.nan, math.inf, -1e300, 10**30]
+OTHERS = [None, "auto", "8", "true", [], {}, [1, "x"], {"enabled": True}, True]
+JUNK = st.one_of(st.sampled_from([*NUMBERS, *OTHERS]), st.text(max_size=6))
 
 
 def well_typed(entry: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -90,12 +70,8 @@ def entries(candidates: list[dict[str, Any]]) -> st.SearchStrategy[tuple[str, An
 
 ANY = entries(PLAIN)
 # Keys of one group are the ones with something to say about each other.
-GROUPS = st.sampled_from(
-    [
-        entries([entry for entry in PLAIN if entry["group"] == name])
-        for name in sorted({entry["group"] for entry in PLAIN})
-    ]
-)
+NAMES = sorted({entry["group"] for entry in PLAIN})
+GROUPS = st.sampled_from([entries([entry for entry in PLAIN if entry["group"] == name]) for name in NAMES])
 SIZES = st.sampled_from([{"train_batch_size": 8}, {"train_micro_batch_size_per_gpu": 2}, {"train_batch_size": 8.0}, {}])
 
 

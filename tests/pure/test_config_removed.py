@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.model.spelling import REMOVED_KEYS, REMOVED_OPTIMIZERS, removed_key, removed_parts, says_off
-from deepspeed.monitor.log import logger
+from tests.harness.logs import logged
 from tests.harness.rows import for_each
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
@@ -19,16 +19,8 @@ DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json"
 KEPT = {"zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather"}
 REMOVED = {entry["path"]: entry for entry in DOCUMENTED if entry["status"] == "removed"}
 KEPT |= {path for path in REMOVED if path.startswith("elasticity.")}  # and here jobs may change their size
-ON: dict[str, Any] = {
-    "bool": True,
-    "int": 3,
-    "float": 0.5,
-    "string": "x",
-    "path": "/x",
-    "object": {"x": 1},
-    "list": [1],
-    "enum": "x",
-}
+ON: dict[str, Any] = {"bool": True, "int": 3, "float": 0.5, "object": {"x": 1}, "list": [1]}
+ON |= dict.fromkeys(("string", "path", "enum"), "x")
 
 
 def document(path: str, value: Any) -> dict[str, Any]:
@@ -59,9 +51,8 @@ def test_removed_keys_name_the_replacement(path: str) -> None:
     text = message(document(path, ON[kind]))
     said = next(part for part in (path[:cut] for cut in range(len(path), 0, -1)) if f"{part} was removed. " in text)
     advice = text.partition(f"{said} was removed. ")[2]
-    assert advice.startswith(
-        REMOVED_KEYS[max((key for key in REMOVED_KEYS if f"{path}.".startswith(f"{key}.")), key=len)]
-    )
+    nearest = max((key for key in REMOVED_KEYS if f"{path}.".startswith(f"{key}.")), key=len)
+    assert advice.startswith(REMOVED_KEYS[nearest])
     assert advice.split()[0] in ("Use", "Delete", "Drop", "Quantize", "Prune", "Build")
 
 
@@ -77,11 +68,7 @@ def test_removed_optimizers(name: str) -> None:
     assert f"Use {REMOVED_OPTIMIZERS[name.lower()]!r}." in text and "optimizer.params.freeze_step was removed" in text
 
 
-def test_shard_groups_are_kept() -> None:
-    block = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}
-    assert load_config({"train_batch_size": 4, "zero_optimization": block}, world_size=4).zero.mics_shard_size == 2
-
-
+QUANTIZATION = {"shared_parameters": {"enabled": False}, "different_groups": {"g": {"modules": ["*"]}}}
 OFF = [
     ("amp", {"enabled": False}),
     ("amp", {"enabled": False, "opt_level": "O1"}),
@@ -89,32 +76,17 @@ OFF = [
     ("sparse_gradients", False),
     ("curriculum_learning", {"enabled": False}),
     ("compression_training", {"layer_reduction": {"enabled": False}}),
-    (
-        "compression_training",
-        {
-            "weight_quantization": {
-                "shared_parameters": {"enabled": False},
-                "different_groups": {"g": {"modules": ["*"]}},
-            }
-        },
-    ),
+    ("compression_training", {"weight_quantization": QUANTIZATION}),
     ("quantize_training", {}),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), OFF)
-def test_what_says_off_is_only_mentioned(key: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.WARNING)
-    try:
+@for_each(("key", "value"), OFF)
+def test_what_says_off_is_only_mentioned(key: str, value: Any) -> None:
+    with logged(logging.WARNING) as lines:
         load_config({"train_batch_size": 1, key: value}, world_size=1)
-        assert [record.getMessage() for record in caplog.records] == [
-            f"{removed_key(key)} It only says that the feature is off here."
-        ]
         load_config({"train_batch_size": 1, key: None}, world_size=1)
-        assert len(caplog.records) == 1
-    finally:
-        logger.removeHandler(caplog.handler)
+    assert lines == [f"{removed_key(key)} It only says that the feature is off here."]
 
 
 @for_each(
@@ -134,9 +106,8 @@ def test_each_technique_has_its_own_line(tmp_path: Path) -> None:
         load_config(path, world_size=1)
     first, second = caught.value.faults
     assert "row_pruning was removed. Prune" in first and first.endswith("(line 3)")
-    assert "weight_quantization was removed. Quantize with the torchao library" in second and second.endswith(
-        "(line 4)"
-    )
+    assert "weight_quantization was removed. Quantize with the torchao library" in second
+    assert second.endswith("(line 4)")
 
 
 def test_parts() -> None:

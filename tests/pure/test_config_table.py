@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from deepspeed.config.model.optim_params import PARAM_FIELDS
 from deepspeed.config.model.root import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import all_keys, declared_fields, settings, support_faults
@@ -73,8 +71,3 @@ def test_defaults_ask_for_nothing() -> None:
     config = load_config({"train_batch_size": 8}, world_size=4)
     assert support_faults(config) == []
     assert {item.pattern for item in settings(config)} <= set(KEYS) | {"optimizer", "scheduler"} | declared()
-
-
-@pytest.mark.parametrize("support", list(Support))
-def test_every_class_is_in_use(support: Support) -> None:
-    assert any(key.support is support for key in KEYS.values())

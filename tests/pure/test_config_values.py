@@ -45,7 +45,7 @@ ABSENT = {"torch_autocast.dtype": "bf16", "tensor_parallel.dtype": "fp16"}
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "bool": ("true", 1, [], {}),
-    "int": ("3", 1.5, True, [[]], {}),
+    "int": ("3", 1.5, True, float("nan"), [[]], {}),
     "float": ("0.5", True, float("nan"), float("inf"), {}),
     "enum": (17, "no such value", [], {}),
     "string": (17, True, {}),
@@ -228,11 +228,15 @@ def accepted_kinds(path: str, value: Any) -> bool:
     )
 
 
+def wrong(path: str) -> list[Any]:
+    """Values of a type that ``path`` does not take."""
+    return [value for kind in kinds(path) for value in WRONG.get(kind, ()) if not accepted_kinds(path, value)]
+
+
 @for_each("path", KEYS)
 def test_wrong_types_are_refused_by_name(path: str) -> None:
-    values = [value for kind in kinds(path) for value in WRONG.get(kind, ()) if not accepted_kinds(path, value)]
-    assert values
-    for value in values:
+    assert wrong(path)
+    for value in wrong(path):
         refused(path, value)
     null = kinds(path)[-1] != "null" and None not in ENTRIES[path].get("allowed", []) and LOADED[path].gate != path
     default = ENTRIES[path]["default"] not in (None, *MARKERS)

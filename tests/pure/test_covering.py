@@ -7,14 +7,11 @@ import pytest
 from tests.harness.covering import covering
 
 
-def test_of_two_columns_each_value_stays() -> None:
-    rows = [*product((0, 1, 2, 3), ("fp32", "bf16"))]
+def test_of_two_columns_each_value_stays_and_of_three_each_pair() -> None:
+    rows: list[tuple[object, ...]] = [*product((0, 1, 2, 3), ("fp32", "bf16"))]
     kept = [rows[position] for position in covering(rows)]
     assert {stage for stage, _ in kept} == {0, 1, 2, 3} and {dtype for _, dtype in kept} == {"fp32", "bf16"}
     assert len(kept) == 4
-
-
-def test_of_three_columns_each_pair_stays() -> None:
     rows = [*product((0, 1, 2, 3), ("fp32", "bf16"), (1, 2))]
     kept = [rows[position] for position in covering(rows)]
     for first, second in combinations(range(3), 2):

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,45 +45,40 @@ class Stream(IterableDataset[int]):
             yield number
 
 
-class StatefulStream(Stream):
-    """Keeps its own place; a new pass starts anew unless a place was just loaded."""
+class Counted:
+    """Knows how many it has given out; a new pass starts anew unless a number was just loaded."""
 
-    place = 0
-    loaded: int | None = None
+    given = loaded = 0
 
-    def __iter__(self) -> Iterator[int]:
-        self.place, self.loaded = self.loaded or 0, None
-        while self.place < len(self.numbers):
-            self.place += 1
-            yield self.numbers[self.place - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded = state["place"]
-
-
-class StatefulSampler(Sampler[int]):
-    """Backwards through the data; tells only what it has given out itself, as samplers with a count do."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.given, self.loaded = length, 0, 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
+    def in_order(self, numbers: Sequence[int]) -> Iterator[int]:
         self.given, self.loaded = self.loaded, 0
-        while self.given < self.length:
+        while self.given < len(numbers):
             self.given += 1
-            yield self.length - self.given
+            yield numbers[self.given - 1]
 
     def state_dict(self) -> dict[str, int]:
         return {"given": self.given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.loaded = state["given"]
+
+
+class StatefulStream(Counted, Stream):
+    def __iter__(self) -> Iterator[int]:
+        return self.in_order(self.numbers)
+
+
+class StatefulSampler(Counted, Sampler[int]):
+    """Backwards through the data; tells only what it has given out itself, as samplers with a count do."""
+
+    def __init__(self, length: int) -> None:
+        self.numbers = range(length)[::-1]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.in_order(self.numbers)
 
 
 def ranks_of(world: int, length: int = 20, batch: int = 2, **options: Any) -> list[DeepSpeedDataLoader]:
@@ -146,23 +141,15 @@ def test_the_rest_of_an_epoch_holds_every_remaining_sample_once_on_any_ranks(
 
 
 @given(
-    length=st.integers(1, 40),
-    world=st.integers(1, 6),
-    epoch=st.integers(0, 2),
-    shuffle=st.booleans(),
+    length=st.integers(1, 40), world=st.integers(1, 6), epoch=st.integers(0, 2), shuffle=st.booleans(),
     drop_last=st.booleans(),
-)
+)  # fmt: skip
 def test_a_whole_epoch_is_that_of_torchs_sampler(
     length: int, world: int, epoch: int, shuffle: bool, drop_last: bool
 ) -> None:
     for rank in range(world):
-        options: dict[str, Any] = {
-            "num_replicas": world,
-            "rank": rank,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
-            "seed": 3,
-        }
+        options: dict[str, Any] = {"num_replicas": world, "rank": rank, "shuffle": shuffle, "drop_last": drop_last}
+        options["seed"] = 3
         ours, theirs = ResumableSampler(Numbers(length), **options), DistributedSampler(Numbers(length), **options)
         ours.set_epoch(epoch)
         theirs.set_epoch(epoch)
@@ -171,12 +158,9 @@ def test_a_whole_epoch_is_that_of_torchs_sampler(
 
 
 @given(
-    length=st.integers(1, 40),
-    world=st.integers(1, 4),
-    batch=st.integers(1, 4),
-    fraction=st.floats(0, 1),
+    length=st.integers(1, 40), world=st.integers(1, 4), batch=st.integers(1, 4), fraction=st.floats(0, 1),
     drop_last=st.booleans(),
-)
+)  # fmt: skip
 def test_the_same_ranks_go_on_sample_for_sample(
     length: int, world: int, batch: int, fraction: float, drop_last: bool
 ) -> None:
@@ -312,25 +296,10 @@ def test_repeating_loader_over_a_plain_loader_reads_past(taken: int) -> None:
 
 
 def test_repeating_loader_over_a_stateful_loader_asks_it() -> None:
-    class Stateful:
-        place = 0
-
-        def __iter__(self) -> Iterator[list[int]]:
-            while self.place < 4:
-                self.place += 1
-                yield [self.place]
-            self.place = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"place": self.place}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.place = state["place"]
-
-    straight, twin = RepeatingLoader(Stateful()), RepeatingLoader(Stateful())
-    values(islice(straight, 7))
+    straight, twin = RepeatingLoader(StatefulSampler(4)), RepeatingLoader(StatefulSampler(4))
+    assert [*islice(straight, 7)] == [3, 2, 1, 0, 3, 2, 1]
     twin.load_state_dict(moved(straight.state_dict()))
-    assert values(islice(twin, 3)) == [4, 1, 2]
+    assert [*islice(twin, 3)] == [0, 3, 2]
 
 
 def test_random_orders_are_refused_in_the_middle_only() -> None:
@@ -346,9 +315,7 @@ def test_random_orders_are_refused_in_the_middle_only() -> None:
         loader.load_state_dict(loader.state_dict())
 
 
-@pytest.mark.in_make_test(
-    *(f"{kind}-{row}" for kind in (True, False) for row in ("0-0", "1-0", "3-0", "3-2", "4-0", "4-2"))
-)
+@pytest.mark.in_make_test(*(f"{kind}-{row}" for kind in (True, False) for row in ("0-0", "1-0", "3-0", "3-2", "4-0")))
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [0, 1, 3, 4])
 @pytest.mark.parametrize("stateful", [True, False])
@@ -373,9 +340,8 @@ def test_samplers_of_the_user(workers: int, batches: int, stateful: bool) -> Non
 
 def test_a_distributed_sampler_of_the_user_goes_on_in_its_epoch() -> None:
     def own() -> DeepSpeedDataLoader:
-        return DeepSpeedDataLoader(
-            Numbers(10), 2, data_sampler=DistributedSampler(Numbers(10), num_replicas=1, rank=0, seed=9)
-        )
+        sampler = DistributedSampler(Numbers(10), num_replicas=1, rank=0, seed=9)
+        return DeepSpeedDataLoader(Numbers(10), 2, data_sampler=sampler)
 
     loader, twin = own(), own()
     values(loader)
@@ -385,6 +351,9 @@ def test_a_distributed_sampler_of_the_user_goes_on_in_its_epoch() -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.in_make_test(
+    *(f"{row}-{kind}" for kind in ("Stream", "StatefulStream") for row in ("0-0", "1-0", "4-0", "4-1", "8-0"))
+)
 @pytest.mark.parametrize("kind", [Stream, StatefulStream])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batches", [0, 1, 4, 8])
@@ -460,12 +429,9 @@ def test_what_cannot_be_exact_is_refused_and_changes_nothing(
     refuses(ranks_of(world, **options)[0], started(**saved), words)
 
 
-def test_a_state_of_another_kind_is_refused_and_changes_nothing() -> None:
+def test_a_state_of_another_kind_or_order_is_refused_and_changes_nothing() -> None:
     refuses(ranks_of(2)[0], {"place": 3}, "lacks batch_size, epoch")
     refuses(RepeatingLoader([1]), started(), "wrap the loader that saved it")
-
-
-def test_a_seed_of_another_order_is_refused() -> None:
     loader = ranks_of(2)[0]
     loader.sampler.seed = 7
     refuses(loader, started(), r"seed 0 \(here 7\)")
@@ -488,10 +454,9 @@ def test_a_sampler_or_dataset_may_declare_itself_resizable() -> None:
     assert values(target) == list(range(17, -1, -1))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_beginning_a_pass_leaves_the_global_random_numbers_alone(workers: int) -> None:
-    loader = DeepSpeedDataLoader(Numbers(10), 2, num_local_io_workers=workers)
-    twin = DeepSpeedDataLoader(Numbers(10), 2, num_local_io_workers=workers)
+    loader, twin = (DeepSpeedDataLoader(Numbers(10), 2, num_local_io_workers=workers) for _ in range(2))
     before = torch.get_rng_state()
     values(loader)
     next(loader)

@@ -3,14 +3,12 @@ somewhere, and the list of error messages lacks none that the package raises.
 """
 
 import ast
-import importlib.util
+import importlib
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,8 +48,7 @@ def commands() -> list[tuple[str, str]]:
             for line in re.sub(r"\\\n\s*", " ", body).splitlines()
         ]
         lines += re.findall(r"`((?:ds_\w+|deepspeed) [^`\n]+)`", text)
-        names = {line.split()[0] for line in lines if line.strip()} & set(SCRIPTS)
-        found += [(page.name, line) for line in lines if line.split(maxsplit=1)[:1] and line.split()[0] in names]
+        found += [(page.name, line) for line in lines if line.strip() and line.split()[0] in SCRIPTS]
     return found
 
 
@@ -68,21 +65,16 @@ def _options(line: str) -> tuple[list[str], set[str]]:
     return [program, *topic], {word.partition("=")[0] for word in rest if re.match(r"--\w", word)}
 
 
-@for_each("page", sorted({page for page, _ in commands()}))
-def test_commands_have_the_options_that_pages_give_them(page: str) -> None:
-    wrong = []
-    for name, line in commands():
-        if name == page and (name, line) not in LATER:
+def test_commands_have_the_options_that_pages_give_them() -> None:
+    wrong, found = [], commands()
+    for page, line in found:
+        if (page, line) not in LATER:
             words, options = _options(line)
             status, text = _help(*words)
             missing = [option for option in options if not re.search(rf"{option}\b", text)]
             if status != 0 or missing:
-                wrong.append((line, missing))
-    assert not wrong
-
-
-def test_the_pages_hold_commands() -> None:
-    assert len(commands()) > 80
+                wrong.append((page, line, missing))
+    assert len(found) > 80 and not wrong
 
 
 def _configurations() -> Iterator[tuple[str, str]]:
@@ -124,7 +116,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@for_each("page", PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     wrong = []
@@ -145,14 +137,9 @@ def test_every_page_is_in_the_navigation() -> None:
 # --- the list of error messages ---
 
 
-@pytest.fixture(scope="module")
-def errors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("errors_page", DOCS / "site" / "errors.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["errors_page"] = module
-    spec.loader.exec_module(module)
-    return module
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(DOCS / "site"))
+    errors = importlib.import_module("errors")
 
 
 def _literals(node: ast.AST) -> list[str]:
@@ -164,7 +151,7 @@ def _literals(node: ast.AST) -> list[str]:
     return [piece for child in ast.iter_child_nodes(node) for piece in _literals(child)]
 
 
-def test_no_sentence_of_a_raise_is_missing(errors: ModuleType) -> None:
+def test_no_sentence_of_a_raise_is_missing() -> None:
     """Each piece of text that stands in a raise statement is in an entry of that line."""
     listed: dict[tuple[str, int], str] = {}
     for message in errors.messages():
@@ -182,7 +169,7 @@ def test_no_sentence_of_a_raise_is_missing(errors: ModuleType) -> None:
     assert seen > 700 and not missing
 
 
-def test_errors_that_a_user_meets_are_in_the_list(errors: ModuleType) -> None:
+def test_errors_that_a_user_meets_are_in_the_list() -> None:
     """Sentences as they come out of the package match an entry, values included."""
     met = []
     for config in (
@@ -196,15 +183,12 @@ def test_errors_that_a_user_meets_are_in_the_list(errors: ModuleType) -> None:
     with pytest.raises(UsageError) as wrong:
         importlib.import_module("deepspeed.engine.initialize").initialize(model=None)
     met.append(str(wrong.value))
-    patterns = [
-        ".*".join(re.escape(part) for part in re.split(r"\{[^{}]*\}", m.text) if part.strip())
-        for m in errors.messages()
-    ]
-    patterns = [pattern for pattern in patterns if len(pattern) > 15]
+    parts = [[re.escape(p) for p in re.split(r"\{[^{}]*\}", m.text) if p.strip()] for m in errors.messages()]
+    patterns = [pattern for pattern in map(".*".join, parts) if len(pattern) > 15]
     assert not [text for text in met if not any(re.search(p, text, re.DOTALL) for p in patterns)]
 
 
-def test_the_page_lists_every_message_and_class(errors: ModuleType) -> None:
+def test_the_page_lists_every_message_and_class() -> None:
     text = errors.page()
     listed = {(m.module, m.kind, re.sub(r"\s+", " ", m.text).strip()) for m in errors.messages()}
     assert text.count("\n- `") >= len(listed) > 700

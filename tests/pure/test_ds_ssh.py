@@ -15,7 +15,6 @@ import psutil
 import pytest
 from hypothesis import given, strategies as st
 
-from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher import ds_ssh
 from deepspeed.launcher.fanout import FrameReader
 from deepspeed.launcher.node.loop import MARK
@@ -52,9 +51,8 @@ def _run(folder: Path, *argv: str) -> int:
 def test_output_is_prefixed_and_split(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(ssh, "-e", "dead", "echo", "on $FAKE_HOST; echo 'it''s' \"2>&1\"; echo bad >&2; printf no-newline") == 0
     out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == sorted(
-        line for host in "abc" for line in (f"{host}: on {host}", f"{host}: its 2>&1", f"{host}: no-newline")
-    )
+    said = [f"{host}: {words}" for host in "abc" for words in (f"on {host}", "its 2>&1", "no-newline")]
+    assert sorted(out.splitlines()) == sorted(said)
     assert sorted(err.splitlines()) == [f"{host}: bad" for host in "abc"]
 
 
@@ -102,20 +100,11 @@ def test_bad_input_is_a_sentence_and_status_2(
     assert out == "" and err.startswith("ds_ssh: ") and said in err and err.count("\n") == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
-def test_unreadable_hostfile(ssh: Path) -> None:
-    (ssh / "hosts").chmod(0)
-    with pytest.raises(DeepSpeedConfigError, match="cannot be read"):
-        ds_ssh.choose_hosts(str(ssh / "hosts"))
-
-
-def test_no_command_no_program_and_help(
+def test_no_command_and_no_program(
     ssh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for argv, status in ((["-f", str(ssh / "hosts")], 2), (["--"], 2), (["-h"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            ds_ssh.main(argv)
-        assert ended.value.code == status
+    with pytest.raises(SystemExit, match="2"):
+        ds_ssh.main(["--"])
     monkeypatch.setenv("DS_SSH", "no-such-ssh -v")
     assert _run(ssh, "true") == 2
     wanted = "cannot start no-such-ssh: No such file or directory; install an ssh client, or name another program"
@@ -131,14 +120,6 @@ def test_more_hosts_than_processes_at_a_time(
     hosts = [f"h{number}" for number in range(5)]
     assert ds_ssh.Fleet(hosts, "echo $FAKE_HOST").run() == dict.fromkeys(hosts, 0)
     assert sorted(capsys.readouterr().out.splitlines()) == [f"{host}: {host}" for host in hosts]
-
-
-def test_it_starts_without_torch() -> None:
-    code = "import sys, deepspeed.launcher.ds_ssh; sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode
-        == 0
-    )
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
@@ -166,18 +147,9 @@ def _children(parent: int, wanted: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_ds_ssh_ends_the_commands(ssh: Path, sent: signal.Signals) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.ds_ssh",
-        "-f",
-        str(ssh / "hosts"),
-        "-e",
-        "dead",
-        "sleep 300; sleep 300",
-    ]
+    options = ["-f", str(ssh / "hosts"), "-e", "dead"]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "deepspeed.launcher.ds_ssh", *options, "sleep 300; sleep 300"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
